@@ -1,0 +1,58 @@
+"""Grants: signed rights to an inode's chunks, given by the metadata service, checked by every store.
+
+Packed little-endian, 60 bytes, part of the format:
+
+    version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64 · ends u64 (wall clock, ms since 1970)
+    · reserved 8 · mac 16 (first half of HMAC-SHA256 of all before it, with the pool's grant key)
+
+inode 0 with the right SERVICE is the authority of a metadata service over all inodes of a store.
+The clock is the wall clock because giver and checker are different machines; both sides allow CLOCK_SKEW_S.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import NamedTuple
+
+from nvpool.base.errors import StaleGrant
+
+READ, WRITE, SERVICE = 1, 2, 4
+CLOCK_SKEW_S = 5.0
+_BODY = struct.Struct("<BBHQQQQ8x")
+_MAC_BYTES = 16
+GRANT_BYTES = _BODY.size + _MAC_BYTES
+_VERSION = 1
+
+
+class Grant(NamedTuple):
+    rights: int
+    key: int
+    session: int
+    inode: int
+    cut: int
+    ends_ms: int
+
+
+def sign(grant: Grant, secret: bytes) -> bytes:
+    body = _BODY.pack(_VERSION, grant.rights, grant.key, grant.session, grant.inode, grant.cut, grant.ends_ms)
+    return body + hmac.digest(secret, body, hashlib.sha256)[:_MAC_BYTES]
+
+
+def read(raw: bytes) -> Grant:
+    """The fields of a grant, unchecked: for its holder, who wants to know when it ends. StaleGrant when it is none."""
+    if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
+        raise StaleGrant("not a grant of a version that is known here")
+    return Grant(*_BODY.unpack(raw[:_BODY.size])[1:])
+
+
+def verify(raw: bytes, secret: bytes, now_ms: int) -> Grant:
+    """The fields of a grant whose signature and time are good; StaleGrant otherwise. Callers keep the result and only
+    look at `ends_ms` on later requests."""
+    grant = read(raw)
+    if not hmac.compare_digest(hmac.digest(secret, raw[:_BODY.size], hashlib.sha256)[:_MAC_BYTES], raw[_BODY.size:]):
+        raise StaleGrant("the grant's signature is wrong")
+    if grant.ends_ms + CLOCK_SKEW_S * 1000 < now_ms:
+        raise StaleGrant("the grant has ended")
+    return grant

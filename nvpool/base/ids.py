@@ -1,0 +1,83 @@
+"""The names of things: inodes, chunks, versions, sessions, targets.
+
+All are plain integers on the hot paths (a class instance per read would cost more than the read); the types below are
+`NewType`s for readers and checkers. What has structure has functions that take it apart.
+
+Inode number, 63 bits, so that it is positive as a signed 64-bit integer everywhere:
+
+    bits 62..51  partition (0..4095)      bits 50..0  counter within the partition, never given twice
+
+The root directory is partition 0, counter 1: the inode number 1, as FUSE wants it.
+
+Version of a chunk, 64 bits: chain epoch (32) above a counter (32). Versions of one chunk are ordered as integers.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, NewType
+
+from nvpool.base.units import PARTITION_BITS, PARTITION_COUNT
+
+InodeNumber = NewType("InodeNumber", int)
+SessionId = NewType("SessionId", int)
+TargetId = NewType("TargetId", int)
+ShardId = NewType("ShardId", int)
+NodeId = NewType("NodeId", int)
+DriveId = NewType("DriveId", int)
+Epoch = NewType("Epoch", int)
+Version = NewType("Version", int)
+Cut = NewType("Cut", int)
+
+COUNTER_BITS = 63 - PARTITION_BITS
+COUNTER_MASK = (1 << COUNTER_BITS) - 1
+ROOT_INODE = InodeNumber(1)
+
+
+class ChunkId(NamedTuple):
+    """A chunk's name: the inode and the index of the chunk in the file. It is never used for other bytes, because
+    inode numbers are never given twice."""
+
+    inode: int
+    index: int
+
+
+class RequestId(NamedTuple):
+    """Names one request of one client for ever: a session, one of its 64 slots, and that slot's sequence number."""
+
+    session: int
+    slot: int
+    sequence: int
+
+
+def inode_number(partition: int, counter: int) -> InodeNumber:
+    if not (0 <= partition < PARTITION_COUNT and 0 < counter <= COUNTER_MASK):
+        raise ValueError(f"no inode number has partition {partition} and counter {counter}")
+    return InodeNumber(partition << COUNTER_BITS | counter)
+
+
+def partition_of(inode: int) -> int:
+    return inode >> COUNTER_BITS
+
+
+def counter_of(inode: int) -> int:
+    return inode & COUNTER_MASK
+
+
+def version(chain_epoch: int, counter: int) -> Version:
+    if not (0 <= chain_epoch < 1 << 32 and 0 <= counter < 1 << 32):
+        raise ValueError(f"no version has chain epoch {chain_epoch} and counter {counter}")
+    return Version(chain_epoch << 32 | counter)
+
+
+def version_parts(value: int) -> tuple[int, int]:
+    """(chain epoch, counter)."""
+    return value >> 32, value & 0xFFFFFFFF
+
+
+_INODE_KEY = struct.Struct(">Q")
+
+
+def inode_key(inode: int) -> bytes:
+    """Eight bytes, big-endian, so that keys sort by partition and then by counter."""
+    return _INODE_KEY.pack(inode)

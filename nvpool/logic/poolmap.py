@@ -1,0 +1,183 @@
+"""The pool map: nodes, drives, targets, chains, shards and their states as one value with an ever-growing epoch.
+
+Whoever changes it makes a new value with the next epoch (functions here and in `placement`); nobody edits one in place.
+It travels and is stored as JSON, so that an operator can read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.base.units import CHAINS_PER_TABLE, CHUNK_BYTES_DEFAULT, PARTITION_COUNT
+
+MAP_FORMAT = 1
+
+TargetState = Literal["up", "down", "syncing", "draining", "gone"]
+ShardState = Literal["up", "down"]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is fixed when a pool is created; `fingerprint` of it is in every greeting."""
+
+    chunk_bytes: int = CHUNK_BYTES_DEFAULT
+    replicas: int = 1
+
+
+class Node(msgspec.Struct, frozen=True):
+    """`host_id` tells whether a unix socket of this node can be reached from here (see run/daemon.host_id)."""
+
+    id: int
+    name: str
+    host_id: str
+    endpoints: tuple[str, ...]
+
+
+class Drive(msgspec.Struct, frozen=True):
+    id: int
+    node: int
+    path: str
+    capacity_bytes: int
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The unit of placement. Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712."""
+
+    id: int
+    drive: int
+    node: int
+    capacity_bytes: int
+    endpoints: tuple[str, ...]
+    state: TargetState = "up"
+
+
+class Chain(msgspec.Struct, frozen=True, array_like=True):
+    """`targets` from head to tail. `epoch` grows with every change of members, a target's restart included."""
+
+    epoch: int
+    targets: tuple[int, ...]
+
+
+class ChainTable(msgspec.Struct, frozen=True):
+    """`id` is the replica count; a Layout names it."""
+
+    id: int
+    chains: tuple[Chain, ...]
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One LMDB environment. `term` counts its primaries; a journal record carries it."""
+
+    id: int
+    node: int
+    endpoints: tuple[str, ...]
+    term: int = 1
+    state: ShardState = "up"
+
+
+class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
+    first: int
+    count: int
+    shard: int
+
+
+class PoolMap(msgspec.Struct, frozen=True, dict=True):
+    format: int
+    pool_id: str
+    name: str
+    epoch: int
+    settings: Settings
+    nodes: tuple[Node, ...] = ()
+    drives: tuple[Drive, ...] = ()
+    targets: tuple[Target, ...] = ()
+    tables: tuple[ChainTable, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    partitions: tuple[PartitionRange, ...] = ()
+
+    @cached_property
+    def target_by_id(self) -> dict[int, Target]:
+        return {target.id: target for target in self.targets}
+
+    @cached_property
+    def table_by_id(self) -> dict[int, ChainTable]:
+        return {table.id: table for table in self.tables}
+
+    @cached_property
+    def shard_by_id(self) -> dict[int, Shard]:
+        return {shard.id: shard for shard in self.shards}
+
+    @cached_property
+    def shard_of_partition(self) -> tuple[int, ...]:
+        owners = [0] * PARTITION_COUNT
+        for part in self.partitions:
+            owners[part.first:part.first + part.count] = [part.shard] * part.count
+        return tuple(owners)
+
+    def chain(self, table: int, chain: int) -> Chain:
+        return self.table_by_id[table].chains[chain]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that two sides compare before they speak: pool and fixed settings."""
+        return hashlib.sha256(self.pool_id.encode() + msgspec.json.encode(self.settings)).hexdigest()[:16]
+
+
+def encode_map(pool_map: PoolMap) -> bytes:
+    return msgspec.json.encode(pool_map)
+
+
+def decode_map(raw: bytes) -> PoolMap:
+    """The map that `raw` holds, checked. WrongFormat for another version, CorruptRecord for anything else wrong."""
+    try:
+        pool_map = msgspec.json.decode(raw, type=PoolMap)
+    except msgspec.DecodeError as error:
+        raise CorruptRecord(f"the pool map can not be read: {error}") from None
+    if pool_map.format != MAP_FORMAT:
+        raise WrongFormat(f"the pool map has format {pool_map.format}, this nvpool knows {MAP_FORMAT}")
+    problems = check_map(pool_map)
+    if problems:
+        raise CorruptRecord("the pool map contradicts itself: " + "; ".join(problems))
+    return pool_map
+
+
+def check_map(pool_map: PoolMap) -> list[str]:
+    """What contradicts itself in the map, as sentences; an empty list for a sound one."""
+    wrong = []
+    nodes = {node.id for node in pool_map.nodes}
+    drives = {drive.id for drive in pool_map.drives}
+    for drive in pool_map.drives:
+        if drive.node not in nodes:
+            wrong.append(f"drive {drive.id} is on node {drive.node}, which does not exist")
+    for target in pool_map.targets:
+        if target.drive not in drives or target.node not in nodes:
+            wrong.append(f"target {target.id} is on drive {target.drive} of node {target.node}, which do not exist")
+    for table in pool_map.tables:
+        if len(table.chains) != CHAINS_PER_TABLE:
+            wrong.append(f"chain table {table.id} has {len(table.chains)} chains")
+        unknown = {t for chain in table.chains for t in chain.targets} - pool_map.target_by_id.keys()
+        if unknown:
+            wrong.append(f"chain table {table.id} names targets {sorted(unknown)}, which do not exist")
+    covered = sorted((part.first, part.count) for part in pool_map.partitions)
+    place = 0
+    for first, count in covered:
+        if first != place:
+            break
+        place += count
+    if pool_map.partitions and place != PARTITION_COUNT:
+        wrong.append("the partitions are not divided over the shards without gap or overlap")
+    if any(part.shard not in pool_map.shard_by_id for part in pool_map.partitions):
+        wrong.append("a partition belongs to a shard that does not exist")
+    return wrong
+
+
+def changed(pool_map: PoolMap, **fields) -> PoolMap:
+    """The same map with `fields` replaced and the next epoch. InvalidRequest, and no map, when it would contradict itself."""
+    new = msgspec.structs.replace(pool_map, epoch=pool_map.epoch + 1, **fields)
+    problems = check_map(new)
+    if problems:
+        raise InvalidRequest("; ".join(problems))
+    return new

@@ -1,0 +1,122 @@
+"""The contract of a transport: many requests in flight on one connection, answered in any order.
+
+A message is a method number, a protobuf message (schema in proto/nvpool/v1, already encoded) and a payload of raw bytes that
+never enters the protobuf. The same three travel on every transport: in-process, `stream` (frames over TCP and unix
+sockets), `grpc` (a bidirectional stream of Frame messages), and plug-ins that register in the entry-point group
+`nvpool.transports`. All pass `testing/contracts/transport`.
+
+Buffers: what a caller hands over belongs to the transport until its call ends. What a handler or a reply receives belongs to the
+receiver; the transport does not touch it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+MESSAGE_BYTES_MAX = 4 << 20
+PAYLOAD_BYTES_MAX = 32 << 20
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+IN_FLIGHT_MAX = 1024
+"""Requests a connection carries at once; further ones wait on the sending side."""
+
+
+class Reply(NamedTuple):
+    """An answer without an error: the encoded protobuf message and the payload."""
+
+    message: Buffer
+    payload: memoryview
+
+
+class Call(Protocol):
+    """One request as the server's handler sees it. Answered once, by reply or by fail, now or later, by anyone."""
+
+    method: int
+    message: Buffer
+    payload: memoryview
+    deadline_s: float
+    """On base.clock's boottime; a handler that finds it past need not work."""
+    peer: "Peer"
+    cancelled: bool
+    """The asker has gone or given up: the answer will be thrown away."""
+
+    def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
+        """Send the answer. `payload` buffers go out in order, without being joined. Never raises for a lost peer."""
+
+    def fail(self, error: BaseException) -> None:
+        """Send the error; what is none of ours becomes Bug and is logged with its traceback."""
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the asker gives up or the connection ends before an answer."""
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, as its greeting said."""
+
+    name: str
+    address: str
+    local: bool
+    """On this host (unix socket or in-process)."""
+
+
+Handler = Callable[[Call], None]
+"""Called on the event loop for each request as it arrives. It must not block: it answers at once or keeps the call and
+hands the work to a task that it owns. An exception out of it is answered as `fail` would."""
+
+
+class Connection(Protocol):
+    """The asking side of one connection. Made by Transport.connect; used from one event loop."""
+
+    peer: Peer
+    closed: bool
+
+    async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
+                   into: memoryview | None = None) -> Reply:
+        """Send and wait for the answer, at most until `deadline_s` (boottime).
+
+        With `into` the payload of the answer is received there when it fits, and Reply.payload is that part of it.
+        Cancelling the awaiting task tells the other side to stop.
+
+        DeadlineExceeded   the answer did not come in time (may be applied)
+        Disconnected       the connection ended (may be applied, except where it never was sent)
+        any NvpoolError    what the other side answered
+        """
+
+    def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> None:
+        """As `call`, without a task: `on_done(reply, None)` or `on_done(None, error)` is called once, on the loop."""
+
+    async def close(self) -> None:
+        """End the connection; what is in flight fails with Disconnected. May be called twice."""
+
+
+class Listener(Protocol):
+    endpoint: str
+    """The URL to connect to, with the real port where 0 was asked for."""
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no new connections or requests (they fail with Draining); wait up to drain_s for those in work; close."""
+
+
+class Greeting(NamedTuple):
+    """What each side says first. A server refuses another pool or no common version with ProtocolMismatch, by name."""
+
+    name: str
+    fingerprint: str = ""
+    """Of the pool (PoolMap.fingerprint); empty on either side: not compared (a client that has no map yet)."""
+
+
+class Transport(Protocol):
+    scheme: str
+    """Of the endpoints it takes: stream, stream+unix, grpc, inproc."""
+    rank: int
+    """The higher is preferred when both ends have it."""
+
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+        """Unreachable when nobody answers there by deadline_s; ProtocolMismatch as the other side says."""
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        """InUse when the address is taken."""

@@ -1,0 +1,250 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReadRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "grants", "reads", "verify")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    grants: _containers.RepeatedScalarFieldContainer[bytes]
+    reads: bytes
+    verify: bool
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., reads: _Optional[bytes] = ..., verify: _Optional[bool] = ...) -> None: ...
+
+class ReadReply(_message.Message):
+    __slots__ = ("map_epoch", "results", "checksums")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    results: bytes
+    checksums: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "grants", "writes", "checksums", "session", "slot", "versions")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    grants: _containers.RepeatedScalarFieldContainer[bytes]
+    writes: bytes
+    checksums: bytes
+    session: int
+    slot: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., writes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WriteReply(_message.Message):
+    __slots__ = ("map_epoch", "results")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    results: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("map_epoch", "target")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
+
+class FlushReply(_message.Message):
+    __slots__ = ("map_epoch",)
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
+
+class CutRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    inode: int
+    size: int
+    cut: int
+    chunk_bits: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., cut: _Optional[int] = ..., chunk_bits: _Optional[int] = ...) -> None: ...
+
+class CutReply(_message.Message):
+    __slots__ = ("map_epoch",)
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "inodes")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    inodes: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("map_epoch", "chunks", "bytes")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    chunks: int
+    bytes: int
+    def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("target", "inode", "first", "limit")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    inode: int
+    first: int
+    limit: int
+    def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ChunkDescription(_message.Message):
+    __slots__ = ("index", "version", "blocks", "extents", "cut", "end")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    version: int
+    blocks: int
+    extents: int
+    cut: int
+    end: int
+    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., blocks: _Optional[int] = ..., extents: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("chunks", "more")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkDescription]
+    more: bool
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkDescription, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("target", "after", "limit")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    after: int
+    limit: int
+    def __init__(self, target: _Optional[int] = ..., after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("inodes", "more")
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    inodes: bytes
+    more: bool
+    def __init__(self, inodes: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ("target", "cursor", "blocks")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    cursor: bytes
+    blocks: int
+    def __init__(self, target: _Optional[int] = ..., cursor: _Optional[bytes] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class BadBlock(_message.Message):
+    __slots__ = ("inode", "index", "block", "text")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    index: int
+    block: int
+    text: str
+    def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., block: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class ScrubReply(_message.Message):
+    __slots__ = ("cursor", "done", "blocks", "bad", "problems")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    done: bool
+    blocks: int
+    bad: _containers.RepeatedCompositeFieldContainer[BadBlock]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DataStatusRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    def __init__(self, target: _Optional[int] = ...) -> None: ...
+
+class DataStatusReply(_message.Message):
+    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    READ_PATH_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FENCED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    chunks: int
+    device: str
+    kind: str
+    read_path: str
+    bad: _containers.RepeatedCompositeFieldContainer[BadBlock]
+    counters: _containers.ScalarMap[str, float]
+    pid: int
+    fenced_because: str
+    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,588 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Change(_message.Message):
+    __slots__ = ("session", "slot", "sequence", "map_epoch", "uid", "gid")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GID_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    slot: int
+    sequence: int
+    map_epoch: int
+    uid: int
+    gid: int
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., map_epoch: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ...) -> None: ...
+
+class Attr(_message.Message):
+    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ATIME_NS_FIELD_NUMBER: _ClassVar[int]
+    MTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    CTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    RDEV_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    mode: int
+    links: int
+    uid: int
+    gid: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    rdev: int
+    table: int
+    chunk_bits: int
+    cut: int
+    flags: int
+    change: int
+    parent: int
+    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("attr", "grant")
+    ATTR_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    attr: Attr
+    grant: bytes
+    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("client", "session", "secret")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    session: int
+    secret: bytes
+    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class OpenSessionReply(_message.Message):
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "root_pool")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ROOT_POOL_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    secret: bytes
+    lease_s: float
+    slots: int
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    root_pool: str
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., root_pool: _Optional[str] = ...) -> None: ...
+
+class RenewSessionRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "released", "opened")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    released: bytes
+    opened: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ...) -> None: ...
+
+class RenewSessionReply(_message.Message):
+    __slots__ = ("lease_s", "map_epoch")
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    map_epoch: int
+    def __init__(self, lease_s: _Optional[float] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class CloseSessionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "parent", "name", "rights")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    parent: int
+    name: bytes
+    rights: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class GetAttrRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "rights")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    rights: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class SetAttrRequest(_message.Message):
+    __slots__ = ("change", "inode", "valid", "mode", "uid", "gid", "size", "atime_ns", "mtime_ns", "ctime_ns", "chunk_bits", "replicas", "rights")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    VALID_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ATIME_NS_FIELD_NUMBER: _ClassVar[int]
+    MTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    CTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    valid: int
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    chunk_bits: int
+    replicas: int
+    rights: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., valid: _Optional[int] = ..., mode: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., replicas: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class ReadLinkRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
+
+class ReadLinkReply(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: bytes
+    def __init__(self, target: _Optional[bytes] = ...) -> None: ...
+
+class CreateRequest(_message.Message):
+    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RDEV_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUSIVE_FIELD_NUMBER: _ClassVar[int]
+    WIDE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    parent: int
+    name: bytes
+    mode: int
+    rdev: int
+    target: bytes
+    open: bool
+    rights: int
+    exclusive: bool
+    wide: bool
+    truncate: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ...) -> None: ...
+
+class CreateReply(_message.Message):
+    __slots__ = ("entry", "created")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    entry: Entry
+    created: bool
+    def __init__(self, entry: _Optional[_Union[Entry, _Mapping]] = ..., created: _Optional[bool] = ...) -> None: ...
+
+class UnlinkRequest(_message.Message):
+    __slots__ = ("change", "parent", "name")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    parent: int
+    name: bytes
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class UnlinkReply(_message.Message):
+    __slots__ = ("inode", "links")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    links: int
+    def __init__(self, inode: _Optional[int] = ..., links: _Optional[int] = ...) -> None: ...
+
+class RenameRequest(_message.Message):
+    __slots__ = ("change", "parent", "name", "new_parent", "new_name", "flags")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NEW_PARENT_FIELD_NUMBER: _ClassVar[int]
+    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    parent: int
+    name: bytes
+    new_parent: int
+    new_name: bytes
+    flags: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., new_parent: _Optional[int] = ..., new_name: _Optional[bytes] = ..., flags: _Optional[int] = ...) -> None: ...
+
+class RenameReply(_message.Message):
+    __slots__ = ("replaced", "inode")
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    replaced: int
+    inode: int
+    def __init__(self, replaced: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
+
+class LinkRequest(_message.Message):
+    __slots__ = ("change", "inode", "parent", "name")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    parent: int
+    name: bytes
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("change", "inode", "rights", "truncate")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    rights: int
+    truncate: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., truncate: _Optional[bool] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inodes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inodes: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("change", "inode", "cut", "end", "wrote", "sync", "release", "blocks_delta")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    WROTE_FIELD_NUMBER: _ClassVar[int]
+    SYNC_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DELTA_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    cut: int
+    end: int
+    wrote: bool
+    sync: bool
+    release: bool
+    blocks_delta: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ..., wrote: _Optional[bool] = ..., sync: _Optional[bool] = ..., release: _Optional[bool] = ..., blocks_delta: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("change", "inode", "length", "cut")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    length: int
+    cut: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., length: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("offset", "attr")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ATTR_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    attr: Attr
+    def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+
+class ListDirRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ATTRS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    cursor: int
+    limit: int
+    attrs: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ...) -> None: ...
+
+class DirEntry(_message.Message):
+    __slots__ = ("name", "cursor", "inode", "kind", "attr")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ATTR_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    cursor: int
+    inode: int
+    kind: int
+    attr: Attr
+    def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+
+class ListDirReply(_message.Message):
+    __slots__ = ("entries", "more")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[DirEntry]
+    more: bool
+    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class StatFsRequest(_message.Message):
+    __slots__ = ("session", "map_epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+
+class StatFsReply(_message.Message):
+    __slots__ = ("files", "files_max")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    FILES_MAX_FIELD_NUMBER: _ClassVar[int]
+    files: int
+    files_max: int
+    def __init__(self, files: _Optional[int] = ..., files_max: _Optional[int] = ...) -> None: ...
+
+class GetXattrRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "name")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    name: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class GetXattrReply(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: bytes
+    def __init__(self, value: _Optional[bytes] = ...) -> None: ...
+
+class SetXattrRequest(_message.Message):
+    __slots__ = ("change", "inode", "name", "value", "flags")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    name: bytes
+    value: bytes
+    flags: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., name: _Optional[bytes] = ..., value: _Optional[bytes] = ..., flags: _Optional[int] = ...) -> None: ...
+
+class ListXattrRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ...) -> None: ...
+
+class ListXattrReply(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RemoveXattrRequest(_message.Message):
+    __slots__ = ("change", "inode", "name")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    name: bytes
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class AttrReply(_message.Message):
+    __slots__ = ("attr",)
+    ATTR_FIELD_NUMBER: _ClassVar[int]
+    attr: Attr
+    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+
+class SyncRequest(_message.Message):
+    __slots__ = ("session", "map_epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+
+class SyncReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DumpRequest(_message.Message):
+    __slots__ = ("cursor", "limit")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    limit: int
+    def __init__(self, cursor: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class DumpReply(_message.Message):
+    __slots__ = ("cursor", "done", "records")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    done: bool
+    records: int
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., records: _Optional[int] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: bool
+    last: bool
+    def __init__(self, first: _Optional[bool] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: int
+    def __init__(self, records: _Optional[int] = ...) -> None: ...
+
+class FsckRequest(_message.Message):
+    __slots__ = ("cursor", "limit", "repair")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    limit: int
+    repair: bool
+    def __init__(self, cursor: _Optional[bytes] = ..., limit: _Optional[int] = ..., repair: _Optional[bool] = ...) -> None: ...
+
+class FsckProblem(_message.Message):
+    __slots__ = ("kind", "text", "repaired")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    repaired: bool
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., repaired: _Optional[bool] = ...) -> None: ...
+
+class FsckReply(_message.Message):
+    __slots__ = ("cursor", "done", "checked", "problems")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    done: bool
+    checked: int
+    problems: _containers.RepeatedCompositeFieldContainer[FsckProblem]
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., checked: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[FsckProblem, _Mapping]]] = ...) -> None: ...
+
+class MetaStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MetaStatusReply(_message.Message):
+    __slots__ = ("shard", "state", "pid", "inodes", "sessions", "orphans", "to_collect", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_FIELD_NUMBER: _ClassVar[int]
+    TO_COLLECT_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    state: str
+    pid: int
+    inodes: int
+    sessions: int
+    orphans: int
+    to_collect: int
+    counters: _containers.ScalarMap[str, float]
+    def __init__(self, shard: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., inodes: _Optional[int] = ..., sessions: _Optional[int] = ..., orphans: _Optional[int] = ..., to_collect: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CollectReply(_message.Message):
+    __slots__ = ("inodes", "left")
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    inodes: int
+    left: int
+    def __init__(self, inodes: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
