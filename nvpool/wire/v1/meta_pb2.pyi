@@ -79,20 +79,20 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
-    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "root_pool")
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    ROOT_POOL_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     session: int
     secret: bytes
     lease_s: float
     slots: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
-    root_pool: str
-    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., root_pool: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "released", "opened")
@@ -107,12 +107,14 @@ class RenewSessionRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ...) -> None: ...
 
 class RenewSessionReply(_message.Message):
-    __slots__ = ("lease_s", "map_epoch")
+    __slots__ = ("lease_s", "map_epoch", "incarnation")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     map_epoch: int
-    def __init__(self, lease_s: _Optional[float] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, lease_s: _Optional[float] = ..., map_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session",)
