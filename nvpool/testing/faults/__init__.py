@@ -1,0 +1,5 @@
+"""Faults on purpose: power loss, failing and lying drives. Shipped, so that whoever runs or extends nvpool can run them too.
+
+`preload` builds and configures a small C library that is preloaded into a daemon; `powerloss` rebuilds from its record what
+the drive could hold had the power gone at any moment.
+"""

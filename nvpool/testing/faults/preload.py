@@ -1,0 +1,96 @@
+"""Builds the preloaded library and arms its faults.
+
+    faults = Faults.create(root, work)
+    process = subprocess.Popen(command, env=os.environ | faults.environment())
+    faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="data")
+    faults.disarm()
+
+`root` is the directory whose files are watched, `work` one beside it for the record, the rules and the first image.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+from nvpool.base.errors import NotSupported
+
+WRITE, SYNC, READ, OPEN, ALLOCATE, RENAME = 1, 2, 4, 8, 16, 32
+FAIL, SHORT, LIE = 1, 2, 3
+
+_RULE = struct.Struct("<IIIIqq160s")
+_RULES = 16
+_SOURCE = Path(__file__).with_name("record.c")
+
+
+def build_library() -> Path:
+    """The path of the compiled library, built when the source is newer. NotSupported where there is no C compiler."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvpool"
+    directory.mkdir(parents=True, exist_ok=True)
+    library = directory / f"faults-{int(_SOURCE.stat().st_mtime_ns)}.so"
+    if library.exists():
+        return library
+    with (directory / "faults.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            for old in directory.glob("faults-*.so"):
+                old.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+                built = Path(temporary) / "faults.so"
+                command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(built), str(_SOURCE), "-ldl", "-lpthread"]
+                try:
+                    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                except FileNotFoundError:
+                    raise NotSupported("a C compiler (cc) is needed for faults on purpose; install gcc") from None
+                built.rename(library)
+    return library
+
+
+class Faults:
+    """One watched directory. The rules live in shared memory: arming one acts at once on every process that has them."""
+
+    def __init__(self, root: Path, work: Path) -> None:
+        self.root, self.work = Path(root), Path(work)
+        self.log = self.work / "log"
+        self.base = self.work / "base"
+        self._rules_path = self.work / "rules"
+        with self._rules_path.open("r+b") as file:
+            self._rules = mmap.mmap(file.fileno(), _RULE.size * _RULES)
+
+    @classmethod
+    def create(cls, root: Path, work: Path) -> Faults:
+        """Begin with the state of `root` as it is now: a copy of it becomes the first image."""
+        work = Path(work)
+        (work / "log").mkdir(parents=True)
+        (work / "rules").write_bytes(bytes(_RULE.size * _RULES))
+        subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", f"{root}/.", str(work / "base")], check=True, timeout=600)
+        return cls(root, work)
+
+    def environment(self, *, record: bool = True) -> dict[str, str]:
+        """What to add to the environment of a process. Without `record` faults can be armed and nothing is logged."""
+        variables = {"LD_PRELOAD": str(build_library()), "NVPOOL_FAULTS_ROOT": str(self.root.resolve()),
+                     "NVPOOL_FAULTS_RULES": str(self._rules_path)}
+        if record:
+            variables["NVPOOL_FAULTS_LOG"] = str(self.log)
+        return variables
+
+    def arm(self, *, on: int, action: int, error: int = 0, path: str = "", skip: int = 0, count: int = -1, slot: int = 0) -> None:
+        """From now on, operations of the kinds `on` on files whose path contains `path` fail with `error` (FAIL), write half (SHORT)
+        or claim to have synced (LIE): after `skip` that pass, for `count` of them (-1: until disarm)."""
+        packed = _RULE.pack(0, on, action, error, skip, count, path.encode())
+        at = slot * _RULE.size
+        self._rules[at:at + 4] = bytes(4)
+        self._rules[at + 4:at + _RULE.size] = packed[4:]
+        self._rules[at:at + 4] = (1).to_bytes(4, "little")
+
+    def disarm(self) -> None:
+        """All operations pass again."""
+        self._rules[:] = bytes(len(self._rules))
+
+    def close(self) -> None:
+        self._rules.close()
