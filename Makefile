@@ -1,0 +1,45 @@
+# Everything a newcomer needs: `make quickstart`, `make test`, `make clean`. `make help` says the rest.
+# Each target sets up what it needs on its own; set-up takes a moment when nothing is to do.
+
+PYTHON_IN_VENV := .venv/bin/python
+PYTEST := $(PYTHON_IN_VENV) -m pytest -p no:cacheprovider
+WORKERS ?= 2
+SOURCE ?=
+ROUNDS ?= 3
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test soak bench lint clean
+
+help:
+	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
+	@echo
+	@echo '  make quickstart             set up, start a pool here, mount it at ./pool, import a real tree, check and measure it'
+	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
+	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
+	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
+	@echo '  make bench                  the table of bench/README.md, beside its floors (ROUNDS=3)'
+	@echo '  make lint                   ruff'
+	@echo '  make setup                  Debian packages and .venv alone'
+	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
+
+setup:
+	@sh tools/setup.sh
+
+quickstart: setup
+	@$(PYTHON_IN_VENV) tools/quickstart.py $(if $(SOURCE),--source "$(SOURCE)")
+
+test: setup
+	@$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not soak'
+
+soak: setup
+	@$(PYTEST) -n 1 -m soak --timeout 14400
+
+bench: setup
+	@$(PYTHON_IN_VENV) bench/run.py --rounds $(ROUNDS)
+
+lint: setup
+	@$(PYTHON_IN_VENV) -m ruff check .
+
+# Needs no set-up: any Python 3 will do, and the one of .venv is removed by it.
+clean:
+	@sh tools/setup.sh --print-python | { read -r python && exec "$$python" tools/clean.py; }

@@ -1,0 +1,193 @@
+"""Removes from a checkout all that its Makefile made: the quickstart's mount and pool first, then files.
+
+Order, because each step is only safe after the one before: unmount, end the pool's processes, see that no mount is left below
+what is to go, remove. Nothing is removed while a mount is below it, no symbolic link is followed, no file system border is
+crossed (devices are compared at each step down), the mount point itself is removed only when it is empty.
+
+Called by `make clean`. Runs on any Python 3.8 or later with its standard library alone, since .venv may be broken or absent.
+Exit code 0: nothing is left; 1: something is, and the reason was printed. May be repeated.
+"""
+
+import fnmatch
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+MOUNT_POINT = "pool"
+POOL = ".quickstart"
+TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis", "nvpool.egg-info")
+GENERATED = ("*.so", "*.pyc", "_uring.c")
+"""Files made by the set-up inside the sources."""
+STOP_S = 20.0
+
+
+class Kept(Exception):
+    """Something must not be removed; the text says what and why."""
+
+
+def mounts_below(path, mountinfo=None):
+    """Mount points at or below `path`, deepest last in the order of mounting; bind mounts are among them."""
+    if mountinfo is None:
+        with open("/proc/self/mountinfo", "rb") as file:
+            mountinfo = file.read()
+    path = os.fsencode(path).rstrip(b"/")
+    found = []
+    for line in mountinfo.splitlines():
+        # The kernel writes blanks, tabs, newlines and backslashes of a path as three octal digits.
+        parts = line.split(b" ")[4].split(b"\\")
+        point = parts[0] + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in parts[1:])
+        if point == path or point.startswith(path + b"/"):
+            found.append((os.fsdecode(point), os.fsdecode(line.split(b" - ", 1)[1].split(b" ")[0])))
+    return found
+
+
+def unmount(root):
+    """Unmount what nvpool has mounted below `root`, last first. Kept when one is in use, by whom is said where it can be seen."""
+    for point, kind in reversed(mounts_below(root)):
+        if kind not in ("fuse.nvpool", "fuse"):
+            continue
+        print("unmounting " + point)
+        command = ["umount", point] if os.geteuid() == 0 else ["fusermount3", "-u", point]
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            raise Kept(point + " does not answer; `umount -l " + point + "` lets go of it") from None
+        if done.returncode:
+            users = ", ".join("%s (pid %d)" % (name, pid) for pid, name in users_of(point))
+            raise Kept("%s can not be unmounted: %s%s" % (
+                point, done.stderr.decode(errors="replace").strip(), "; in use by " + users if users else ""))
+
+
+def users_of(point):
+    """(pid, name) of processes that stand in, or have open, something below `point`. Never touches the mount itself."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        places = ["cwd", "root"]
+        try:
+            places += ["fd/" + fd for fd in os.listdir("/proc/%s/fd" % pid)]
+        except OSError:
+            pass
+        for place in places:
+            try:
+                target = os.readlink("/proc/%s/%s" % (pid, place))
+            except OSError:
+                continue
+            if target == point or target.startswith(point + "/"):
+                with open("/proc/%s/comm" % pid) as file:
+                    found.append((int(pid), file.read().strip()))
+                break
+    return found
+
+
+def daemons_of(pool):
+    """pids of nvpool's programs that were started for the pool directory `pool`: `python -m nvpool.run.<program> <pool> …`."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/cmdline" % pid, "rb") as file:
+                words = [os.fsdecode(word) for word in file.read().split(b"\0")]
+            if any(word.startswith("nvpool.run.") for word in words) and any(
+                    os.path.realpath(os.path.join(os.readlink("/proc/%s/cwd" % pid), word)) == pool for word in words if word):
+                found.append(int(pid))
+        except OSError:
+            continue  # it ended meanwhile, or is not ours to look at
+    return found
+
+
+def stop(pool):
+    """End the processes of the pool directory `pool`: asked first, killed after STOP_S."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        pids = daemons_of(pool)
+        if pids:
+            print("stopping the pool in %s (pids %s)" % (pool, " ".join(map(str, pids))))
+        for pid in pids:
+            try:
+                os.kill(pid, sign)
+            except ProcessLookupError:
+                pass
+        deadline = time.monotonic() + STOP_S
+        while daemons_of(pool) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    if daemons_of(pool):
+        raise Kept("processes of the pool in %s can not be ended: %s" % (pool, daemons_of(pool)))
+
+
+def remove_tree(path):
+    """Remove `path` and all below it. Kept, and nothing of it removed, when a mount is below; Kept when a border of a file
+    system is met further down (what was before it is gone then)."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        os.unlink(path)
+        return
+    below = mounts_below(os.path.realpath(path))
+    if below:
+        raise Kept("%s is mounted below %s; nothing of it was removed" % (below[0][0], path))
+    parent = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _remove_below(parent, os.path.basename(path), os.fstat(parent).st_dev, path)
+    finally:
+        os.close(parent)
+
+
+def _remove_below(parent, name, device, shown):
+    # By descriptors, so that nobody can swap a directory for a link between the look and the step.
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        if os.fstat(fd).st_dev != device:
+            raise Kept(shown + " is another file system")
+        for entry in os.listdir(fd):
+            kind = os.stat(entry, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISDIR(kind.st_mode):
+                _remove_below(fd, entry, device, shown + "/" + entry)
+            else:
+                os.unlink(entry, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)
+
+
+def generated_files(root):
+    """Compiled files between the sources, not below what is removed whole, on the root's file system."""
+    device = os.stat(root).st_dev
+    for folder, folders, files in os.walk(root, topdown=True):
+        folders[:] = [name for name in folders if name not in (".git", ".venv", POOL, MOUNT_POINT)
+                      and not os.path.islink(os.path.join(folder, name))
+                      and os.stat(os.path.join(folder, name)).st_dev == device]
+        if os.path.basename(folder) == "__pycache__":
+            folders[:] = []
+            yield folder
+        else:
+            for name in files:
+                if any(fnmatch.fnmatch(name, pattern) for pattern in GENERATED):
+                    yield os.path.join(folder, name)
+
+
+def clean(root):
+    """Remove all that the Makefile made below `root`; Kept says why something stays."""
+    unmount(root)
+    stop(os.path.join(root, POOL))
+    mount_point = os.path.join(root, MOUNT_POINT)
+    if os.path.isdir(mount_point):
+        try:
+            os.rmdir(mount_point)
+        except OSError as error:
+            raise Kept("%s is not removed: %s. Is something of yours in it?" % (mount_point, error.strerror)) from None
+    for found in list(generated_files(root)):
+        remove_tree(found)
+    for tree in TREES:
+        remove_tree(os.path.join(root, tree))
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    try:
+        clean(os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir)))
+    except (Kept, OSError) as problem:
+        print("clean: " + str(problem), file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,114 @@
+#!/bin/sh
+# Makes this checkout ready to run: Debian packages, .venv, nvpool installed editable with its compiled module.
+#
+# On return .venv/bin/python runs nvpool and its tests. Repeating it costs a moment when nothing is to do. It may be stopped
+# at any time and begun again. What it installs on the machine it says first; without root it changes nothing outside this
+# directory and prints the one command that somebody with root has to run.
+#
+#   tools/setup.sh                  set up
+#   tools/setup.sh --print-python   only print a Python that runs here (for `make clean`, which must work before any set-up)
+#
+# PYTHON=/path/to/python3 chooses the interpreter.
+set -eu
+cd "$(dirname "$0")/.."
+
+venv=.venv
+stamp=$venv/nvpool-setup.stamp
+log=$venv/nvpool-setup.log
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() { say "$@"; exit 1; }
+
+# Prints the first Python that is at least 3.11; with "whole", one that also can compile and make environments.
+find_python() {
+    for python in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
+        path=$(command -v "$python" 2>/dev/null) || continue
+        if "$path" -c '
+import os, sys, sysconfig
+assert sys.version_info >= (3, 11)
+if sys.argv[1] == "whole":
+    import ensurepip, venv
+    assert os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+print(getattr(sys, "_base_executable", sys.executable))  # not the one of an environment that happens to be active
+' "$1" 2>/dev/null; then
+            return 0
+        fi
+    done
+    return 1
+}
+
+if [ "${1:-}" = --print-python ]; then
+    find_python any || command -v python3 || fail 'there is no python3 here; what is to be removed? rm -r .venv removes the environment'
+    exit 0
+fi
+
+# Two set-ups at once would undo one another; the second waits and then finds nothing to do.
+exec 9<Makefile
+flock 9
+
+# -- packages of the machine -----------------------------------------------------------------------------------------
+
+# What building and mounting needs, and what the tests run on the mount.
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3'
+find_python whole >/dev/null || packages="$packages python3 python3-dev python3-venv"
+
+missing=
+if command -v dpkg-query >/dev/null 2>&1; then
+    for package in $packages; do
+        case $(dpkg-query -W -f='${Status}' "$package" 2>/dev/null || true) in
+            *' installed') ;;
+            *) missing="$missing $package" ;;
+        esac
+    done
+else
+    # Not Debian: look for what the packages bring.
+    for command in fusermount3 pkg-config gcc git rsync tar fio sqlite3; do
+        command -v $command >/dev/null 2>&1 || missing="$missing $command"
+    done
+    pkg-config --exists fuse3 2>/dev/null || missing="$missing libfuse3(headers)"
+    [ -z "$missing" ] || fail "please install:$missing (this is not Debian, so we do not know your packages' names)"
+fi
+
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" != 0 ]; then
+        say 'some Debian packages are missing. Please run this, then the same make again:'
+        echo "sudo apt-get update && sudo apt-get install --yes --no-install-recommends$missing"
+        exit 1
+    fi
+    say "installing Debian packages:$missing"
+    export DEBIAN_FRONTEND=noninteractive
+    install() { apt-get install --yes --no-install-recommends -qq -o DPkg::Lock::Timeout=120 $missing >/dev/null; }
+    # The package lists may be absent or old; fetching them is slow, so only then.
+    install 2>/dev/null || { apt-get update -qq >&2 && install >&2; } || fail "apt-get could not install:$missing"
+fi
+
+# -- .venv -----------------------------------------------------------------------------------------------------------
+
+python=$(find_python whole) || fail 'no Python 3.11 or later with headers and venv is here; PYTHON=/path/to/python3 names one'
+
+# What the environment was made from; when all of it is the same, there is nothing to do.
+sources=$(ls pyproject.toml setup.py tools/setup.sh 2>/dev/null; find nvpool -name '*.pyx' -o -name '*.c' ! -name '_uring.c' | sort)
+wanted="$PWD $python $(cat $sources | sha256sum)"
+if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nvpool' 2>/dev/null; then
+    exit 0
+fi
+
+# An environment that was moved, or made by another Python, is made anew: its programs name the old place.
+if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
+        [ "$($venv/bin/python -c 'import pip, sys; print(sys._base_executable)' 2>/dev/null)" != "$python" ]; then
+    say "making $venv with $("$python" --version) from $python"
+    "$python" -m venv --clear $venv
+fi
+rm -f $stamp
+say 'installing nvpool and what it needs from PyPI into .venv'
+if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[test]' >$log 2>&1; then
+    tail -n 30 $log >&2
+    fail "pip could not install; the whole log is in $log"
+fi
+# The recorder of writes and syncs for the power-loss tests is a preloaded library, not a Python module.
+for source in nvpool/testing/faults/*.c; do
+    [ -e "$source" ] || continue
+    gcc -O2 -Wall -shared -fPIC -o "${source%.c}.so" "$source" -ldl -lpthread || fail "$source does not compile"
+done
+printf '%s\n' "$wanted" >$stamp
+say 'ready'
