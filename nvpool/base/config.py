@@ -1,0 +1,266 @@
+"""The configuration of a node: one TOML file, typed, checked as a whole.
+
+Called by the programs in run/ at start and by `nvpool config`. `load` gives a Config in which every value is possible, or
+BadConfiguration that lists everything that is wrong, each with its line and the reason. `sample` is generated from the same types, so
+that it can not grow old. What is fixed when a pool is made (chunk size, replicas) is in the pool map, not here. Reads
+one file; never guesses, never falls back to a default for what it could not read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from nvpool.base.errors import BadConfiguration
+from nvpool.base.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes
+
+_BYTES = {"unit": "bytes"}
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Where the daemons of this node write what they have to say."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(
+        description="least important messages that are kept")] = "info"
+    to: Annotated[Literal["file", "stderr"], Meta(
+        description="file: one file per process in log/ of the pool directory")] = "file"
+
+
+class Network(msgspec.Struct, frozen=True):
+    """Addresses of new processes. Those of processes that exist are in the pool map and do not change."""
+
+    host: Annotated[str, Meta(min_length=1,
+        description="address to listen on; other hosts can not reach 127.0.0.1")] = "127.0.0.1"
+    base_port: Annotated[int, Meta(ge=0, le=65000,
+        description="first TCP port; 0 takes free ones below the ephemeral range")] = 0
+
+
+class Supervisor(msgspec.Struct, frozen=True):
+    """nvpoold, which starts the other processes."""
+
+    drain_s: Annotated[float, Meta(ge=0, le=3600, description="how long a stopping process may finish its requests")] = 10.0
+    restart_delay_min_s: Annotated[float, Meta(gt=0, le=60, description="wait before a dead process is started again")] = 0.05
+    restart_delay_max_s: Annotated[float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")] = 5.0
+    healthy_s: Annotated[float, Meta(gt=0, le=3600, description="after that long the wait is the shortest again")] = 10.0
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """The record engine below metadata and chunk index."""
+
+    durability: Annotated[Literal["interval", "always"], Meta(
+        description="interval: synced every sync_interval_s and on fsync; always: before each acknowledgement")] = "interval"
+    sync_interval_s: Annotated[float, Meta(ge=0.001, le=60,
+        description="the oldest unsynced change after a loss of power")] = 0.1
+    checkpoint_interval_s: Annotated[float, Meta(ge=0.05, le=60, description="how often memory is written to LMDB")] = 1.0
+    layer_entries_max: Annotated[int, Meta(ge=100, le=10_000_000,
+        description="changes in memory before they must wait")] = 20_000
+    map_bytes_max: Annotated[int, Meta(ge=16 * MIB, le=64 * TIB, extra=_BYTES,
+        description="an LMDB environment grows up to this")] = TIB
+
+
+class MetadataSection(msgspec.Struct, frozen=True):
+    """Metadata shards."""
+
+    session_lease_s: Annotated[float, Meta(ge=1, le=3600, description="a silent client's session ends after this")] = 60.0
+    grant_s: Annotated[float, Meta(ge=2, le=3600, description="life of a right to a file's chunks")] = 120.0
+
+
+class StoreSection(msgspec.Struct, frozen=True):
+    """Chunk stores."""
+
+    direct: Annotated[bool, Meta(description="open drives with O_DIRECT: past the kernel's page cache")] = False
+    reads: Annotated[Literal["auto", "io_uring", "executor"], Meta(
+        description="how cold reads wait; auto probes at start")] = "auto"
+    reader_count: Annotated[int, Meta(ge=1, le=256, description="threads of the executor")] = 8
+
+
+class ClientSection(msgspec.Struct, frozen=True):
+    """Mounts on this node that are given this pool directory."""
+
+    deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
+    write_buffer_bytes: Annotated[int, Meta(ge=MIB, le=64 * GIB, extra=_BYTES,
+        description="unsent writes kept in memory")] = 64 * MIB
+    read_ahead_bytes: Annotated[int, Meta(ge=0, le=GIB, extra=_BYTES,
+        description="read ahead of a sequential reader")] = 4 * MIB
+    attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="the kernel may keep attributes that long")] = 1.0
+    entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="the kernel may keep names that long")] = 1.0
+
+
+class Config(msgspec.Struct, frozen=True):
+    log: Log = Log()
+    network: Network = Network()
+    supervisor: Supervisor = Supervisor()
+    journal: Journal = Journal()
+    meta: MetadataSection = MetadataSection()
+    store: StoreSection = StoreSection()
+    client: ClientSection = ClientSection()
+
+
+def _contradictions(config: Config) -> list[tuple[str, str, str]]:
+    """(section, key, reason) of values that are possible alone but not together."""
+    found = []
+    if config.supervisor.restart_delay_min_s > config.supervisor.restart_delay_max_s:
+        found.append(("supervisor", "restart_delay_min_s", "is longer than restart_delay_max_s"))
+    if config.journal.sync_interval_s > config.journal.checkpoint_interval_s:
+        found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
+    if config.meta.grant_s < config.meta.session_lease_s:
+        found.append(("meta", "grant_s", "is shorter than session_lease_s: clients would lose rights before their session"))
+    return found
+
+
+def parse(text: str, where: str = "the configuration") -> Config:
+    """The configuration that `text` holds. BadConfiguration names `where` and, for all that is wrong, line and reason."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfiguration(f"{where} is not TOML: {error}") from None
+    lines = _lines_of(text)
+    problems: list[tuple[int, str]] = []
+    sections = {}
+    for name, kind in _sections():
+        table = raw.pop(name, {})
+        if not isinstance(table, dict):
+            problems.append((lines.get((name, ""), lines.get(("", name), 0)), f"{name} is a section: write it as [{name}]"))
+            continue
+        values = {}
+        fields = {field.name: field for field in msgspec.structs.fields(kind)}
+        for key, value in table.items():
+            line = lines.get((name, key), lines.get((name, ""), 0))
+            if key not in fields:
+                problems.append((line, f"{name}.{key} is not known here{_nearest(key, fields)}"))
+                continue
+            try:
+                values[key] = _convert(value, fields[key].type)
+            except (msgspec.ValidationError, ValueError) as error:
+                problems.append((line, f"{name}.{key} = {value!r}: {_plain(error)}"))
+        sections[name] = kind(**values)
+    for key in raw:
+        line = lines.get((key, ""), lines.get(("", key), 0))
+        problems.append((line, f"{key} is not known here{_nearest(key, dict(_sections()))}"))
+    config = Config(**sections)
+    for section, key, reason in _contradictions(config):
+        problems.append((lines.get((section, key), lines.get((section, ""), 0)), f"{section}.{key} {reason}"))
+    if problems:
+        told = "\n".join(f"  line {line}: {reason}" if line else f"  {reason}" for line, reason in sorted(problems))
+        raise BadConfiguration(f"{where} is wrong:\n{told}")
+    return config
+
+
+def load(path: str | os.PathLike) -> Config:
+    """The configuration in the file at `path`. BadConfiguration when it can not be read or is wrong."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MIB)
+    except FileNotFoundError:
+        raise BadConfiguration(f"{path} does not exist; write one with: nvpool config sample > {path}") from None
+    except UnicodeDecodeError as error:
+        raise BadConfiguration(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise BadConfiguration(f"{path} can not be read: {error.strerror}") from None
+    return parse(text, str(path))
+
+
+def sample(config: Config | None = None) -> str:
+    """A file with every key, what it means, what it may be, and its default (commented out). Values of `config` that are
+    not the default are set. `parse` takes it."""
+    out = ["# nvpool: configuration of one node. Keys that are commented out have the value shown.",
+           "# Sizes may be written like 64MiB; times are in seconds. Check with: nvpool config check FILE", ""]
+    for name, kind in _sections():
+        out += [f"# {line.strip()}" for line in (kind.__doc__ or "").splitlines()] + [f"[{name}]"]
+        given = getattr(config, name) if config is not None else kind()
+        for field in msgspec.structs.fields(kind):
+            value = getattr(given, field.name)
+            out.append(f"# {_described(field.type)}")
+            out.append(f"{'# ' if value == field.default else ''}{field.name} = {_written(value, field.type)}")
+        out.append("")
+    return "\n".join(out)
+
+
+def as_dict(config: Config) -> dict[str, dict[str, Any]]:
+    return msgspec.to_builtins(config)
+
+
+def _sections() -> list[tuple[str, type[msgspec.Struct]]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(Config)]
+
+
+def _parts(annotation) -> tuple[Any, Meta]:
+    """(type, Meta) of an Annotated field."""
+    assert get_origin(annotation) is Annotated
+    base, meta = get_args(annotation)
+    return base, meta
+
+
+def _convert(value: Any, annotation) -> Any:
+    base, meta = _parts(annotation)
+    if meta.extra == _BYTES and isinstance(value, str):
+        value = parse_bytes(value)
+    if base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if base is float and isinstance(value, float) and value != value:
+        raise ValueError("is not a number")
+    return msgspec.convert(value, annotation)
+
+
+def _plain(error: Exception) -> str:
+    text = str(error).split(" - at ")[0]
+    return text.replace("`", "").replace("int >=", "a whole number >=").replace("int <=", "a whole number <=")
+
+
+def _nearest(key: str, known) -> str:
+    near = difflib.get_close_matches(key, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+
+
+def _described(annotation) -> str:
+    base, meta = _parts(annotation)
+    size = meta.extra == _BYTES
+    low = meta.ge if meta.ge is not None else meta.gt
+    text = meta.description or ""
+    if get_origin(base) is Literal:
+        return f"{text} (one of {', '.join(get_args(base))})"
+    if low is not None and meta.le is not None:
+        shown = [_size(int(n)).strip('"') if size else f"{n:,}" if n >= 10_000 else f"{n}" for n in (low, meta.le)]
+        return f"{text} ({'above ' if meta.gt is not None else ''}{shown[0]} to {shown[1]})"
+    return text
+
+
+def _size(count: int) -> str:
+    for unit in (TIB, GIB, MIB, KIB):
+        if count and count % unit == 0:
+            return f'"{format_bytes(count).split(" ")[0].split(".")[0]}{format_bytes(unit).split(" ")[1]}"'
+    return str(count)
+
+
+def _written(value: Any, annotation) -> str:
+    _, meta = _parts(annotation)
+    if meta.extra == _BYTES:
+        return _size(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()
+    return repr(value)
+
+
+_HEADER = re.compile(r"\s*\[\[?\s*([A-Za-z0-9_\-]+)")
+_KEY = re.compile(r"""\s*(?:([A-Za-z0-9_\-]+)\s*\.\s*)?["']?([A-Za-z0-9_\-]+)["']?\s*=""")
+
+
+def _lines_of(text: str) -> dict[tuple[str, str], int]:
+    """(section, key) -> line where it is set, (section, '') -> line of its header; from 1. tomllib tells no places."""
+    found: dict[tuple[str, str], int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            section = header[1]
+            found.setdefault((section, ""), number)
+        elif key := _KEY.match(line):
+            found.setdefault((key[1] or section, key[2]), number)
+    return found

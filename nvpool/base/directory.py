@@ -1,0 +1,245 @@
+"""The pool directory of a node: where each thing lies, who holds it, and which processes have announced themselves.
+
+    node.toml          configuration of this node (base/config)
+    FORMAT             "nvpool pool 1\\n"; written last when a pool is made
+    lock               flock of the supervisor; its text is the holder's identity
+    secret/grant.key   32 random bytes, mode 0600
+    map/               the embedded coordinator's records
+    poolmap.json       the newest pool map, replaced atomically
+    meta/shard-N/      records of a metadata shard
+    run/               NAME.json: state of a process; NAME.lock: its flock; unix sockets
+    log/               one file per process
+    targets/N          chunk stores of pools that live in one directory
+
+Called by the programs in run/, by the client (poolmap.json) and the CLI. Guarantees that files others read while they are
+replaced are whole, before and after a loss of power. Never removes anything but state files of processes that are gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from nvpool.base.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
+from nvpool.base.host import Identity, own_identity, runs
+
+FORMAT_TEXT = "nvpool pool 1\n"
+BEING_MADE_TEXT = "nvpool pool being made\n"
+SOCKET_PATH_BYTES_MAX = 107
+"""sockaddr_un, less the ending zero."""
+
+_SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """What a process of the pool says of itself in run/NAME.json once it serves. `number` is its shard or target."""
+
+    role: str
+    pid: int
+    start: int
+    boot: str
+    number: int = 0
+    state: str = "serving"
+    since_ms: int = 0
+    endpoints: tuple[str, ...] = ()
+    mountpoint: str = ""
+    software: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start, self.boot)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace the file at `path`: readers see the old content or the new, and after a loss of power there is one of them."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Flock:
+    """An exclusive flock on a file whose text names the holder. Not inherited by programs that are started, unless passed."""
+
+    def __init__(self, descriptor: int, path: Path):
+        self.descriptor = descriptor
+        self.path = path
+
+    @classmethod
+    def take(cls, path: Path, what: str, *, wait: bool = False) -> Flock:
+        """InUse, naming the holder, when it is held. `wait` waits for ever instead (in a thread made for that)."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise from_os_error(error, f"open {path}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(descriptor).st_nlink == 0:  # removed with its pool while we waited
+                raise NotFound(f"{path} was removed")
+        except BlockingIOError:
+            os.close(descriptor)
+            holder = holder_of(path)
+            raise InUse(f"{what} is in use by {f'process {holder.pid}' if holder else 'another process'}") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        lock = cls(descriptor, path)
+        lock.sign()
+        return lock
+
+    @classmethod
+    def inherited(cls, descriptor: int, path: Path) -> Flock:
+        """The lock that the starting process held and passed on open; it is ours alone once that process closes its own."""
+        os.set_inheritable(descriptor, False)
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise InUse(f"descriptor {descriptor} is not {path}")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = cls(descriptor, path)
+        lock.sign()
+        return lock
+
+    def sign(self) -> None:
+        """Write our identity into the file, in place, so that whoever looks knows whom to ask or to wait for."""
+        text = " ".join(map(str, own_identity())).encode() + b"\n"
+        os.pwrite(self.descriptor, text, 0)
+        os.ftruncate(self.descriptor, len(text))
+
+    def release(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def holder_of(path: Path) -> Identity | None:
+    """Who wrote itself into a lock file, if that process still runs. Does not touch the lock."""
+    try:
+        pid, start, boot = path.read_text().split()
+        identity = Identity(int(pid), int(start), boot)
+    except (OSError, ValueError):
+        return None
+    return identity if runs(identity) else None
+
+
+class PoolDirectory:
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(os.path.abspath(path))
+        self.node_toml = self.path / "node.toml"
+        self.format = self.path / "FORMAT"
+        self.lock = self.path / "lock"
+        self.grant_key = self.path / "secret" / "grant.key"
+        self.map = self.path / "map"
+        self.poolmap = self.path / "poolmap.json"
+        self.run = self.path / "run"
+        self.log = self.path / "log"
+
+    def shard(self, number: int) -> Path:
+        return self.path / "meta" / f"shard-{number}"
+
+    def target(self, number: int) -> Path:
+        return self.path / "targets" / str(number)
+
+    def exists(self) -> bool:
+        return self.format.exists()
+
+    def check(self) -> None:
+        """NotFound when there is no pool, WrongFormat when it is of another version or not finished, each with the remedy."""
+        if not self.path.is_dir():
+            raise NotFound(f"{self.path} does not exist; make a pool there with: nvpool pool create {self.path} --drive PATH")
+        try:
+            text = self.format.read_text()
+        except FileNotFoundError:
+            raise NotFound(f"{self.path} is not a pool directory (it has no file FORMAT); make one with: nvpool pool create "
+                           f"{self.path} --drive PATH") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise WrongFormat(f"{self.format} can not be read: {error}") from None
+        if text == BEING_MADE_TEXT:
+            raise WrongFormat(f"the making of the pool in {self.path} was interrupted; run the same `nvpool pool create` or "
+                              f"`nvpool dev up` again")
+        if text != FORMAT_TEXT:
+            raise WrongFormat(f"{self.path} has the format {text.strip()[:60]!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
+                              f"use the version of nvpool that made it")
+
+    def supervisor(self) -> Identity | None:
+        return holder_of(self.lock)
+
+    def socket_directory(self) -> Path:
+        """Where unix sockets of this pool are: run/, or a short path when that would be longer than the system allows."""
+        if len(os.fsencode(self.run)) + _SOCKET_NAME_BYTES_MAX <= SOCKET_PATH_BYTES_MAX:
+            return self.run
+        name = "nvpool-" + hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+        return Path("/run" if os.geteuid() == 0 and os.path.isdir("/run") else "/tmp") / name
+
+    def make_socket_directory(self) -> Path:
+        """Make it where it is missing (a reboot empties /run). AccessDenied when somebody else made one of that name."""
+        path = self.socket_directory()
+        path.mkdir(mode=0o755, exist_ok=True)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise AccessDenied(f"{path} is not ours alone; remove it and try again")
+        return path
+
+    def announce(self, name: str, state: ProcessState) -> None:
+        """Write run/NAME.json: this process now is what `state` says. Not synced: it means nothing after a reboot."""
+        beside = self.run / f".{name}.{os.getpid()}"
+        beside.write_bytes(msgspec.json.encode(state))
+        os.replace(beside, self.run / f"{name}.json")
+
+    def withdraw(self, name: str) -> None:
+        """Remove run/NAME.json if it is this process's."""
+        state = self.state_of(name)
+        if state is not None and state.pid == os.getpid():
+            (self.run / f"{name}.json").unlink(missing_ok=True)
+
+    def state_of(self, name: str) -> ProcessState | None:
+        """What the process announced, alive or not; None where there is nothing readable."""
+        try:
+            return msgspec.json.decode((self.run / f"{name}.json").read_bytes(), type=ProcessState)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def states(self, prefix: str = "") -> dict[str, ProcessState]:
+        """Announced states of the processes that still run, by name. Removes those of mounts and holders that are gone."""
+        found = {}
+        for path in sorted(self.run.glob(f"{prefix}*.json")):
+            state = self.state_of(path.stem)
+            if state is None:
+                continue
+            if runs(state.identity):
+                found[path.stem] = state
+            elif state.role in ("mount", "holder"):
+                path.unlink(missing_ok=True)
+        return found
+
+
+def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
+                 software: str = "") -> ProcessState:
+    """The state of this process, for PoolDirectory.announce."""
+    pid, start, boot = own_identity()
+    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software)
+
+
+def check_name(name: str) -> None:
+    """InvalidRequest for a pool name that would not do as a label, a file name or a part of a URL."""
+    if not (0 < len(name) <= 63 and name.replace("-", "").replace("_", "").isalnum() and name.isascii()):
+        raise InvalidRequest(f"{name!r} is no name for a pool: use up to 63 letters, digits, - and _")
