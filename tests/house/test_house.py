@@ -1,0 +1,116 @@
+"""The rules of the house: imports point downward, each library has one door, modules say what they are for."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvpool.base import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nvpool"
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "v1" not in p.parts)
+
+BELOW = {
+    "base": set(),
+    "logic": {"base"},
+    "wire": {"base", "logic"},
+    "kv": {"base", "logic"},
+    "meta": {"base", "logic", "wire", "kv"},
+    "cluster": {"base", "logic", "wire", "kv"},
+    "store": {"base", "logic", "wire", "kv"},
+    "client": {"base", "logic", "wire"},
+    "sdk": {"base", "logic", "wire", "client"},
+    "fuse": {"base", "logic", "wire", "client"},
+    "cli": {"base", "logic", "wire", "client", "sdk", "fuse"},
+    "run": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk"},
+    "testing": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk"},
+}
+"""Room -> the rooms that it may import beside itself."""
+
+DOORS = {
+    "uvloop": {"run/daemon.py", "sdk/loop.py"},
+    "grpc": {"wire/grpc_transport.py"},
+    "lmdb": {"kv/"},
+    "pyfuse3": {"fuse/pyfuse3_engine.py"},
+    "time": {"base/clock.py"},
+    "random": {"base/clock.py", "testing/"},
+    "secrets": {"base/clock.py"},
+    "threading": {"store/device.py", "sdk/", "cluster/", "run/", "kv/", "testing/"},
+    "concurrent": {"store/device.py", "sdk/", "cluster/", "run/", "kv/", "testing/"},
+    "click": {"cli/"},
+    "rich": {"cli/"},
+    "multiprocessing": set(),
+}
+"""Library -> the files or rooms that may import it."""
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path):
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downward_and_libraries_come_through_their_door(path):
+    room, here = room_of(path), str(path.relative_to(PACKAGE))
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "nvpool" and len(parts) > 1 and room:
+            assert parts[1] == room or parts[1] in BELOW[room], f"{here} imports {name}"
+        doors = DOORS.get(parts[0])
+        if doors is not None:
+            assert any(here == door or (door.endswith("/") and here.startswith(door)) for door in doors), f"{here} imports {parts[0]}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_says_what_it_is_for_and_is_not_the_one_that_swallows_the_project(path):
+    source = path.read_text()
+    if source.strip():
+        assert ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+    assert source.count("\n") <= 600, f"{path} has grown over 600 lines: make a folder of it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_is_named_after_nothing(path):
+    assert path.stem not in {"util", "utils", "common", "helper", "helpers", "misc", "handler", "data", "info", "process"}
+
+
+def test_logic_and_metadata_changes_decide_without_waiting():
+    for path in [*(PACKAGE / "logic").rglob("*.py"), *(PACKAGE / "meta" / "changes").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"{path}:{node.lineno} waits"
+
+
+def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
+    classes = errors.every_error()
+    codes = [cls.wire_code for cls in classes]
+    assert len(set(codes)) == len(codes)
+    for cls in classes:
+        family = next(base for base in cls.__mro__ if errors.NvpoolError in base.__bases__)
+        assert cls.wire_code // 100 == family.wire_code // 100, cls
+        assert cls.__doc__ and cls.errno > 0, cls
+
+
+def test_the_command_starts_without_what_only_daemons_need():
+    program = "import sys, nvpool.cli.main; print([m for m in ('grpc', 'lmdb', 'pyfuse3', 'uvloop', 'rich') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.strip() == "[]"
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"

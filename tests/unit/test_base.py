@@ -1,0 +1,107 @@
+"""Vocabulary: ids, sizes, grants, checksums."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvpool.base import checksum, grants, ids, units
+from nvpool.base.errors import StaleGrant
+
+SECRET = bytes(range(32))
+
+
+@given(st.integers(0, 4095), st.integers(1, ids.COUNTER_MASK))
+def test_an_inode_number_keeps_partition_and_counter_and_sorts_by_them(partition, counter):
+    inode = ids.inode_number(partition, counter)
+    assert (ids.partition_of(inode), ids.counter_of(inode)) == (partition, counter)
+    assert 0 < inode < 1 << 63
+    assert (ids.inode_key(inode) < ids.inode_key(inode + 1))
+
+
+@pytest.mark.parametrize(("partition", "counter"), [(-1, 1), (4096, 1), (0, 0), (0, 1 << 51)])
+def test_an_inode_number_that_can_not_be_is_refused(partition, counter):
+    with pytest.raises(ValueError, match="no inode number"):
+        ids.inode_number(partition, counter)
+
+
+def test_the_root_is_inode_one():
+    assert ids.inode_number(0, 1) == ids.ROOT_INODE == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_versions_order_by_epoch_and_then_by_counter(epoch, counter, other_epoch, other_counter):
+    assert (ids.version(epoch, counter) < ids.version(other_epoch, other_counter)) == ((epoch, counter) < (other_epoch, other_counter))
+
+
+GOLDEN_GRANT = "01030200efcdab8967452301010000000000000005000000000000000068e5cf8b0100000000000000000000"
+GOLDEN_MAC = "054363c2aff5ae0697a80e3183615af0"
+
+
+def test_a_grant_has_the_bytes_that_it_always_had():
+    grant = grants.Grant(rights=3, key=2, session=0x0123456789ABCDEF, inode=1, cut=5, ends_ms=1_700_000_000_000)
+    raw = grants.sign(grant, SECRET)
+    assert raw[:44].hex() == GOLDEN_GRANT
+    assert raw[44:].hex() == GOLDEN_MAC
+    assert grants.verify(raw, SECRET, 1_699_999_999_999) == grant
+
+
+@given(st.integers(0, grants.GRANT_BYTES - 1), st.integers(1, 255))
+def test_a_grant_with_any_byte_changed_is_refused(place, flip):
+    raw = bytearray(grants.sign(grants.Grant(1, 1, 7, 9, 0, 10_000), SECRET))
+    raw[place] ^= flip
+    with pytest.raises(StaleGrant):
+        grants.verify(bytes(raw), SECRET, 5_000)
+
+
+def test_a_grant_ends_and_is_bound_to_its_key():
+    raw = grants.sign(grants.Grant(1, 1, 7, 9, 0, 10_000), SECRET)
+    grants.verify(raw, SECRET, 10_000 + int(grants.CLOCK_SKEW_S * 1000))
+    with pytest.raises(StaleGrant, match="ended"):
+        grants.verify(raw, SECRET, 10_001 + int(grants.CLOCK_SKEW_S * 1000))
+    with pytest.raises(StaleGrant, match="signature"):
+        grants.verify(raw, bytes(32), 5_000)
+    for wrong in (b"", raw[:-1], raw + b"x"):
+        with pytest.raises(StaleGrant):
+            grants.verify(wrong, SECRET, 5_000)
+
+
+def test_checksums_are_crc32c():
+    assert checksum.crc32c(b"123456789") == 0xE3069283          # RFC 3720 B.4, the check value of the catalogue
+    assert checksum.ZERO_BLOCK_CHECKSUM == 0x98F94189
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4095))
+def test_the_first_bad_block_is_named(count, block, byte):
+    buffer = bytearray(bytes(range(256)) * (16 * count))
+    sums = checksum.block_checksums(buffer)
+    assert checksum.first_bad_block(buffer, sums) == -1
+    block %= count
+    buffer[block * 4096 + byte] ^= 1
+    assert checksum.first_bad_block(buffer, sums) == block
+
+
+@given(st.integers(0, 20000), st.integers(1, 20000))
+def test_pieces_are_cut_at_the_borders_of_blocks(offset, length):
+    buffer = bytes(i * 7 & 255 for i in range(length))
+    sums = checksum.piece_checksums(buffer, offset)
+    expected, at = b"", 0
+    while at < length:
+        end = min(length, at + 4096 - (offset + at) % 4096)
+        expected += checksum.crc32c(buffer[at:end]).to_bytes(4, "little")
+        at = end
+    assert sums == expected
+
+
+@pytest.mark.parametrize(("text", "count"), [("4096", 4096), ("64K", 65536), ("1MiB", 1 << 20), ("1.5G", 3 << 29), ("2 tb", 2 << 40)])
+def test_sizes_are_read_as_people_write_them(text, count):
+    assert units.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "12X", "1e400", "nan", "9999999T"])
+def test_a_size_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ValueError, match="size|range"):
+        units.parse_bytes(text)
+
+
+def test_sizes_are_shown_short():
+    assert [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)] == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]
