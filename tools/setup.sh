@@ -21,7 +21,7 @@ fail() { say "$@"; exit 1; }
 
 # Prints the first Python that is at least 3.11; with "whole", one that also can compile and make environments.
 find_python() {
-    for python in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
+    for python in ${PYTHON:-} .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3; do
         path=$(command -v "$python" 2>/dev/null) || continue
         if "$path" -c '
 import os, sys, sysconfig
@@ -29,7 +29,7 @@ assert sys.version_info >= (3, 11)
 if sys.argv[1] == "whole":
     import ensurepip, venv
     assert os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
-print(getattr(sys, "_base_executable", sys.executable))  # not the one of an environment that happens to be active
+print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))  # not the one of an environment that happens to be active
 ' "$1" 2>/dev/null; then
             return 0
         fi
@@ -87,7 +87,8 @@ fi
 python=$(find_python whole) || fail 'no Python 3.11 or later with headers and venv is here; PYTHON=/path/to/python3 names one'
 
 # What the environment was made from; when all of it is the same, there is nothing to do.
-sources=$(ls pyproject.toml setup.py tools/setup.sh 2>/dev/null; find nvpool -name '*.pyx' -o -name '*.c' ! -name '_uring.c' | sort)
+sources=$(find pyproject.toml setup.* tools/setup.sh nvpool -name '*.toml' -o -name 'setup.*' -o -name '*.pyx' -o \
+    -name '*.c' ! -name '_uring.c' 2>/dev/null | sort) || true  # there need not be a setup.py
 wanted="$PWD $python $(cat $sources | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nvpool' 2>/dev/null; then
     exit 0
@@ -95,7 +96,7 @@ fi
 
 # An environment that was moved, or made by another Python, is made anew: its programs name the old place.
 if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
-        [ "$($venv/bin/python -c 'import pip, sys; print(sys._base_executable)' 2>/dev/null)" != "$python" ]; then
+        [ "$($venv/bin/python -c 'import os, pip, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null)" != "$python" ]; then
     say "making $venv with $("$python" --version) from $python"
     "$python" -m venv --clear $venv
 fi
