@@ -1,8 +1,8 @@
 """The configuration of a node: one TOML file, typed, checked as a whole.
 
 Called by the programs in run/ at start and by `nvpool config`. `load` gives a Config in which every value is possible, or
-BadConfiguration that lists everything that is wrong, each with its line and the reason. `sample` is generated from the same types, so
-that it can not grow old. What is fixed when a pool is made (chunk size, replicas) is in the pool map, not here. Reads
+BadConfiguration that lists everything that is wrong, each with its line and the reason. `sample` is generated from the same
+types, so that it can not grow old. What is fixed when a pool is made (chunk size, replicas) is in the pool map, not here. Reads
 one file; never guesses, never falls back to a default for what it could not read.
 """
 
