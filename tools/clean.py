@@ -45,20 +45,20 @@ def mounts_below(path, mountinfo=None):
 
 
 def unmount(root):
-    """Unmount what nvpool has mounted below `root`, last first. Kept when one is in use, by whom is said where it can be seen."""
+    """Unmount what nvpool has mounted below `root`, last first. Kept, with who uses it, when one is in use."""
     for point, kind in reversed(mounts_below(root)):
         if kind not in ("fuse.nvpool", "fuse"):
             continue
         print("unmounting " + point)
         command = ["umount", point] if os.geteuid() == 0 else ["fusermount3", "-u", point]
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=STOP_S)
+            done = subprocess.run(command, capture_output=True, timeout=STOP_S)
         except subprocess.TimeoutExpired:
             raise Kept(point + " does not answer; `umount -l " + point + "` lets go of it") from None
         if done.returncode:
-            users = ", ".join("%s (pid %d)" % (name, pid) for pid, name in users_of(point))
-            raise Kept("%s can not be unmounted: %s%s" % (
-                point, done.stderr.decode(errors="replace").strip(), "; in use by " + users if users else ""))
+            users = ", ".join(f"{name} (pid {pid})" for pid, name in users_of(point))
+            reason = done.stderr.decode(errors="replace").strip()
+            raise Kept(f"{point} can not be unmounted: {reason}" + (f"; in use by {users}" if users else ""))
 
 
 def users_of(point):
@@ -67,16 +67,16 @@ def users_of(point):
     for pid in filter(str.isdigit, os.listdir("/proc")):
         places = ["cwd", "root"]
         try:
-            places += ["fd/" + fd for fd in os.listdir("/proc/%s/fd" % pid)]
+            places += ["fd/" + fd for fd in os.listdir(f"/proc/{pid}/fd")]
         except OSError:
             pass
         for place in places:
             try:
-                target = os.readlink("/proc/%s/%s" % (pid, place))
+                target = os.readlink(f"/proc/{pid}/{place}")
             except OSError:
                 continue
             if target == point or target.startswith(point + "/"):
-                with open("/proc/%s/comm" % pid) as file:
+                with open(f"/proc/{pid}/comm") as file:
                     found.append((int(pid), file.read().strip()))
                 break
     return found
@@ -87,10 +87,12 @@ def daemons_of(pool):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open("/proc/%s/cmdline" % pid, "rb") as file:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = [os.fsdecode(word) for word in file.read().split(b"\0")]
-            if any(word.startswith("nvpool.run.") for word in words) and any(
-                    os.path.realpath(os.path.join(os.readlink("/proc/%s/cwd" % pid), word)) == pool for word in words if word):
+            if not any(word.startswith("nvpool.run.") for word in words):
+                continue
+            stands = os.readlink(f"/proc/{pid}/cwd")
+            if any(os.path.realpath(os.path.join(stands, word)) == pool for word in words if word):
                 found.append(int(pid))
         except OSError:
             continue  # it ended meanwhile, or is not ours to look at
@@ -102,7 +104,7 @@ def stop(pool):
     for sign in (signal.SIGTERM, signal.SIGKILL):
         pids = daemons_of(pool)
         if pids:
-            print("stopping the pool in %s (pids %s)" % (pool, " ".join(map(str, pids))))
+            print(f"stopping the pool in {pool} (pids {' '.join(map(str, pids))})")
         for pid in pids:
             try:
                 os.kill(pid, sign)
@@ -112,7 +114,7 @@ def stop(pool):
         while daemons_of(pool) and time.monotonic() < deadline:
             time.sleep(0.05)
     if daemons_of(pool):
-        raise Kept("processes of the pool in %s can not be ended: %s" % (pool, daemons_of(pool)))
+        raise Kept(f"processes of the pool in {pool} can not be ended: {daemons_of(pool)}")
 
 
 def remove_tree(path):
@@ -127,7 +129,7 @@ def remove_tree(path):
         return
     below = mounts_below(os.path.realpath(path))
     if below:
-        raise Kept("%s is mounted below %s; nothing of it was removed" % (below[0][0], path))
+        raise Kept(f"{below[0][0]} is mounted below {path}; nothing of it was removed")
     parent = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         _remove_below(parent, os.path.basename(path), os.fstat(parent).st_dev, path)
@@ -177,7 +179,7 @@ def clean(root):
         try:
             os.rmdir(mount_point)
         except OSError as error:
-            raise Kept("%s is not removed: %s. Is something of yours in it?" % (mount_point, error.strerror)) from None
+            raise Kept(f"{mount_point} is not removed: {error.strerror}. Is something of yours in it?") from None
     for found in list(generated_files(root)):
         remove_tree(found)
     for tree in TREES:
