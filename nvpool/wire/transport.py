@@ -5,8 +5,8 @@ never enters the protobuf. The same three travel on every transport: in-process,
 sockets), `grpc` (a bidirectional stream of Frame messages), and plug-ins that register in the entry-point group
 `nvpool.transports`. All pass `testing/contracts/transport`.
 
-Buffers: what a caller hands over belongs to the transport until its call ends. What a handler or a reply receives belongs to the
-receiver; the transport does not touch it again.
+Buffers: what a caller hands over belongs to the transport until its call ends. What a handler or a reply receives belongs to
+the receiver; the transport does not touch it again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Call(Protocol):
     payload: memoryview
     deadline_s: float
     """On base.clock's boottime; a handler that finds it past need not work."""
-    peer: "Peer"
+    peer: Peer
     cancelled: bool
     """The asker has gone or given up: the answer will be thrown away."""
 
@@ -107,6 +107,8 @@ class Greeting(NamedTuple):
     name: str
     fingerprint: str = ""
     """Of the pool (PoolMap.fingerprint); empty on either side: not compared (a client that has no map yet)."""
+    host_id: str = ""
+    """Of the host that speaks; for transports that only work within one."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,140 @@
+"""Read and write batches as packed structs: the part of data.proto that is made and taken apart for every read.
+
+A batch is one bytes object of fixed entries, so that 64 reads cost one struct call each and no protobuf objects. Everything
+that comes from the other side is checked here: what makes no sense is InvalidRequest (of requests) or CorruptFrame (of
+answers), and never an exception of `struct`. Called by chunkclient and store/service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from struct import Struct
+
+from nvpool.base.errors import CorruptFrame, InvalidRequest, TooBig
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.wire.transport import PAYLOAD_BYTES_MAX
+
+READ_ENTRY = Struct("<QIIIHH")
+"""inode, chunk index, offset, length, grant (index into the request's grants), flags"""
+READ_RESULT = Struct("<HHIQ")
+"""status, flags, length, version"""
+WRITE_ENTRY = Struct("<QQQIIIHH")
+"""inode, cut, sequence, chunk index, offset, length, grant, flags"""
+WRITE_RESULT = Struct("<HHIQ")
+"""status, flags, reserved, version"""
+INODE = Struct("<Q")
+
+BATCH_ENTRIES_MAX = 8192
+"""8,192 reads of one block are the largest payload; more entries would be smaller than a block each."""
+
+UNCHECKED = 1
+"""Flag of a read result: the store has not compared these blocks with their checksums."""
+
+_BLOCK_MASK = BLOCK_BYTES - 1
+
+
+def pack_reads(entries: Iterable[tuple[int, int, int, int, int, int]]) -> bytes:
+    pack = READ_ENTRY.pack
+    return b"".join([pack(*entry) for entry in entries])
+
+
+def unpack_reads(raw, grant_count: int) -> list[tuple[int, int, int, int, int, int]]:
+    """(inode, index, offset, length, grant, flags) of each read: whole blocks inside the largest chunk, with a grant that is
+    there. InvalidRequest otherwise; TooBig when the answer would not fit into a frame."""
+    entries = _unpack(READ_ENTRY, raw, InvalidRequest)
+    total = 0
+    for inode, _, offset, length, grant, _ in entries:
+        if (offset | length) & _BLOCK_MASK or not length or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a read of {length} bytes at {offset} of inode {inode} is not of whole blocks within a chunk")
+        if grant >= grant_count:
+            raise InvalidRequest(f"a read names grant {grant} of {grant_count}")
+        total += length
+    if total > PAYLOAD_BYTES_MAX:
+        raise TooBig(f"reads of {total} bytes do not fit into one answer")
+    return entries
+
+
+def pack_read_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
+    pack = READ_RESULT.pack
+    return b"".join([pack(*result) for result in results])
+
+
+def unpack_read_results(raw, lengths: Iterable[int], payload_bytes: int, checksums) -> list[tuple[int, int, int, int]]:
+    """(status, flags, length, version) of each read that was asked for with `lengths`.
+
+    On return there are as many results as lengths, each of whole blocks and not longer than was asked for, nothing for an
+    error, and payload and checksums are as long as all together say. CorruptFrame otherwise.
+    """
+    results = _unpack(READ_RESULT, raw, CorruptFrame)
+    lengths = list(lengths)
+    if len(results) != len(lengths):
+        raise CorruptFrame(f"{len(results)} results for {len(lengths)} reads")
+    total = 0
+    for (status, _, length, _), asked in zip(results, lengths, strict=True):
+        if length > asked or length & _BLOCK_MASK or (status and length):
+            raise CorruptFrame(f"a result of {length} bytes (status {status}) for a read of {asked}")
+        total += length
+    if total != payload_bytes or len(checksums) != total // BLOCK_BYTES * 4:
+        raise CorruptFrame(f"results of {total} bytes with {payload_bytes} bytes of payload, {len(checksums)} of checksums")
+    return results
+
+
+def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]) -> bytes:
+    pack = WRITE_ENTRY.pack
+    return b"".join([pack(*entry) for entry in entries])
+
+
+def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    """(inode, cut, sequence, index, offset, length, grant, flags) of each write: bytes inside the largest chunk, with a grant
+    that is there, payload and checksums as long as all together say. InvalidRequest otherwise."""
+    entries = _unpack(WRITE_ENTRY, raw, InvalidRequest)
+    total = pieces = 0
+    for inode, _, _, _, offset, length, grant, _ in entries:
+        if not length or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a write of {length} bytes at {offset} of inode {inode} is not within a chunk")
+        if grant >= grant_count:
+            raise InvalidRequest(f"a write names grant {grant} of {grant_count}")
+        total += length
+        pieces += piece_count(offset, length)
+    if total != payload_bytes:
+        raise InvalidRequest(f"writes of {total} bytes with {payload_bytes} bytes of payload")
+    if len(checksums) != pieces * 4:
+        raise InvalidRequest(f"writes of {pieces} pieces with {len(checksums)} bytes of checksums")
+    return entries
+
+
+def piece_count(offset: int, length: int) -> int:
+    """Into how many pieces block borders divide a write; each has a checksum."""
+    return (offset + length - 1) // BLOCK_BYTES - offset // BLOCK_BYTES + 1
+
+
+def pack_write_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
+    pack = WRITE_RESULT.pack
+    return b"".join([pack(*result) for result in results])
+
+
+def unpack_write_results(raw, count: int) -> list[tuple[int, int, int, int]]:
+    """(status, flags, reserved, version) of each of `count` writes. CorruptFrame when there are more or fewer."""
+    results = _unpack(WRITE_RESULT, raw, CorruptFrame)
+    if len(results) != count:
+        raise CorruptFrame(f"{len(results)} results for {count} writes")
+    return results
+
+
+def pack_inodes(inodes: Iterable[int]) -> bytes:
+    pack = INODE.pack
+    return b"".join([pack(inode) for inode in inodes])
+
+
+def unpack_inodes(raw) -> list[int]:
+    """The u64 of each inode. InvalidRequest when the bytes are not whole ones, or more than a message should have."""
+    if len(raw) % 8:
+        raise InvalidRequest(f"{len(raw)} bytes are not whole inode numbers")
+    return [number for number, in INODE.iter_unpack(raw)]
+
+
+def _unpack(entry: Struct, raw, error: type[InvalidRequest] | type[CorruptFrame]) -> list[tuple]:
+    count, rest = divmod(len(raw), entry.size)
+    if rest or not 0 < count <= BATCH_ENTRIES_MAX:
+        raise error(f"{len(raw)} bytes are no batch of 1 to {BATCH_ENTRIES_MAX} entries of {entry.size} bytes")
+    return list(entry.iter_unpack(raw))

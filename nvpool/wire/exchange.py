@@ -1,0 +1,358 @@
+"""What every transport does alike: the table of requests in flight on the asking side and in work on the answering side.
+
+`Asker` gives numbers to requests, bounds them, times them out, and settles each exactly once: by its answer, by its deadline,
+by the caller's cancellation, or by the end of the connection. `Answerer` gives requests to the handler, bounds them, and sends
+each answer once. A transport derives from both and adds how frames travel. One event loop calls everything here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    Busy,
+    CorruptFrame,
+    DeadlineExceeded,
+    Disconnected,
+    Draining,
+    InvariantBroken,
+    NvpoolError,
+    TooBig,
+)
+from nvpool.wire.status import decode_error, encode_error
+from nvpool.wire.transport import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Handler, Peer, Reply
+
+_log = logging.getLogger(__name__)
+
+WAITING_MAX = 16 * IN_FLIGHT_MAX
+"""Requests that may wait on the asking side for one of those in flight to end. Behind it `submit` fails with Busy."""
+
+WORK_BYTES_MAX = 64 << 20
+"""Payload of requests in work from one peer; above it nothing more is read from that peer until some are answered. Two of the
+largest payloads, so that one can arrive while one is worked on."""
+
+TICK_S = 0.001
+"""Deadlines are kept to a millisecond: those that end within one are served by one timer."""
+
+_NUMBER_MASK = 0xFFFFFFFF
+
+
+class Asker:
+    """The asking side of a connection (transport.Connection but for `close`).
+
+    A derived class has `_send_request` and `_send_cancel`, calls `_answered` for each answer and `_lost` once at the end,
+    and sets `_writable` to False while frames must not be added (then calls `_pump`).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, peer: Peer, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.peer = peer
+        self.closed = False
+        self._loop = loop
+        self._now_s = clock.boottime_s
+        self._in_flight: dict[int, tuple[Callable[[Reply | None, BaseException | None], Any], memoryview | None, float]] = {}
+        self._waiting: OrderedDict[int, tuple] = OrderedDict()
+        self._number = 0
+        self._writable = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = inf
+        self._end_reason = "the connection is closed"
+
+    # -- to be supplied by the transport
+
+    def _send_request(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: Sequence[Buffer],
+                      payload_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _send_cancel(self, number: int) -> None:
+        raise NotImplementedError
+
+    # -- the contract
+
+    async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
+                   into: memoryview | None = None) -> Reply:
+        future = self._loop.create_future()
+        number = self._begin(method, message, payload, deadline_s, into, partial(_settle, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._give_up(number, None)
+            raise
+
+    def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> None:
+        self._begin(method, message, payload, deadline_s, into, on_done)
+
+    # -- the table
+
+    def _begin(self, method, message, payload, deadline_s, into, on_done) -> int:
+        payload_bytes = sum(map(len, payload)) if payload else 0
+        if self.closed:
+            return self._refuse(on_done, Disconnected(self._end_reason, may_be_applied=False))
+        if len(message) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+            return self._refuse(on_done, TooBig(f"a request of {len(message)} + {payload_bytes} bytes fits into no frame"))
+        left_ms = int((deadline_s - self._now_s()) * 1000)
+        if left_ms <= 0:
+            return self._refuse(on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False))
+        in_flight = self._in_flight
+        number = self._number + 1 & _NUMBER_MASK
+        while number in in_flight or not number:
+            number = number + 1 & _NUMBER_MASK
+        self._number = number
+        if deadline_s < self._timer_s:
+            self._arm(deadline_s)
+        if self._writable and len(in_flight) < IN_FLIGHT_MAX and not self._waiting:
+            in_flight[number] = (on_done, into, deadline_s)
+            self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
+        elif len(self._waiting) < WAITING_MAX:
+            self._waiting[number] = (on_done, into, deadline_s, method, message, payload, payload_bytes)
+        else:
+            return self._refuse(on_done, Busy(f"{WAITING_MAX} requests wait for {self.peer.name} already"))
+        return number
+
+    def _refuse(self, on_done, error: NvpoolError) -> int:
+        # By the loop, because a caller of submit does not expect its on_done before submit returns.
+        self._loop.call_soon(on_done, None, error)
+        return 0
+
+    def _pump(self) -> None:
+        """Send what waits, as far as it may."""
+        while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
+            number, (on_done, into, deadline_s, method, message, payload, payload_bytes) = self._waiting.popitem(last=False)
+            left_ms = max(1, int((deadline_s - self._now_s()) * 1000))
+            self._in_flight[number] = (on_done, into, deadline_s)
+            self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
+
+    def _answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:
+        entry = self._in_flight.pop(number, None)
+        if entry is None:
+            return  # given up meanwhile
+        try:
+            if status:
+                entry[0](None, decode_error(status, message))
+            else:
+                entry[0](Reply(message, payload), None)
+        except Exception as error:
+            self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+        if self._waiting:
+            self._pump()
+
+    def _into(self, number: int, payload_bytes: int) -> memoryview | None:
+        """Where the asker wants this answer's payload, if it said so and it fits."""
+        entry = self._in_flight.get(number)
+        if entry is None or entry[1] is None or len(entry[1]) < payload_bytes:
+            return None
+        return entry[1][:payload_bytes]
+
+    def _give_up(self, number: int, error: NvpoolError | None) -> None:
+        """End a request from this side; without an error its caller knows already."""
+        entry = self._in_flight.pop(number, None)
+        if entry is not None:
+            if not self.closed:
+                self._send_cancel(number)
+        else:
+            entry = self._waiting.pop(number, None)
+            if entry is None:
+                return
+            if error is not None:
+                error.may_be_applied = False
+        if error is not None:
+            self._tell(entry[0], error)
+        if self._waiting:
+            self._pump()
+
+    def _tell(self, on_done, error: NvpoolError) -> None:
+        try:
+            on_done(None, error)
+        except Exception as raised:
+            self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": raised})
+
+    # -- deadlines: one timer for the earliest. Requests mostly come with later deadlines than those before them, so that a
+    # request that is answered in time costs one comparison; a tick looks at all, which are few (IN_FLIGHT_MAX + waiting).
+
+    def _arm(self, deadline_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = deadline_s
+        self._timer = self._loop.call_later(max(TICK_S, deadline_s - self._now_s()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_s = None, inf
+        now = self._now_s() + TICK_S / 2
+        late, earliest = [], inf
+        for table in (self._in_flight, self._waiting):
+            for number, entry in table.items():
+                if entry[2] <= now:
+                    late.append(number)
+                elif entry[2] < earliest:
+                    earliest = entry[2]
+        if earliest < inf:
+            self._arm(earliest)
+        for number in late:
+            self._give_up(number, DeadlineExceeded(f"{self.peer.name} did not answer within the deadline"))
+
+    def _lost(self, reason: str) -> None:
+        """The connection has ended: everything fails. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self._end_reason = reason
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        in_flight, self._in_flight = self._in_flight, {}
+        waiting, self._waiting = self._waiting, OrderedDict()
+        for entry in in_flight.values():
+            self._tell(entry[0], Disconnected(reason))
+        for entry in waiting.values():
+            self._tell(entry[0], Disconnected(reason, may_be_applied=False))
+
+
+def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(reply)
+    else:
+        future.set_exception(error)
+
+
+class InboundCall:
+    """transport.Call. The first answer counts; later ones, and those to an asker that has gone, are thrown away."""
+
+    __slots__ = ("method", "message", "payload", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes", "_callback")
+
+    def __init__(self, side: Answerer, number: int, method: int, message: Buffer, payload: memoryview,
+                 deadline_s: float) -> None:
+        self.method = method
+        self.message = message
+        self.payload = payload
+        self.deadline_s = deadline_s
+        self.peer = side.peer
+        self.cancelled = False
+        self._side: Answerer | None = side
+        self._number = number
+        self._bytes = len(payload)
+        self._callback: Callable[[], None] | None = None
+
+    def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
+        side = self._side
+        if side is None:
+            return
+        payload_bytes = sum(map(len, payload)) if payload else 0
+        if len(message) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+            self.fail(InvariantBroken(f"{len(message)} + {payload_bytes} bytes: too long for method {self.method}"))
+            return
+        self._side = None
+        side._finish(self._number, 0, message, payload, payload_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        side = self._side
+        code, message = encode_error(error)  # logs what is none of ours, even when nobody waits for it any more
+        if side is not None:
+            self._side = None
+            side._finish(self._number, code, message, (), 0)
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        if self.cancelled:
+            callback()
+        else:
+            self._callback = callback
+
+    def _cancel(self) -> None:
+        self.cancelled = True
+        self._side = None
+        if self._callback is not None:
+            try:
+                self._callback()
+            except Exception:
+                _log.exception("on_cancel of a request raised")
+
+
+class Answerer:
+    """The answering side of a connection.
+
+    A derived class has `_send_answer` and calls `_arrived`, `_cancelled` and, once at the end, `_asker_gone`. While
+    `_overfull` it should read nothing more; `_room` is called when that ends.
+    """
+
+    def __init__(self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.peer = peer
+        self.draining = False
+        self._handler = handler
+        self._now_s = clock.boottime_s
+        self._in_work: dict[int, InboundCall] = {}
+        self._work_bytes = 0
+        self._overfull = False
+        self._on_idle: Callable[[], None] | None = None
+
+    def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _room(self) -> None:
+        """The peer may be read from again."""
+
+    def _arrived(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: memoryview) -> None:
+        if self.draining:
+            code, text = encode_error(Draining())
+            self._send_answer(number, code, text, (), 0)
+            return
+        if number in self._in_work:
+            raise CorruptFrame(f"request {number} was sent twice")
+        if len(self._in_work) >= IN_FLIGHT_MAX:
+            raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests at once")
+        call = InboundCall(self, number, method, message, payload, self._now_s() + deadline_ms / 1000)
+        self._in_work[number] = call
+        self._work_bytes += call._bytes
+        if self._work_bytes > WORK_BYTES_MAX:
+            self._overfull = True
+        try:
+            self._handler(call)
+        except Exception as error:
+            call.fail(error)
+
+    def _finish(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+        self._forget(number)
+        self._send_answer(number, status, message, payload, payload_bytes)
+        if self._on_idle is not None and not self._in_work:
+            self._on_idle()
+
+    def _forget(self, number: int) -> InboundCall | None:
+        call = self._in_work.pop(number, None)
+        if call is not None and call._bytes:
+            self._work_bytes -= call._bytes
+            if self._overfull and self._work_bytes <= WORK_BYTES_MAX:
+                self._overfull = False
+                self._room()
+        return call
+
+    def _cancelled(self, number: int) -> None:
+        call = self._forget(number)
+        if call is not None:  # else answered already, and the two have crossed
+            call._cancel()
+            if self._on_idle is not None and not self._in_work:
+                self._on_idle()
+
+    def _asker_gone(self) -> None:
+        in_work, self._in_work = self._in_work, {}
+        self._work_bytes = 0
+        for call in in_work.values():
+            call._cancel()
+        if self._on_idle is not None:
+            self._on_idle()
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Take no new requests; return when those in work are answered, or after timeout_s."""
+        self.draining = True
+        if not self._in_work or timeout_s <= 0:
+            return
+        idle = asyncio.get_running_loop().create_future()
+        self._on_idle = lambda: idle.done() or idle.set_result(None)
+        await asyncio.wait([idle], timeout=timeout_s)
+        self._on_idle = None

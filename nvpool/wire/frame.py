@@ -1,0 +1,169 @@
+"""Frames of the stream transport: a fixed header, a protobuf message, a payload of raw bytes.
+
+Header, 32 bytes, little-endian:
+
+    bytes   field           meaning
+    0-1     magic u16       0x504E ("NP")
+    2       kind u8         1 HELLO, 2 REQUEST, 3 REPLY, 4 CANCEL (wire.proto, Frame.Kind)
+    3       flags u8        0; a receiver that finds another value ends the connection
+    4-5     code u16        REQUEST: the method · REPLY, HELLO: 0 or an error's wire code · CANCEL: 0
+    6-7     reserved u16    0
+    8-11    number u32      of the request, chosen by the asker, unique among its requests in flight · HELLO: 0
+    12-15   deadline u32    REQUEST: milliseconds left when it was sent · else 0
+    16-19   message u32     bytes of the message behind the header, at most MESSAGE_BYTES_MAX
+    20-23   payload u32     bytes of the payload behind the message, at most PAYLOAD_BYTES_MAX
+    24-27   message crc u32 CRC32C of the message
+    28-31   header crc u32  CRC32C of bytes 0-27
+
+The header has a checksum of its own, so that a flipped bit in a length is seen at once, not when that many bytes have come.
+The payload has none here: its blocks carry their checksums from writer to reader. No I/O happens in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import CorruptFrame
+from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
+from nvpool.wire.v1 import wire_pb2
+
+MAGIC = 0x504E
+HELLO, REQUEST, REPLY, CANCEL = (wire_pb2.Frame.HELLO, wire_pb2.Frame.REQUEST, wire_pb2.Frame.REPLY, wire_pb2.Frame.CANCEL)
+HEADER = Struct("<HBBHHIIIIII")
+HEADER_BYTES = HEADER.size
+_CHECKED = Struct("<HBBHHIIIII")
+_CHECKED_BYTES = _CHECKED.size
+
+SMALL_PAYLOAD_BYTES = 64 << 10
+"""Up to here a payload is taken out of the linear buffer in one copy; a larger one is received right where it stays."""
+
+LINEAR_BYTES = 128 << 10
+"""One receive call takes in up to this: dozens of small frames, and not too much of a large payload that must be copied out."""
+
+EMPTY = memoryview(b"")
+
+
+def pack_head(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
+    """The header and the message of a frame, to be followed by payload_bytes of payload."""
+    checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
+    return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
+
+
+class FrameReader:
+    """Takes bytes as they come (asyncio.BufferedProtocol's two calls), gives whole frames to `deliver`.
+
+    deliver(kind, code, number, deadline_ms, message bytes, payload memoryview): both belong to the receiver.
+    place(kind, number, payload_bytes) may say where a payload goes (a writable memoryview of just that length) or None.
+    Raises CorruptFrame, after which nothing more may be given to it. While `stalled` is true frames are kept: set it to False
+    and call `parse`.
+    """
+
+    def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None]) -> None:
+        self.stalled = False
+        self._deliver = deliver
+        self._place = place
+        self._buffer = bytearray(LINEAR_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = 0
+        self._parsing = False
+        self._sink: memoryview | None = None  # the rest of a large payload is received there
+        self._sink_at = 0
+        self._sink_frame: tuple = ()
+
+    def get_buffer(self, hint: int) -> memoryview:
+        if self._sink is not None:
+            return self._sink[self._sink_at:]
+        if self._end == len(self._buffer):
+            self._make_room(self._end - self._begin + HEADER_BYTES)
+        return self._view[self._end:]
+
+    def buffer_updated(self, count: int) -> None:
+        if self._sink is None:
+            self._end += count
+        else:
+            self._sink_at += count
+            if self._sink_at < len(self._sink):
+                return
+            payload, self._sink = self._sink, None
+            frame, self._sink_frame = self._sink_frame, ()
+            self._deliver(*frame, payload)
+        self.parse()
+
+    def parse(self) -> None:
+        """Deliver what is whole. Does nothing when called from within `deliver`."""
+        if self._parsing:
+            return
+        self._parsing = True
+        try:
+            while not self.stalled and self._sink is None and self._end - self._begin >= HEADER_BYTES:
+                if not self._take():
+                    break
+        finally:
+            self._parsing = False
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._buffer) > LINEAR_BYTES:  # grown for one long message
+                self._buffer = bytearray(LINEAR_BYTES)
+                self._view = memoryview(self._buffer)
+
+    def _take(self) -> bool:
+        """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
+        begin = self._begin
+        view = self._view
+        (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
+         header_crc) = HEADER.unpack_from(view, begin)
+        if magic != MAGIC or crc32c(view[begin:begin + _CHECKED_BYTES]) != header_crc:
+            raise CorruptFrame("what came is not a frame of ours, or was changed on its way")
+        if flags or reserved or not HELLO <= kind <= CANCEL:
+            raise CorruptFrame(f"a frame of unknown kind {kind} (flags {flags:#x}, reserved {reserved})")
+        if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+            raise CorruptFrame(f"a frame of {message_bytes} + {payload_bytes} bytes is too long")
+        at = begin + HEADER_BYTES
+        have = self._end - at
+        if have < message_bytes or (have < message_bytes + payload_bytes and payload_bytes <= SMALL_PAYLOAD_BYTES):
+            self._make_room(HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= SMALL_PAYLOAD_BYTES else 0))
+            return False
+        message = bytes(view[at:at + message_bytes])
+        if crc32c(message) != message_crc:
+            raise CorruptFrame("a message was changed on its way")
+        at += message_bytes
+        if not payload_bytes:
+            self._begin = at
+            self._deliver(kind, code, number, deadline_ms, message, EMPTY)
+            return True
+        have = min(self._end - at, payload_bytes)
+        self._begin = at + have
+        payload = self._place(kind, number, payload_bytes)
+        if have == payload_bytes:
+            if payload is None:
+                payload = memoryview(bytes(view[at:at + have]))
+            else:
+                payload[:] = view[at:at + have]
+            self._deliver(kind, code, number, deadline_ms, message, payload)
+            return True
+        if payload is None:
+            payload = memoryview(bytearray(payload_bytes))
+        payload[:have] = view[at:at + have]
+        self._sink, self._sink_at = payload, have
+        self._sink_frame = (kind, code, number, deadline_ms, message)
+        return True
+
+    def abandon(self, number: int) -> None:
+        """The place that was given for this request's payload is no longer ours: receive the rest elsewhere."""
+        if self._sink is not None and self._sink_frame[2] == number:
+            self._sink = memoryview(bytearray(len(self._sink)))
+
+    def _make_room(self, frame_bytes: int) -> None:
+        """Let the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer."""
+        if len(self._buffer) - self._begin >= frame_bytes:
+            return
+        kept = self._end - self._begin
+        if frame_bytes > len(self._buffer):
+            buffer = bytearray(frame_bytes)
+            buffer[:kept] = self._view[self._begin:self._end]
+            self._buffer, self._view = buffer, memoryview(buffer)
+        else:
+            self._view[:kept] = self._view[self._begin:self._end]  # may overlap, which memoryview allows
+        self._begin, self._end = 0, kept

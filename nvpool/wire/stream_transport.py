@@ -1,0 +1,489 @@
+"""The transports `stream` (TCP) and `stream+unix` (unix sockets): frames as in wire/frame, on the running loop's sockets.
+
+Works on any asyncio loop; made for uvloop, whose transports write at once and keep what does not fit by reference, without a
+copy. One frame that is malformed, too long or unknown ends its connection with one logged reason, and nothing else.
+
+Both directions are bounded: the asking side keeps requests back while its socket is full, the answering side reads nothing
+while its answers are not taken or too many payload bytes are in work. A peer host that vanished is noticed by keepalive and
+TCP_USER_TIMEOUT within DEAD_PEER_S; a peer process that only hangs is left to the deadlines of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Sequence
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import Busy, CorruptFrame, InUse, NvpoolError, ProtocolMismatch, TooManyOpen, Unreachable, from_os_error
+from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
+from nvpool.wire.exchange import Answerer, Asker
+from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
+from nvpool.wire.status import decode_error, encode_error
+from nvpool.wire.transport import Buffer, Connection, Greeting, Handler, Listener, Peer
+
+_log = logging.getLogger(__name__)
+
+JOIN_BYTES = 32 << 10
+"""Frames up to here are joined into one buffer: copying it costs less than what a vectored write adds."""
+
+GATHER_BYTES = 256 << 10
+"""Frames that are gathered while others are being read go out at the latest at this many bytes."""
+
+WRITE_HIGH_BYTES = 1 << 20
+WRITE_LOW_BYTES = 256 << 10
+"""Bytes that the loop's transport holds for a peer that does not take them, before we stop adding and until we go on."""
+
+SOCKET_BUFFER_BYTES = 1 << 20
+"""Of unix sockets, whose default of 208 KiB lets a 1 MiB answer stop four times for its reader. (TCP sizes itself.)"""
+
+DEAD_PEER_S = 10
+"""Shorter than a client's patience, longer than a switch takes to find another path."""
+
+BACKLOG = 1024
+CONNECTIONS_MAX = 4096
+"""Of one listener; each costs a receive buffer of LINEAR_BYTES. Further ones are told Busy."""
+
+GATHER_IN_FLIGHT = 4
+"""With this many requests in flight more are likely in this turn of the loop; their frames leave together at its end."""
+
+
+class _End(asyncio.BufferedProtocol):
+    """One end of a stream: reads frames, writes frames. Derived classes say what they mean."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream_loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader(self._deliver, self._place)
+        self.get_buffer = self._reader.get_buffer
+        self._out: list[Buffer] = []
+        self._out_bytes = 0
+        self._out_scheduled = False
+        self._reading = False
+        self._ended = ""
+        self._gone = loop.create_future()
+
+    def connection_made(self, transport) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        _set_socket_options(transport.get_extra_info("socket"))
+
+    def buffer_updated(self, count: int) -> None:
+        self._reading = True
+        try:
+            self._reader.buffer_updated(count)
+        except CorruptFrame as error:
+            self._end(str(error), logged=True)
+        finally:
+            self._reading = False
+            if self._out:
+                self._flush()
+
+    def _go_on_reading(self) -> None:
+        """Deliver what is kept in the buffer, then receive more, unless that stalls us again."""
+        if self._ended:
+            return
+        self._reader.stalled = False
+        self.buffer_updated_again()
+        if not self._reader.stalled and not self._ended:
+            self._transport.resume_reading()
+
+    def buffer_updated_again(self) -> None:
+        if not self._reading:
+            try:
+                self._reader.parse()
+            except CorruptFrame as error:
+                self._end(str(error), logged=True)
+
+    def _stop_reading(self) -> None:
+        self._reader.stalled = True
+        if not self._ended:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._end("the other side has closed the connection")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"the connection was lost: {error.strerror or error}" if isinstance(error, OSError)
+                  else "the connection was lost")
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def _send(self, head: bytes, payload: Sequence[Buffer], payload_bytes: int, gather: bool) -> None:
+        out = self._out
+        if not payload_bytes:
+            out.append(head)
+        elif payload_bytes <= JOIN_BYTES:
+            out.append(b"".join((head, *payload)))
+        else:
+            out.append(head)
+            out.extend(payload)
+        self._out_bytes += len(head) + payload_bytes
+        if (self._reading or gather) and self._out_bytes < GATHER_BYTES:
+            if not self._reading and not self._out_scheduled:
+                self._out_scheduled = True
+                self._stream_loop.call_soon(self._flush_gathered)
+        else:
+            self._flush()
+
+    def _flush_gathered(self) -> None:
+        self._out_scheduled = False
+        if self._out:
+            self._flush()
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        total, self._out_bytes = self._out_bytes, 0
+        if self._transport.is_closing():
+            return
+        if len(out) == 1:
+            self._transport.write(out[0])
+        elif total <= JOIN_BYTES:
+            self._transport.write(b"".join(out))
+        else:
+            self._transport.writelines(out)
+
+    def _end(self, reason: str, logged: bool = False) -> None:
+        """Close, once; `reason` is what callers are told, and goes to the log where it is somebody's fault."""
+        if self._ended:
+            return
+        self._ended = reason
+        self._reader.stalled = True
+        if logged:
+            _log.warning("connection with %s ended: %s", self._who(), reason)
+        if self._out:
+            self._flush()
+        self._transport.close()
+        self._on_end(reason)
+
+    async def _closed(self, timeout_s: float) -> None:
+        """Wait until what was written has gone out; after timeout_s drop it."""
+        await asyncio.wait([self._gone], timeout=timeout_s)
+        if not self._gone.done():
+            self._transport.abort()
+            await self._gone
+
+    def _who(self) -> str:
+        raise NotImplementedError
+
+    def _deliver(self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview) -> None:
+        raise NotImplementedError
+
+    def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
+        return None
+
+    def _on_end(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+class StreamConnection(_End, Asker):
+    """The asking end. Made by the transports' `connect`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock) -> None:
+        Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
+        _End.__init__(self, loop)
+        self._greeting = greeting
+        self.greeted = loop.create_future()
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REPLY and self.greeted.done():
+            self._answered(number, code, message, payload)
+        elif kind == HELLO and not self.greeted.done():
+            if code:
+                self._refused(decode_error(code, message))
+                return
+            try:
+                hello = check_hello(message, self._greeting)
+            except ProtocolMismatch as error:
+                self._refused(error)
+                return
+            self.peer = self.peer._replace(name=hello.name)
+            self.greeted.set_result(None)
+        else:
+            raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _refused(self, error: NvpoolError) -> None:
+        self.greeted.set_exception(error)
+        self._end(str(error))
+
+    def _place(self, kind, number, payload_bytes):
+        return self._into(number, payload_bytes)
+
+    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+        self._send(pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes), payload, payload_bytes,
+                   len(self._in_flight) >= GATHER_IN_FLIGHT)
+
+    def _send_cancel(self, number) -> None:
+        self._reader.abandon(number)
+        self._send(pack_head(CANCEL, 0, number, 0, b"", 0), (), 0, gather=True)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._pump()
+
+    def _who(self) -> str:
+        return self.peer.name
+
+    def _on_end(self, reason: str) -> None:
+        if not self.greeted.done():
+            self.greeted.set_exception(Unreachable(f"{self.peer.address}: {reason}"))
+        self._lost(f"{self.peer.name}: {reason}")
+
+    async def close(self) -> None:
+        self._end("closed here")
+        await self._closed(timeout_s=1.0)
+
+
+class _Served(_End, Answerer):
+    """The answering end of one connection."""
+
+    def __init__(self, listener: StreamListener) -> None:
+        Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock)
+        _End.__init__(self, listener.loop)
+        self._listener = listener
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._greeted = False
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        address = transport.get_extra_info("peername")
+        self.peer = self.peer._replace(address=f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "unix")
+        connections = self._listener.connections
+        connections.add(self)
+        self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
+        if len(connections) > CONNECTIONS_MAX:
+            self._refuse(Busy(f"{self._listener.greeting.name} has {CONNECTIONS_MAX} connections already"))
+
+    def _refuse(self, error: NvpoolError) -> None:
+        code, message = encode_error(error)
+        self._send(pack_head(HELLO, code, 0, 0, message, 0), (), 0, gather=False)
+        self._end(str(error), logged=True)
+
+    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+        if kind == REQUEST and self._greeted:
+            self._arrived(number, code, deadline_ms, message, payload)
+            if self._overfull:
+                self._stop_reading()
+        elif kind == CANCEL and self._greeted:
+            self._cancelled(number)
+        elif kind == HELLO and not self._greeted:
+            greeting = self._listener.greeting
+            try:
+                hello = check_hello(message, greeting)
+            except ProtocolMismatch as error:
+                self._refuse(error)
+                return
+            self._greeted = True
+            self._hello_timer.cancel()
+            self.peer = self.peer._replace(name=hello.name)
+            self._send(pack_head(HELLO, 0, 0, 0, encode_hello(greeting), 0), (), 0, gather=False)
+        else:
+            raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+        if not self._ended:
+            self._send(pack_head(REPLY, status, number, 0, message, payload_bytes), payload, payload_bytes,
+                       len(self._in_work) >= GATHER_IN_FLIGHT)
+
+    # Nothing is read while answers are not taken, or there would be no end to them.
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        self._stop_reading()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        self._room()
+
+    _writing_paused = False
+
+    def _room(self) -> None:
+        if not self._writing_paused and not self._overfull:
+            self._go_on_reading()
+
+    def _who(self) -> str:
+        return f"{self.peer.name} at {self.peer.address}"
+
+    def _on_end(self, reason: str) -> None:
+        self._hello_timer.cancel()
+        self._listener.connections.discard(self)
+        self._asker_gone()
+
+    async def drain(self, drain_s: float) -> None:
+        await self._drained(drain_s)
+        self._end("the server is closing")
+        await self._closed(timeout_s=1.0)
+
+
+class StreamListener:
+    """transport.Listener of both stream transports."""
+
+    def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock) -> None:
+        self.endpoint = ""
+        self.greeting = greeting
+        self.handler = handler
+        self.local = local
+        self.clock = clock
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[_Served] = set()
+        self._server: asyncio.Server | None = None
+        self._path: tuple[str, int] | None = None
+
+    async def start(self, sock: socket.socket, endpoint: str, path: str = "") -> None:
+        self.endpoint = endpoint
+        if path:
+            self._path = (path, os.stat(path).st_ino)
+            self._server = await self.loop.create_unix_server(lambda: _Served(self), sock=sock, backlog=BACKLOG)
+        else:
+            self._server = await self.loop.create_server(lambda: _Served(self), sock=sock, backlog=BACKLOG)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    if os.stat(self._path[0]).st_ino == self._path[1]:  # not one that somebody else has made since
+                        os.unlink(self._path[0])
+        if self.connections:
+            await asyncio.gather(*[connection.drain(drain_s) for connection in list(self.connections)])
+
+
+class StreamTransport:
+    """`stream://host:port`: frames over TCP."""
+
+    scheme = "stream"
+    rank = 30
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+        where = parse_endpoint(endpoint)
+        loop = asyncio.get_running_loop()
+        made: list[StreamConnection] = []
+
+        def protocol() -> StreamConnection:
+            made.append(StreamConnection(loop, greeting, endpoint, self.scheme == "stream+unix", self._clock))
+            return made[0]
+
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await self._open(loop, protocol, where)
+                await asyncio.shield(made[0].greeted)
+        except OSError as error:  # TimeoutError is one
+            raise _as_ours(error, endpoint) from None
+        finally:
+            if made and not (made[0].greeted.done() and made[0].greeted.exception() is None):
+                if made[0]._transport is not None:
+                    made[0]._end("the greeting did not come")
+                if made[0].greeted.done():
+                    made[0].greeted.exception()
+        return made[0]
+
+    async def _open(self, loop, protocol, where: Endpoint) -> None:
+        await loop.create_connection(protocol, where.host, where.port)
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        where = parse_endpoint(endpoint)
+        loop = asyncio.get_running_loop()
+        try:
+            family, kind, protocol, _, address = (await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM,
+                                                                         flags=socket.AI_PASSIVE))[0]
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+                sock.listen(BACKLOG)
+                sock.setblocking(False)
+            except OSError:
+                sock.close()
+                raise
+        except OSError as error:
+            raise _listen_error(error, endpoint) from None
+        listener = StreamListener(greeting, handler, False, self._clock)
+        await listener.start(sock, host_port_url(self.scheme, where.host, sock.getsockname()[1]))
+        return listener
+
+
+class UnixStreamTransport(StreamTransport):
+    """`stream+unix:///path`: frames over a unix socket, between processes of one host."""
+
+    scheme = "stream+unix"
+    rank = 40
+
+    async def _open(self, loop, protocol, where: Endpoint) -> None:
+        await loop.create_unix_connection(protocol, where.path)
+
+    async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
+        """As StreamTransport.listen. A socket file that nobody listens on any more is replaced. Only this user may connect."""
+        where = parse_endpoint(endpoint)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if _is_socket(where.path):
+                sock.setblocking(False)
+                with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+                    sock.connect(where.path)
+                    raise InUse(f"{endpoint}: another process listens there")
+                sock.close()
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                os.unlink(where.path)
+            sock.bind(where.path)
+            os.chmod(where.path, 0o600)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+        except OSError as error:
+            sock.close()
+            raise _listen_error(error, endpoint) from None
+        except InUse:
+            sock.close()
+            raise
+        listener = StreamListener(greeting, handler, True, self._clock)
+        await listener.start(sock, endpoint, where.path)
+        return listener
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _set_socket_options(sock) -> None:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
+
+
+def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
+    known = from_os_error(error, endpoint)
+    if isinstance(known, TooManyOpen):
+        return known
+    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}")
+
+
+def _listen_error(error: OSError, endpoint: str) -> NvpoolError:
+    import errno
+    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):
+        return InUse(f"{endpoint}: the address is in use")
+    return from_os_error(error, f"listening at {endpoint}")
