@@ -1,0 +1,207 @@
+"""The journal: what makes an acknowledged change survive the death of the process, and after a sync the loss of power.
+
+Two preallocated files, `journal-0` and `journal-1`, take turns: generation g is written from the start of file g mod 2.
+A file is nothing but records, one behind the other; what lies behind the last one is older or zero and fits in neither
+generation nor number. A record, little-endian:
+
+    0   crc         u32   CRC32C of everything behind it, bytes 4 to length
+    4   length      u32   of the whole record, 40 at least
+    8   term        u64   of the primary that made the change
+    16  generation  u64
+    24  sequence    u64   1, 2, 3, … without a gap over all generations
+    32  effects     u32   how many follow
+    36  reserved    u32   0
+    40  effects, each:  key length u16 · value length u32, 0xFFFFFFFF for a deletion · key · value
+
+The effects fill the record exactly. Replay ends at the first record that does not fit in length, CRC, generation or
+number. A generation is never begun twice, so what a torn write left behind can not become valid later.
+
+Used by the LMDB engine alone. All file I/O goes through `os` calls, one pwrite a change, so that a preloaded library
+can record and fail it. Nothing here waits but `sync_file`, which is called in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import Fenced, NvpoolError, from_os_error
+
+_HEAD = struct.Struct("<IQQQII")  # without the CRC
+_HEAD_BYTES = 4 + _HEAD.size
+_EFFECT = struct.Struct("<HI")
+_DELETED = 0xFFFFFFFF
+
+
+class Record(NamedTuple):
+    term: int
+    generation: int
+    sequence: int
+    effects: list[tuple[bytes, bytes | None]]
+    length: int
+
+
+def encode(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
+    """A record of effects that `contract.checked_effects` has passed."""
+    pack = _EFFECT.pack
+    parts = [b""]
+    for key, value in effects.items():
+        if value is None:
+            parts += (pack(len(key), _DELETED), key)
+        else:
+            parts += (pack(len(key), len(value)), key, value)
+    length = _HEAD_BYTES + sum(map(len, parts))
+    parts[0] = _HEAD.pack(length, term, generation, sequence, len(effects), 0)
+    body = b"".join(parts)
+    return crc32c(body).to_bytes(4, "little") + body
+
+
+def decode(buffer: memoryview, offset: int) -> Record | None:
+    """The record that begins at `offset`, or None where no whole and sound one does. Never raises on bad bytes."""
+    if len(buffer) - offset < _HEAD_BYTES:
+        return None
+    length, term, generation, sequence, count, reserved = _HEAD.unpack_from(buffer, offset + 4)
+    end = offset + length
+    if length < _HEAD_BYTES or end > len(buffer) or reserved:
+        return None
+    if crc32c(buffer[offset + 4:end]) != int.from_bytes(buffer[offset:offset + 4], "little"):
+        return None
+    effects: list[tuple[bytes, bytes | None]] = []
+    at = offset + _HEAD_BYTES
+    for _ in range(count):
+        if end - at < _EFFECT.size:
+            return None
+        key_bytes, value_bytes = _EFFECT.unpack_from(buffer, at)
+        at += _EFFECT.size
+        deleted = value_bytes == _DELETED
+        if end - at < key_bytes + (0 if deleted else value_bytes):
+            return None
+        key = bytes(buffer[at:at + key_bytes])
+        at += key_bytes
+        if deleted:
+            effects.append((key, None))
+        else:
+            effects.append((key, bytes(buffer[at:at + value_bytes])))
+            at += value_bytes
+    return Record(term, generation, sequence, effects, length) if at == end else None
+
+
+class Journal:
+    """The two files of one engine, in `directory`. One thread owns it, `sync_file` apart."""
+
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        """Open the files, making and preallocating what is missing. On return they exist durably.
+
+        NoSpace when the drive has no room for them, DriveFailed, AccessDenied: as the drive says.
+        """
+        self.capacity_bytes = capacity_bytes
+        self.offset = 0
+        """Where the next record goes, which is also how much the present generation holds."""
+        self._generation = 0
+        self._files: list[int] = []
+        self._unsynced = [False, False]
+        try:
+            for name in ("journal-0", "journal-1"):
+                descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+                self._files.append(descriptor)
+                if os.fstat(descriptor).st_size < capacity_bytes:
+                    os.posix_fallocate(descriptor, 0, capacity_bytes)
+                    os.fsync(descriptor)
+        except OSError as error:
+            self.close()
+            raise from_os_error(error, f"open the journal in {directory}") from error
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def begin(self, generation: int) -> None:
+        """Write from here on as `generation`, over the file that held the one before the last, which is in the
+        long-term store. Higher than any that was ever written."""
+        self._generation = generation
+        self.offset = 0
+
+    def append(self, record: bytes) -> None:
+        """Make `record` the next one. On return it survives kill -9.
+
+        NoSpace: replay will not find the record, and another append may follow. DriveFailed: it will not find it
+        either, but the drive is not to be trusted, fence. Fenced: that the record is gone can not be vouched for.
+        """
+        half = self._generation & 1
+        descriptor = self._files[half]
+        offset = self.offset
+        try:
+            written = os.pwrite(descriptor, record, offset)
+            while written < len(record):  # POSIX allows a short write; the next one gives the reason
+                more = os.pwrite(descriptor, record[written:], offset + written)
+                if not more:
+                    raise OSError(errno.EIO, "nothing was written")
+                written += more
+        except OSError as error:
+            if not self._wiped(descriptor, offset, record):
+                raise Fenced(f"the journal could not be written ({error.strerror}), and part of a change is in it") from error
+            raise from_os_error(error, "write the journal") from error
+        self._unsynced[half] = True
+        self.offset = offset + len(record)
+
+    @staticmethod
+    def _wiped(descriptor: int, offset: int, record: bytes) -> bool:
+        """See to it that replay can not find a record whose write failed. A drive that is full may refuse the wiping
+        too, so look first whether there is anything to wipe."""
+        try:
+            return (os.pread(descriptor, 4, offset) != record[:4]
+                    or os.pwrite(descriptor, bytes(_HEAD_BYTES), offset) == _HEAD_BYTES)
+        except OSError:
+            return False
+
+    def take_unsynced(self) -> list[int]:
+        """The descriptors that must be synced for all that was appended so far to be durable. They count as synced
+        from here on, so a failure of `sync_file` must fence the engine."""
+        files = [self._files[half] for half in (0, 1) if self._unsynced[half]]
+        self._unsynced = [False, False]
+        return files
+
+    @staticmethod
+    def sync_file(descriptor: int) -> None:
+        """Waits for the drive. OSError is never followed by another try: the kernel has forgotten the pages."""
+        os.fdatasync(descriptor)
+
+    def replay(self, generation: int, sequence: int) -> Iterator[Record]:
+        """The sound records of `generation`, in order, of which the first must have the number `sequence` + 1."""
+        buffer = self._read(self._files[generation & 1], generation)
+        offset = 0
+        while (record := decode(buffer, offset)) is not None:
+            if record.generation != generation or record.sequence != sequence + 1:
+                return
+            yield record
+            sequence += 1
+            offset += record.length
+
+    @staticmethod
+    def _read(descriptor: int, generation: int) -> memoryview:
+        try:
+            head = os.pread(descriptor, _HEAD_BYTES, 0)
+            if len(head) < _HEAD_BYTES or _HEAD.unpack_from(head, 4)[2] != generation:
+                return memoryview(b"")  # the usual case after a clean stop: spares reading the whole file
+            size = os.fstat(descriptor).st_size
+            pieces, offset = [], 0
+            while offset < size and (piece := os.pread(descriptor, size - offset, offset)):
+                pieces.append(piece)
+                offset += len(piece)
+        except OSError as error:
+            raise _read_failed(error) from error
+        return memoryview(b"".join(pieces))
+
+    def close(self) -> None:
+        """May be called twice. Syncs nothing."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _read_failed(error: OSError) -> NvpoolError:
+    return from_os_error(error, "read the journal")

@@ -1,0 +1,733 @@
+"""The engine: a journal, ordered layers of newer values in memory, and LMDB below.
+
+A change is appended to the journal by one write, put into the layer and so acknowledged. Every second, or when it is
+large, the layer is frozen, a new one and the other journal file begin, and a thread writes the frozen one in one LMDB
+transaction together with its last sequence number. What is read is the layer, else the frozen layer, else LMDB; every
+reader of LMDB ends within the call that began it. Opening replays the journal and checkpoints at once under a new
+generation, so nothing that a torn write left behind can become valid later.
+
+Directory: `FORMAT` (text), `lock` (flock of the owner), `journal-0`, `journal-1` (see kv/journal), `data.mdb` and
+`lock.mdb` (LMDB, main database). A stored value is followed by the CRC32C of key and value, little-endian u32. The
+engine's own record has the key KEY_END and the value
+
+    version u16 = 1 · reserved u16, u32 = 0 · sequence u64 · generation u64 · term u64
+
+of the last change that LMDB holds and of the journal generation that ended with it.
+
+One event loop owns an engine; two threads work for it, one for fdatasync, one for checkpoints, so that a sync never
+waits for a checkpoint. LMDB is never run without its syncs. Used by meta, store and cluster; it knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import heapq
+import logging
+import os
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import (
+    Busy,
+    CorruptRecord,
+    DriveFailed,
+    Fenced,
+    InUse,
+    InvalidRequest,
+    NoSpace,
+    NvpoolError,
+    TooBig,
+    WrongFormat,
+    from_os_error,
+)
+from nvpool.base.units import MIB
+from nvpool.kv.contract import KEY_END, Effect, checked_effects
+from nvpool.kv.journal import Journal, encode
+from nvpool.kv.ordered import Layer
+from nvpool.kv.snapshot import Snapshot, SnapshotSet
+
+log = logging.getLogger(__name__)
+
+FORMAT = "nvpool kv 1\n"
+_ENGINE = struct.Struct("<HHIQQQ")
+_ENGINE_VERSION = 1
+_CRC_BYTES = 4
+_PUT_AT_ONCE = 500
+"""Pairs handed to LMDB in one call, which does not let the event loop run in between."""
+
+_ABSENT: bytes = b"absent\0"  # compared by identity only
+
+Step = Callable[[str], None]
+BeforeCheckpoint = Callable[[], Awaitable[None]]
+OnReplay = Callable[[int, list[Effect]], "Iterable[Effect] | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class LmdbOptions:
+    term: int = 1
+    map_bytes: int = 64 * MIB
+    """Address space to begin with; it grows by doubling."""
+    map_bytes_max: int = 1 << 40
+    """What the records may occupy. LMDB's file can be larger by what two checkpoints rewrite."""
+    sync_interval_s: float = 0.1
+    durability: str = "interval"
+    layer_entries_max: int = 20_000
+    checkpoint_interval_s: float = 1.0
+    journal_bytes: int = 32 * MIB
+    """Of each of the two files. A checkpoint begins when half of one is used, a single change takes an eighth."""
+
+    def __post_init__(self) -> None:
+        if self.durability not in ("interval", "always"):
+            raise InvalidRequest(f'durability is "interval" or "always", not {self.durability!r}')
+        if min(self.map_bytes, self.layer_entries_max, self.checkpoint_interval_s, self.sync_interval_s, self.term) <= 0:
+            raise InvalidRequest("sizes, intervals and the term of an engine are above zero")
+        if self.journal_bytes < 4096 or self.map_bytes_max < MIB:
+            raise InvalidRequest("an engine needs a journal of 4 KiB and a map of 1 MiB at least")
+
+
+def _no_step(_name: str) -> None:
+    pass
+
+
+class LmdbKv:
+    """See kv/contract for the promises. Made by `open` only."""
+
+    @classmethod
+    async def open(cls, path: str | os.PathLike[str], options: LmdbOptions | None = None, *,
+                   before_checkpoint: BeforeCheckpoint | None = None, on_replay: OnReplay | None = None,
+                   on_fence: Callable[[str], None] | None = None, step: Step = _no_step) -> LmdbKv:
+        """Open the engine in the directory `path`, making it where there is none, and replay its journal.
+
+        On return everything that was acknowledged before is there and durable. Interrupted, it may be repeated.
+
+        before_checkpoint  awaited each time before a frozen layer is written to LMDB: make durable what its records name
+        on_replay          given (sequence, effects) of each replayed change, answers with those effects that stand (the
+                           list itself: all; None: none). Called in order, before anything is written.
+        on_fence           told the reason, once, when the engine fences itself: end the process, or open anew
+        step               told the name of each step of a checkpoint; for tests that stop between two of them
+
+        InUse          another process, or another part of this one, has it open
+        WrongFormat    made by another version, or not by nvpool
+        CorruptRecord  LMDB can not make sense of its file
+        NoSpace, DriveFailed, AccessDenied, TooManyOpen   as the drive says
+        """
+        engine = cls(Path(path), options or LmdbOptions(), before_checkpoint, on_replay, on_fence, step)
+        try:
+            await engine._start()
+        except BaseException:
+            await engine.abandon()
+            raise
+        return engine
+
+    def __init__(self, path: Path, options: LmdbOptions, before_checkpoint: BeforeCheckpoint | None,
+                 on_replay: OnReplay | None, on_fence: Callable[[str], None] | None, step: Step) -> None:
+        self.path = path
+        self.options = options
+        self.sync_before_answer = options.durability == "always"
+        self._before_checkpoint = before_checkpoint
+        self._on_replay = on_replay
+        self._on_fence = on_fence
+        self._step = step
+        self._loop = asyncio.get_running_loop()
+        self._sync_thread = ThreadPoolExecutor(1, "kv-sync")
+        self._checkpoint_thread = ThreadPoolExecutor(1, "kv-checkpoint")
+        self._lock = -1
+        self._journal: Journal | None = None
+        self._env: lmdb.Environment | None = None
+        self._layer, self._frozen = Layer(), None
+        self._frozen_sequence = self._frozen_generation = self._frozen_bytes = 0
+        self._sequence = self._synced_sequence = self._stored_sequence = 0
+        self._fenced = ""
+        self._closed = False
+        self._used_bytes = self._page_bytes = 0
+        self._entries = 0
+        self._drive_full = ""
+        self._limit_adding = self._limit_reclaiming = 0
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
+        self._sync_task: asyncio.Task[None] | None = None
+        self._checkpoint_task: asyncio.Task[None] | None = None
+        self._sync_count = self._checkpoint_count = self._replayed_count = 0
+        self._snapshots = SnapshotSet(self)
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._make_directory()
+        formatted = self._check_format()
+        self._env = self._open_lmdb()
+        stored = self._read_engine_record(formatted)
+        sequence, generation = stored or (0, 0)
+        self._journal = Journal(self.path, self.options.journal_bytes)
+        # A crash leaves records in the generation after the stored one, and in the one after that when it came
+        # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
+        for replayed in (generation + 1, generation + 2):
+            for record in self._journal.replay(replayed, sequence):
+                effects = record.effects if self._on_replay is None else self._on_replay(record.sequence, record.effects)
+                self._layer.values.update(effects or ())
+                sequence = record.sequence
+                self._replayed_count += 1
+        self._sequence = sequence
+        self._journal.begin(generation + 2)
+        if self._replayed_count:
+            log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
+        await self._checkpoint_once()
+        if not formatted:
+            self._write_format()
+
+    def _make_directory(self) -> None:
+        try:
+            if not self.path.is_dir():
+                self.path.mkdir(mode=0o700)
+                _sync_directory(self.path.parent)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUse(f"{self.path} is open already; stop the other daemon, or wait for it to end") from None
+        except OSError as error:
+            raise from_os_error(error, f"open {self.path}") from error
+
+    def _check_format(self) -> bool:
+        """Whether the directory was made completely before."""
+        try:
+            text = (self.path / "FORMAT").read_bytes()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise from_os_error(error, f"read {self.path}/FORMAT") from error
+        if text != FORMAT.encode():
+            raise WrongFormat(f"{self.path} has the format {text[:40]!r}; this version of nvpool knows {FORMAT.strip()!r} only")
+        if not (self.path / "data.mdb").exists():
+            raise CorruptRecord(f"{self.path}/data.mdb is missing: restore the directory from its backup or dump")
+        return True
+
+    def _write_format(self) -> None:
+        # Last of all, so that a directory with a FORMAT is known to be whole and one without to be empty.
+        try:
+            temporary = self.path / "FORMAT.new"
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.write(descriptor, FORMAT.encode())
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _sync_directory(self.path)  # names of data.mdb and the journals before that of FORMAT
+            os.rename(temporary, self.path / "FORMAT")
+            _sync_directory(self.path)
+        except OSError as error:
+            raise from_os_error(error, f"write {self.path}/FORMAT") from error
+
+    def _open_lmdb(self) -> lmdb.Environment:
+        data = self.path / "data.mdb"
+        file_bytes = data.stat().st_size if data.exists() else 0
+        # With sync and metasync on and without writemap, a loss of power leaves the last commit or the one before.
+        try:
+            env = lmdb.open(os.fspath(self.path), map_size=max(self.options.map_bytes, file_bytes * 5 // 4 // MIB * MIB + MIB),
+                            subdir=True, mode=0o600, readahead=False, max_spare_txns=1, create=False)
+            env.reader_check()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"open {data}") from error
+        return env
+
+    def _read_engine_record(self, formatted: bool) -> tuple[int, int] | None:
+        """(sequence, generation) of what LMDB holds, or None in a new directory."""
+        try:
+            raw = self._read(KEY_END)
+            entries = self._env.stat()["entries"]
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}/data.mdb") from error
+        if raw is None:
+            if formatted:
+                raise CorruptRecord(f"{self.path}/data.mdb has lost the engine's record: restore it from its backup or dump")
+            if entries:
+                raise WrongFormat(f"{self.path}/data.mdb was not made by nvpool")
+            return None
+        version = int.from_bytes(raw[:2], "little")
+        if version != _ENGINE_VERSION or len(raw) != _ENGINE.size:
+            raise WrongFormat(f"{self.path}/data.mdb has the version {version}; this version of nvpool knows {_ENGINE_VERSION}")
+        _, _, _, sequence, generation, term = _ENGINE.unpack(raw)
+        if not formatted and sequence:
+            raise WrongFormat(f"{self.path} has records but no FORMAT: restore the file, it holds {FORMAT.strip()!r}")
+        if term > self.options.term:
+            raise WrongFormat(f"{self.path} has seen the term {term}; it can not be opened under the older {self.options.term}")
+        return sequence, generation
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> bytes | None:
+        value = self._layer.values.get(key, _ABSENT)
+        if value is not _ABSENT:
+            return value
+        if self._frozen is not None:
+            value = self._frozen.values.get(key, _ABSENT)
+            if value is not _ABSENT:
+                return value
+        try:
+            return self._read(key)
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, "read LMDB") from error
+
+    def _read(self, key: bytes) -> bytes | None:
+        transaction = self._env.begin()
+        try:
+            stored = transaction.get(key)
+            if stored is not None:
+                return self._checked((key, stored))[1]
+            # A flipped bit in a stored key would hide its record. It stands where the search for it ends, so look at
+            # the two neighbours before it is believed that there is nothing.
+            cursor = transaction.cursor()
+            if cursor.set_range(key):
+                self._checked(cursor.item())
+                found = cursor.prev()
+            else:
+                found = cursor.last()
+            if found:
+                self._checked(cursor.item())
+            return None
+        finally:
+            transaction.abort()
+
+    def _checked(self, item: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+        key, stored = item
+        value = stored[:-_CRC_BYTES]
+        if crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little") != stored[-_CRC_BYTES:]:
+            raise CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
+        return key, value
+
+    def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        return self._scan(first, end, limit, forward=True)
+
+    def scan_back(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        return self._scan(first, end, limit, forward=False)
+
+    def _scan(self, first: bytes, end: bytes, limit: int, forward: bool) -> list[tuple[bytes, bytes]]:
+        first, end = first or b"\0", min(end, KEY_END)
+        found: list[tuple[bytes, bytes]] = []
+        if limit <= 0 or first >= end:
+            return found
+        overlay = self._overlay(first, end, forward)
+        newer = next(overlay, None)
+        try:
+            transaction = self._env.begin()
+            try:
+                for item in _stored(transaction.cursor(), first, end, forward):
+                    if newer is not None:
+                        key = item[0]
+                        while newer is not None and (newer[0] < key if forward else newer[0] > key):
+                            if newer[1] is not None:
+                                found.append(newer)
+                                if len(found) == limit:
+                                    return found
+                            newer = next(overlay, None)
+                        if newer is not None and newer[0] == key:
+                            continue  # taken when the next key, or the end, shows that its turn has come
+                    found.append(self._checked(item))
+                    if len(found) == limit:
+                        return found
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, "read LMDB") from error
+        while newer is not None and len(found) < limit:
+            if newer[1] is not None:
+                found.append(newer)
+            newer = next(overlay, None)
+        return found
+
+    def _overlay(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes | None]]:
+        """What is newer than LMDB, in order; None where a key was deleted."""
+        values = self._layer.values
+        keys = self._layer.ascend(first, end) if forward else self._layer.descend(first, end)
+        if self._frozen is None:
+            for key in keys:
+                yield key, values[key]
+            return
+        older = self._frozen.values
+        older_keys = self._frozen.ascend(first, end) if forward else self._frozen.descend(first, end)
+        previous = None
+        for key in heapq.merge(keys, older_keys, reverse=not forward):
+            if key != previous:
+                yield key, values[key] if key in values else older[key]
+                previous = key
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    def apply(self, effects: Iterable[Effect], *, reclaims: bool = False) -> int:
+        changed = checked_effects(effects)
+        journal = self._journal
+        sequence = self._sequence + 1
+        record = encode(self.options.term, journal.generation, sequence, changed)
+        if journal.offset + len(record) > (self._limit_reclaiming if reclaims else self._limit_adding):
+            self._refuse(len(record), reclaims)
+        try:
+            journal.append(record)
+        except NoSpace:
+            raise
+        except NvpoolError as error:
+            self._fence(str(error))
+            raise
+        # From here on the change is acknowledged; nothing below may fail.
+        if self._snapshots:
+            self._snapshots.note(changed)
+        self._sequence = sequence
+        values = self._layer.values
+        values.update(changed)
+        if self._sync_timer is None:
+            self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
+        if self._checkpoint_timer is None:
+            self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+        if len(values) >= self.options.layer_entries_max or journal.offset > self.options.journal_bytes // 2:
+            self._layer_is_large()
+        return sequence
+
+    def _refuse(self, record_bytes: int, reclaims: bool) -> None:
+        """Say why a record does not fit, by the first reason that holds."""
+        if self._closed:
+            raise Fenced("the engine is closed")
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if record_bytes > self.options.journal_bytes // 8:
+            raise TooBig(f"a change of {record_bytes} bytes is more than an eighth of the journal")
+        if not reclaims:
+            if self._drive_full:
+                raise NoSpace(self._drive_full)
+            if self._journal.offset + record_bytes <= self._limit_reclaiming:
+                raise NoSpace(f"the records in {self.path} have reached their configured maximum of "
+                              f"{self.options.map_bytes_max} bytes")
+        raise Busy("changes must wait for a checkpoint")
+
+    def _set_limits(self) -> None:
+        """How far the journal may be written by changes that reclaim space, and by those that add."""
+        if self._fenced or self._closed:
+            self._limit_reclaiming = self._limit_adding = 0
+            return
+        layer_is_full = len(self._layer.values) >= 2 * self.options.layer_entries_max
+        self._limit_reclaiming = 0 if layer_is_full else self.options.journal_bytes
+        if self._drive_full:
+            self._limit_adding = 0
+            return
+        # A record split over half-full pages takes twice its bytes. What is frozen counts until LMDB says what it took.
+        left = (self.options.map_bytes_max - self._used_bytes) // 2 - self._frozen_bytes
+        self._limit_adding = min(self._limit_reclaiming, left)
+
+    def _layer_is_large(self) -> None:
+        if self._frozen is None:
+            self._freeze()  # at once: a caller that does not let the loop run must not fill the new layer's room too
+            self._start_checkpoint()
+        if len(self._layer.values) >= 2 * self.options.layer_entries_max:
+            self._set_limits()
+
+    @property
+    def full(self) -> bool:
+        return self._frozen is not None and (len(self._layer.values) >= self.options.layer_entries_max
+                                             or self._journal.offset > self.options.journal_bytes // 2)
+
+    async def room(self) -> None:
+        self._raise_if_fenced()
+        while self.full:
+            await asyncio.shield(self._start_checkpoint())
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    @property
+    def synced_sequence(self) -> int:
+        return self._synced_sequence
+
+    @property
+    def fenced(self) -> str:
+        """Why nothing more is taken, or nothing."""
+        return self._fenced
+
+    def _fence(self, reason: str) -> None:
+        if self._fenced or self._closed:
+            return
+        self._fenced = reason
+        self._set_limits()
+        self._cancel_timers()
+        log.error("%s is fenced: %s", self.path, reason)
+        if self._on_fence is not None:
+            self._on_fence(reason)
+
+    def _raise_if_fenced(self) -> None:
+        if self._fenced:
+            raise Fenced(self._fenced)
+        if self._closed:
+            raise Fenced("the engine is closed")
+
+    # -- syncing ------------------------------------------------------------------------------------------------------
+
+    async def sync(self, sequence: int | None = None) -> None:
+        wanted = self._sequence if sequence is None else sequence
+        if wanted > self._sequence:
+            raise InvalidRequest(f"change {wanted} does not exist; the last is {self._sequence}")
+        self._raise_if_fenced()
+        while self._synced_sequence < wanted:
+            # One that is under way may have begun before our change; then a second one follows, for all who wait.
+            if self._sync_task is None:
+                self._sync_task = self._loop.create_task(self._sync_once())
+            await asyncio.shield(self._sync_task)
+            self._raise_if_fenced()
+
+    async def _sync_once(self) -> None:
+        # Both files, since a record of the new generation is worth nothing without those of the one before it.
+        sequence, files = self._sequence, self._journal.take_unsynced()
+        try:
+            for descriptor in files:
+                await self._loop.run_in_executor(self._sync_thread, self._journal.sync_file, descriptor)
+            self._synced_sequence = max(self._synced_sequence, sequence)
+            self._sync_count += 1
+        except OSError as error:
+            self._fence(f"a sync of the journal failed: {error.strerror}")
+        finally:
+            self._sync_task = None
+
+    def _sync_due(self) -> None:
+        self._sync_timer = None
+        if self._sync_task is None and self._synced_sequence < self._sequence and not self._fenced:
+            self._sync_task = self._loop.create_task(self._sync_once())
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        wanted = self._sequence
+        while self._stored_sequence < wanted:
+            self._raise_if_fenced()
+            await asyncio.shield(self._start_checkpoint())
+        self._raise_if_fenced()
+
+    def _checkpoint_due(self) -> None:
+        self._checkpoint_timer = None
+        self._start_checkpoint()
+
+    def _start_checkpoint(self) -> asyncio.Task[None]:
+        if self._checkpoint_task is None:
+            self._checkpoint_task = self._loop.create_task(self._checkpoint_once())
+            self._checkpoint_task.add_done_callback(self._checkpoint_ended)
+        return self._checkpoint_task
+
+    def _checkpoint_ended(self, task: asyncio.Task[None]) -> None:
+        self._checkpoint_task = None
+        if task.cancelled():
+            return
+        error = task.exception()  # whoever waits gets it too
+        if error is None or self._closed:
+            return
+        if isinstance(error, NoSpace):
+            log.warning("%s: %s; trying again", self.path, error)
+            if self._checkpoint_timer is None:
+                self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+        elif not isinstance(error, Fenced):
+            self._fence(f"a checkpoint failed: {error}")
+
+    async def _checkpoint_once(self) -> None:
+        """Freeze the layer, unless one is frozen still, and write the frozen one to LMDB.
+
+        NoSpace: the drive is full, the frozen layer stays and the next call tries again. Fenced: see the reason.
+        """
+        self._raise_if_fenced()
+        if self._frozen is None:
+            self._freeze()
+        try:
+            if self._before_checkpoint is not None:
+                await self._before_checkpoint()
+            self._step("data-synced")
+            while True:
+                self._grow_map()
+                try:
+                    await self._loop.run_in_executor(self._checkpoint_thread, self._write_frozen)
+                    break
+                except lmdb.MapFullError:
+                    # The transaction died with all that was in it; the frozen layer did not.
+                    self._grow_map(at_least=2 * self._env.info()["map_size"])
+        except lmdb.Error as error:
+            await self._checkpoint_failed(from_lmdb_error(error, f"write {self.path}/data.mdb"))
+        self._step("stored")
+        self._drop_frozen()
+        self._step("dropped")
+
+    async def _checkpoint_failed(self, error: NvpoolError) -> None:
+        if not isinstance(error, NoSpace):
+            self._fence(str(error))
+            raise Fenced(str(error)) from error
+        self._drive_full = str(error)
+        self._set_limits()
+        raise error
+
+    def _freeze(self) -> None:
+        # Not to be divided: layer, journal file and numbers change together. The other file is free, since nothing
+        # is frozen, so what it held is in LMDB.
+        self._frozen, self._layer = self._layer, Layer()
+        self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
+        self._frozen_bytes = self._journal.offset
+        self._journal.begin(self._frozen_generation + 1)
+        if self._checkpoint_timer is not None:
+            self._checkpoint_timer.cancel()
+            self._checkpoint_timer = None
+        self._set_limits()
+        self._step("frozen")
+
+    def _drop_frozen(self) -> None:
+        # LMDB syncs what it commits, so the frozen changes are durable even if the journal was not synced yet.
+        self._synced_sequence = max(self._synced_sequence, self._frozen_sequence)
+        self._stored_sequence = self._frozen_sequence
+        self._frozen = None
+        self._frozen_bytes = 0
+        self._drive_full = ""
+        self._checkpoint_count += 1
+        self._measure()
+        self._set_limits()
+
+    def _measure(self) -> None:
+        found = self._env.stat()
+        self._page_bytes = found["psize"]
+        self._entries = found["entries"] - 1
+        self._used_bytes = self._page_bytes * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
+
+    def _grow_map(self, at_least: int = 0) -> None:
+        """Make the map larger when less than a tenth of it, or than the frozen layer may need, is free.
+
+        Called on the loop's thread between two checkpoints: no transaction is open then, as LMDB demands, because
+        readers end in the call that began them and the only writer is the checkpoint. Pages that LMDB can use again
+        are not counted as free; a map that is larger than needed costs address space only.
+        """
+        found = self._env.info()
+        size = found["map_size"]
+        used = (found["last_pgno"] + 1) * (self._page_bytes or 4096)
+        # Each record may change a page of its own and its branch pages; what fits not after all is a MapFullError.
+        need = max(size // 10, 4 * self._frozen_bytes + MIB)
+        wanted = max(size, at_least)
+        while wanted - used < need:
+            wanted *= 2
+        if wanted > size:
+            self._env.set_mapsize(wanted)
+            log.info("%s: the map has grown to %d bytes", self.path, wanted)
+
+    def _write_frozen(self) -> None:
+        """One LMDB transaction, begun and committed in the thread that calls: another's commit would keep LMDB's
+        writer lock for ever. Raises lmdb.Error with nothing changed."""
+        transaction = self._env.begin(write=True)
+        try:
+            self._step("begun")
+            values = self._frozen.values
+            puts: list[tuple[bytes, bytes]] = []
+            cursor = transaction.cursor()
+            for key in sorted(values):
+                value = values[key]
+                if value is None:
+                    transaction.delete(key)
+                    continue
+                puts.append((key, value + crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little")))
+                if len(puts) == _PUT_AT_ONCE:
+                    cursor.putmulti(puts)
+                    puts.clear()
+            cursor.putmulti(puts)
+            mark = _ENGINE.pack(_ENGINE_VERSION, 0, 0, self._frozen_sequence, self._frozen_generation, self.options.term)
+            transaction.put(KEY_END, mark + crc32c(mark, crc32c(KEY_END)).to_bytes(_CRC_BYTES, "little"))
+            self._step("put")
+        except BaseException:
+            transaction.abort()
+            raise
+        transaction.commit()
+        self._step("committed")
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, first: bytes = b"", end: bytes | None = None) -> Snapshot:
+        self._raise_if_fenced()
+        return self._snapshots.begin(first, end)
+
+    def statistics(self) -> dict[str, float]:
+        found = self._env.info() if self._env is not None else {"map_size": 0, "last_pgno": -1}
+        return {"entries": self._entries, "used_bytes": self._used_bytes, "map_bytes": found["map_size"],
+                "map_bytes_max": self.options.map_bytes_max, "file_bytes": (found["last_pgno"] + 1) * self._page_bytes,
+                "journal_bytes": self._journal.offset if self._journal else 0, "layer_entries": len(self._layer.values),
+                "frozen_entries": len(self._frozen.values) if self._frozen else 0, "snapshots": len(self._snapshots.live),
+                "checkpoints": self._checkpoint_count, "syncs": self._sync_count, "replayed": self._replayed_count,
+                "sequence": self._sequence, "synced_sequence": self._synced_sequence,
+                "stored_sequence": self._stored_sequence, "drive_full": float(bool(self._drive_full)),
+                "fenced": float(bool(self._fenced))}
+
+    async def close(self) -> None:
+        """Sync, checkpoint and release. A full drive or a fence leave the work to the next opening's replay, silently:
+        everything acknowledged is in the journal. May be called twice."""
+        if self._closed:
+            return
+        try:
+            with contextlib.suppress(Fenced, NoSpace):
+                await self.sync()
+                await self.checkpoint()
+        finally:
+            await self.abandon()
+
+    async def abandon(self) -> None:
+        """Release everything as the death of this process would: nothing is synced or checkpointed any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._set_limits()
+        self._cancel_timers()
+        self._snapshots.end_all()
+        for task in (self._sync_task, self._checkpoint_task):
+            if task is not None:
+                task.cancel()
+        # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.
+        for thread in (self._sync_thread, self._checkpoint_thread):
+            await self._loop.run_in_executor(None, thread.shutdown)
+        if self._env is not None:
+            self._env.close()
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._sync_timer, self._checkpoint_timer):
+            if timer is not None:
+                timer.cancel()
+
+
+def _stored(cursor: lmdb.Cursor, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
+    if forward:
+        if cursor.set_range(first):
+            for item in cursor.iternext():
+                if item[0] >= end:
+                    return
+                yield item
+    elif cursor.prev() if cursor.set_range(end) else cursor.last():
+        for item in cursor.iterprev():
+            if item[0] < first:
+                return
+            yield item
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
+    """LMDB's errors as ours, by type and, where it passes on the system's, by errno."""
+    if isinstance(error, lmdb.MapFullError):
+        return NoSpace(f"{doing}: the map is full")
+    if isinstance(error, lmdb.VersionMismatchError | lmdb.InvalidError):
+        return WrongFormat(f"{doing}: not a file of LMDB that can be read here")
+    if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError | lmdb.BadTxnError):
+        return CorruptRecord(f"{doing}: {error}")
+    code = getattr(error, "code", 0)
+    if code in (errno.EFBIG, errno.ENOSPC):
+        return NoSpace(f"{doing}: {os.strerror(code)}")
+    return from_os_error(OSError(code, os.strerror(code)), doing) if code > 0 else DriveFailed(f"{doing}: {error}")
