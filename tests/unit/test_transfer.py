@@ -1,0 +1,315 @@
+"""Import and export keep what a tree holds, go on where they were stopped, and notice what is not as it was written."""
+
+import asyncio
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+
+from nvpool.base.errors import AlreadyExists, NotFound, Unreachable, from_os_error
+from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree
+
+MIB = 1 << 20
+
+
+class DirectoryVfs:
+    """The part of client/vfs that transfers use, over a plain directory: inode numbers stand for paths."""
+
+    def __init__(self, root):
+        self.paths = {1: os.fsencode(root)}
+        self.numbers = {}
+        self.writes = 0
+        self.fail_after = None
+        self.flip_at_write = None
+
+    def attr(self, path):
+        found = os.lstat(path)
+        number = 1 if path == self.paths[1] else self.numbers.setdefault((found.st_dev, found.st_ino), len(self.numbers) + 2)
+        self.paths[number] = path
+        return SimpleNamespace(inode=number, mode=found.st_mode, links=found.st_nlink, uid=found.st_uid, gid=found.st_gid,
+                               size=found.st_size, atime_ns=found.st_atime_ns, mtime_ns=found.st_mtime_ns, rdev=found.st_rdev,
+                               flags=1)
+
+    def at(self, parent, name):
+        return os.path.join(self.paths[parent], name)
+
+    async def lookup(self, parent, name):
+        await asyncio.sleep(0)
+        try:
+            return self.attr(self.at(parent, name))
+        except OSError as error:
+            raise from_os_error(error, "lookup") from None
+
+    async def getattr(self, inode):
+        return self.attr(self.paths[inode])
+
+    async def mkdir(self, parent, name, mode, caller):
+        try:
+            os.mkdir(self.at(parent, name), mode)
+        except FileExistsError:
+            raise AlreadyExists() from None
+        return self.attr(self.at(parent, name))
+
+    async def mknod(self, parent, name, mode, rdev, caller):
+        os.mknod(self.at(parent, name), mode, rdev)
+        return self.attr(self.at(parent, name))
+
+    async def symlink(self, parent, name, target, caller):
+        os.symlink(target, self.at(parent, name))
+        return self.attr(self.at(parent, name))
+
+    async def readlink(self, inode):
+        return os.readlink(self.paths[inode])
+
+    async def link(self, inode, parent, name, caller):
+        os.link(self.paths[inode], self.at(parent, name), follow_symlinks=False)
+
+    async def unlink(self, parent, name, caller):
+        os.unlink(self.at(parent, name))
+
+    async def create(self, parent, name, mode, flags, caller):
+        handle = os.open(self.at(parent, name), flags | os.O_CREAT, mode)
+        return self.attr(self.at(parent, name)), handle
+
+    async def open(self, inode, flags, caller):
+        return os.open(self.paths[inode], flags)
+
+    async def read(self, handle, offset, size):
+        await asyncio.sleep(0)
+        return memoryview(os.pread(handle, size, offset))
+
+    async def write(self, handle, offset, buffer):
+        self.writes += 1
+        if self.fail_after is not None and self.writes > self.fail_after:
+            raise Unreachable("the pool is away")
+        if self.writes == self.flip_at_write:
+            buffer = bytes([buffer[0] ^ 1]) + bytes(buffer[1:])
+        return os.pwrite(handle, buffer, offset)
+
+    async def setattr(self, inode, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None, caller, handle=None):
+        path = self.paths[inode]
+        if size is not None:
+            os.truncate(path, size)
+        if uid is not None:
+            os.lchown(path, uid, gid)
+        if mode is not None:
+            os.chmod(path, mode)
+        if mtime_ns is not None:
+            os.utime(path, ns=(atime_ns, mtime_ns), follow_symlinks=False)
+
+    async def flush(self, handle):
+        pass
+
+    async def fsync(self, handle, datasync):
+        pass
+
+    async def fsyncdir(self, inode):
+        pass
+
+    async def release(self, handle):
+        os.close(handle)
+
+    async def opendir(self, inode):
+        return self.paths[inode]
+
+    async def readdir(self, handle, cursor, limit):
+        names = sorted(os.listdir(handle))[cursor:cursor + 2]
+        entries = []
+        for at, name in enumerate(names):
+            attr = self.attr(os.path.join(handle, name))
+            entries.append(SimpleNamespace(name=name, cursor=cursor + at + 1, inode=attr.inode, attr=attr))
+        return entries, len(names) == 2
+
+    async def releasedir(self, handle):
+        pass
+
+    async def setxattr(self, inode, name, value, flags, caller):
+        os.setxattr(self.paths[inode], name, value)
+
+    async def getxattr(self, inode, name):
+        return os.getxattr(self.paths[inode], name)
+
+    async def listxattr(self, inode):
+        return [os.fsencode(name) for name in os.listxattr(self.paths[inode])]
+
+
+@pytest.fixture
+def source(tmp_path):
+    root = tmp_path / "source"
+    (root / "deep" / "deeper").mkdir(parents=True)
+    (root / "empty").mkdir(mode=0o555)
+    (root / "small").write_bytes(b"hello")
+    (root / "none").write_bytes(b"")
+    (root / "large").write_bytes(os.urandom(3 * MIB + 777))
+    with open(root / "sparse", "wb") as file:
+        file.write(b"begin")
+        file.seek(5 * MIB)
+        file.write(b"middle")
+        file.truncate(9 * MIB)
+    (root / "deep" / "again").hardlink_to(root / "small")
+    (root / "deep" / "deeper" / "link").symlink_to("../../nowhere")
+    os.mkfifo(root / "fifo", 0o640)
+    os.mkdir(os.fsencode(root) + b"/odd \xff\n")
+    (root / "program").write_bytes(b"#!")
+    (root / "program").chmod(0o4755)
+    os.setxattr(root / "small", "user.colour", b"red")
+    os.setxattr(root / "deep", "user.colour", b"blue")
+    for at, path in enumerate(sorted(root.rglob("*"), reverse=True)):
+        os.utime(path, ns=(10**18 + at, 15 * 10**17 + 7 * at), follow_symlinks=False)
+    return root
+
+
+def picture(root):
+    """All that must be the same of two trees."""
+    root, found, firsts = os.fsencode(root), {}, {}
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files, b"."]:
+            path = os.path.join(folder, name)
+            state = os.lstat(path)
+            content = None
+            if stat.S_ISREG(state.st_mode):
+                with open(path, "rb") as file:
+                    content = file.read()
+            elif stat.S_ISLNK(state.st_mode):
+                content = os.readlink(path)
+            xattrs = {x: os.getxattr(path, x, follow_symlinks=False) for x in os.listxattr(path, follow_symlinks=False)}
+            where = os.path.relpath(path, root)
+            same = firsts.setdefault(state.st_ino, where) if not stat.S_ISDIR(state.st_mode) else None
+            found[where] = (state.st_mode, state.st_uid, state.st_mtime_ns, content, xattrs, same)
+    return found
+
+
+def bring_in(root, source, destination=b"/a/b", **more):
+    vfs, tally = more.pop("vfs", None) or DirectoryVfs(root), Tally()
+    asyncio.run(import_tree(vfs, source, destination, tally=tally, options=TransferOptions(parallel=4, **more)))
+    return tally
+
+
+def take_out(root, destination, source=b"/a/b"):
+    tally = Tally()
+    asyncio.run(export_tree(DirectoryVfs(root), source, destination, tally=tally, options=TransferOptions(parallel=4)))
+    return tally
+
+
+def test_what_goes_in_and_comes_out_is_the_same_tree(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    tally = bring_in(tmp_path / "root", source)
+    assert not tally.failures and picture(tmp_path / "root/a/b") == picture(source)
+    assert (tally.files, tally.symlinks, tally.hard_links, tally.special) == (6, 1, 1, 1)
+    assert tally.bytes == tally.bytes_total == sum(p.lstat().st_size for p in source.rglob("*") if p.is_file())
+    assert tally.counted and tally.files_total == tally.files and tally.directories == 5
+    tally = take_out(tmp_path / "root", tmp_path / "out")
+    assert not tally.failures and picture(tmp_path / "out") == picture(source)
+    assert tally.bytes == tally.bytes_total and tally.files == tally.files_total
+
+
+def test_holes_stay_holes_both_ways(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    bring_in(tmp_path / "root", source)
+    take_out(tmp_path / "root", tmp_path / "out")
+    for tree in (tmp_path / "root/a/b", tmp_path / "out"):
+        assert (tree / "sparse").stat().st_blocks * 512 < MIB
+
+
+def test_a_second_run_moves_nothing(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    bring_in(tmp_path / "root", source)
+    vfs = DirectoryVfs(tmp_path / "root")
+    tally = bring_in(None, source, vfs=vfs)
+    assert vfs.writes == 0 and tally.skipped_files >= 5 and tally.bytes == tally.bytes_total
+    before = picture(tmp_path / "root")
+    take_out(tmp_path / "root", tmp_path / "out")
+    tally = take_out(tmp_path / "root", tmp_path / "out")
+    assert tally.skipped_files >= 5 and not tally.failures and picture(tmp_path / "root") == before
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
+def test_an_import_that_lost_its_pool_goes_on_and_ends_the_same(source, tmp_path, writes):
+    (tmp_path / "root").mkdir()
+    vfs = DirectoryVfs(tmp_path / "root")
+    vfs.fail_after = writes
+    with pytest.raises(Unreachable):
+        bring_in(None, source, vfs=vfs)
+    assert not bring_in(tmp_path / "root", source).failures
+    assert picture(tmp_path / "root/a/b") == picture(source)
+
+
+def test_bytes_left_by_an_interrupted_import_are_compared_and_only_others_are_written(tmp_path):
+    (tmp_path / "root").mkdir()
+    content = os.urandom(4 * MIB)
+    (tmp_path / "file").write_bytes(content)
+    (tmp_path / "root" / "file").write_bytes(content[:MIB] + b"X" * MIB + content[2 * MIB:3 * MIB] + b"tail")
+    vfs = DirectoryVfs(tmp_path / "root")
+    bring_in(None, tmp_path / "file", b"/", vfs=vfs)
+    assert vfs.writes == 2 and (tmp_path / "root" / "file").read_bytes() == content
+
+
+def test_old_bytes_do_not_shine_through_the_holes_of_a_new_source(source, tmp_path):
+    (tmp_path / "root/a/b").mkdir(parents=True)
+    (tmp_path / "root/a/b/sparse").write_bytes(b"\xff" * 12 * MIB)
+    bring_in(tmp_path / "root", source)
+    assert (tmp_path / "root/a/b/sparse").read_bytes() == (source / "sparse").read_bytes()
+
+
+def test_a_byte_that_is_not_as_it_was_written_fails_that_file_and_the_rest_goes_on(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    vfs = DirectoryVfs(tmp_path / "root")
+    vfs.flip_at_write = 2
+    tally = bring_in(None, source, vfs=vfs)
+    assert tally.failed == len(tally.failures) == 1 and "as they were written" in tally.failures[0].text
+    assert not bring_in(tmp_path / "root", source).failures
+    assert picture(tmp_path / "root/a/b") == picture(source)
+
+
+def test_what_exists_as_another_kind_is_refused_by_name_and_left(source, tmp_path):
+    (tmp_path / "root/a/b/small").mkdir(parents=True)
+    (tmp_path / "root/a/b/deep").write_bytes(b"mine")
+    tally = bring_in(tmp_path / "root", source)
+    assert {os.path.basename(failure.path) for failure in tally.failures} == {"small", "deep", "again"} - (
+        {"again"} if not any(f.path.endswith("again") for f in tally.failures) else set())
+    assert (tmp_path / "root/a/b/deep").read_bytes() == b"mine"
+
+
+def test_a_single_file_goes_under_its_name_or_a_new_one(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "file").write_bytes(b"content")
+    bring_in(tmp_path / "root", tmp_path / "file", b"/")
+    bring_in(tmp_path / "root", tmp_path / "file", b"/x/other")
+    take_out(tmp_path / "root", tmp_path / "back", b"/x/other")
+    assert (tmp_path / "root/file").read_bytes() == (tmp_path / "root/x/other").read_bytes() == b"content"
+    assert (tmp_path / "back").read_bytes() == b"content"
+
+
+def test_a_source_that_is_not_there_is_an_error_at_once(tmp_path):
+    (tmp_path / "root").mkdir()
+    with pytest.raises(NotFound):
+        bring_in(tmp_path / "root", tmp_path / "nowhere")
+    with pytest.raises(NotFound):
+        take_out(tmp_path / "root", tmp_path / "out", b"/nowhere")
+
+
+def test_a_link_at_the_destination_is_not_followed(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    bring_in(tmp_path / "root", source)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / "out" / "large").symlink_to(tmp_path / "victim")
+    (tmp_path / "out" / "deep").symlink_to(tmp_path)
+    tally = take_out(tmp_path / "root", tmp_path / "out")
+    assert tally.failed == 2 and (tmp_path / "victim").read_bytes() == b"precious" and not (tmp_path / "again").exists()
+
+
+def test_a_drive_that_gives_back_other_bytes_is_noticed_on_export(source, tmp_path, monkeypatch):
+    (tmp_path / "root").mkdir()
+    bring_in(tmp_path / "root", source)
+    real = os.ftruncate
+
+    def flips(descriptor, size):
+        if size:
+            os.pwrite(descriptor, bytes([os.pread(descriptor, 1, 0)[0] ^ 1]), 0)
+        real(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", flips)
+    tally = take_out(tmp_path / "root", tmp_path / "out", b"/a/b/large")
+    assert tally.failed == 1 and "on the drive" in tally.failures[0].text
