@@ -1,4 +1,4 @@
-"""The suite every Coordinator passes: `check_all(make)` with `make` an async function that gives a coordinator over `first_map()`.
+"""The suite every Coordinator passes: `check_all(make)`; `make` is async and gives a coordinator over `first_map()`.
 
 Called by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a coordinator of its own.
 """

@@ -1,0 +1,183 @@
+"""One process that the supervisor keeps running: started, adopted, watched, started again.
+
+Called by run/supervisor. Guarantees that no second process is started for a shard or target while one holds its lock
+(run/NAME.lock),
+whoever started that one; that a process is signalled only while it is certainly the one meant (pidfd); and that each
+wait ends when a stop is asked for. Never reads what the process stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+
+from nvpool.base.clock import Clock
+from nvpool.base.config import Supervisor as Timing
+from nvpool.base.directory import PoolDirectory, holder_of
+from nvpool.base.host import Identity, runs
+from nvpool.run.daemon import EXIT_IN_USE, command, spawn
+
+_READY_POLL_S = 0.05
+_READY_POLL_S_MAX = 1.0
+
+log = logging.getLogger("nvpool.run.child")
+
+
+class Child:
+    def __init__(self, directory: PoolDirectory, role: str, number: int, module: str, timing: Timing, clock: Clock):
+        self.name = f"{'target' if role == 'store' else role}-{number}"
+        self.role = role
+        self.number = number
+        self.state = "starting"
+        self.restarts = 0
+        self.adopted = False
+        self.since_ms = 0
+        self.last_end = ""
+        self._directory = directory
+        self._arguments = command(module, str(directory.path), str(number))
+        self._timing = timing
+        self._clock = clock
+        self._identity: Identity | None = None
+        self._pidfd = -1
+        self._popen: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 when it does not run."""
+        return self._identity.pid if self._identity else 0
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Have the process running until `stopping` is set; returns with the process as it is then."""
+        delay = self._timing.restart_delay_min_s
+        while not stopping.is_set():
+            started_s = self._clock.boottime_s()
+            if not self._adopt():
+                self._start()
+            code = await self._watch(stopping)
+            if self._identity is not None:
+                return  # asked to stop while it runs
+            if stopping.is_set():
+                break
+            if code == EXIT_IN_USE:
+                log.info("%s runs already, started by somebody else", self.name)
+            else:
+                self.restarts += 1
+                log.warning("%s has ended (%s); starting it again in %.2f s", self.name, self.last_end, delay)
+            self.state = "restarting"
+            if self._clock.boottime_s() - started_s >= self._timing.healthy_s:
+                delay = self._timing.restart_delay_min_s
+            await _either(stopping, delay)
+            delay = min(delay * 2, self._timing.restart_delay_max_s)
+        self.state = "stopped"
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self._pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self._pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    async def end(self, drain_s: float, hurry: asyncio.Event) -> None:
+        """Ask the process to end, wait `drain_s` (less when `hurry` is set), then kill it. On return it is gone."""
+        if self._identity is None:
+            return
+        self.state = "draining"
+        self.signal(signal.SIGTERM)
+        if not await self._gone(drain_s, hurry):
+            log.warning("%s did not end within %.0f s and is killed", self.name, drain_s)
+            self.signal(signal.SIGKILL)
+            await self._gone(30.0, asyncio.Event())
+        self._forget()
+        self.state = "stopped"
+
+    def _start(self) -> None:
+        self._popen = spawn(self._arguments)
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._identity = Identity(self._popen.pid, 0, "")
+        self.adopted = False
+        self.state = "starting"
+        self.since_ms = self._clock.wall_ns() // 1_000_000
+        log.info("%s started as process %d", self.name, self._popen.pid)
+
+    def _adopt(self) -> bool:
+        """Whether a process that holds the lock of this shard or target was found; it is ours from now on."""
+        identity = holder_of(self._directory.run / f"{self.name}.lock")
+        if identity is None:
+            return False
+        try:
+            pidfd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            return False
+        if not runs(identity):  # ended between the look and the pidfd, which may be another's
+            os.close(pidfd)
+            return False
+        self._pidfd, self._identity, self._popen = pidfd, identity, None
+        self.adopted = True
+        self.state = "starting"
+        self.since_ms = self._clock.wall_ns() // 1_000_000
+        log.info("%s runs as process %d and is adopted", self.name, identity.pid)
+        return True
+
+    async def _watch(self, stopping: asyncio.Event) -> int | None:
+        """Return when the process has ended (its exit code where we can know it) or `stopping` is set."""
+        ended = self._ended()
+        asked = asyncio.ensure_future(stopping.wait())
+        poll_s = _READY_POLL_S
+        try:
+            while not ended.done() and not asked.done():
+                timeout = None
+                if self.state == "starting":
+                    state = self._directory.state_of(self.name)
+                    if state is not None and state.pid == self.pid:
+                        self.state, self.since_ms = "serving", state.since_ms
+                        continue
+                    timeout, poll_s = poll_s, min(poll_s * 1.5, _READY_POLL_S_MAX)
+                await asyncio.wait([ended, asked], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return self._forget() if ended.done() else None
+        finally:
+            asked.cancel()
+            self._unwatch()
+
+    async def _gone(self, wait_s: float, hurry: asyncio.Event) -> bool:
+        ended = self._ended()
+        hurried = asyncio.ensure_future(hurry.wait())
+        try:
+            await asyncio.wait([ended, hurried], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            return ended.done()
+        finally:
+            hurried.cancel()
+            self._unwatch()
+
+    def _ended(self) -> asyncio.Future[None]:
+        """Done when the process has ended; a pidfd is readable then."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pidfd, lambda: ended.done() or ended.set_result(None))
+        return ended
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+
+    def _forget(self) -> int | None:
+        """The process has ended: take its exit code, give its descriptor back."""
+        code = None
+        if self._popen is not None:
+            code = self._popen.wait()
+        self.last_end = "it was adopted, so nobody knows how" if code is None else f"exit code {code}" if code >= 0 \
+            else f"killed by {signal.Signals(-code).name}"
+        self._unwatch()
+        os.close(self._pidfd)
+        self._pidfd, self._identity, self._popen = -1, None, None
+        return code
+
+
+async def _either(event: asyncio.Event, wait_s: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), wait_s)
+    except TimeoutError:
+        pass

@@ -1,0 +1,205 @@
+"""What every program of nvpool does at its start and its end: event loop, signals, log, limits, and the watch for its
+supervisor.
+
+Called by the programs beside it, by nobody else. Guarantees: SIGTERM and SIGINT ask for an orderly end once and a second time
+for a quick
+one; an error that nobody handled ends the program with its reason in the log and an exit code that says which family it was;
+a lock descriptor never reaches a program that is started, unless it is passed on purpose. uvloop has its door here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import logging.handlers
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import uvloop
+
+import nvpool
+from nvpool.base.directory import Flock, PoolDirectory
+from nvpool.base.errors import Bug, Damaged, InUse, NvpoolError, Refused, Unavailable
+
+EXIT_OK = 0
+EXIT_REFUSED = 1
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 3
+EXIT_DAMAGED = 4
+EXIT_BUG = 70
+EXIT_IN_USE = 75
+"""Another process has what this one is for: the supervisor looks who, instead of counting it as a death."""
+
+_HEIR_DELAY_S_MAX = 10.0
+
+log = logging.getLogger("nvpool.run")
+
+
+class Stop:
+    """The wish that a program ends. `asked` is set by the first signal (or `ask`), `hurry` by the second."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.on_signal: dict[int, Callable[[], None]] = {}
+
+    def ask(self, why: str) -> None:
+        if self.asked.is_set():
+            self.hurry.set()
+            return
+        log.info("stopping: %s", why)
+        self.asked.set()
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, InUse):
+        return EXIT_IN_USE
+    for family, code in ((Refused, EXIT_REFUSED), (Unavailable, EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG)):
+        if isinstance(error, family):
+            return code
+    return EXIT_BUG
+
+
+def start_log(name: str, level: str, path: Path | None) -> None:
+    """All log goes to `path` (opened anew when it was moved away), or to stderr; so does what a crash of Python itself says."""
+    if path is not None:
+        kept: logging.Handler = logging.handlers.WatchedFileHandler(path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    else:
+        kept = logging.StreamHandler()
+    kept.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s",
+                                        "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[kept], force=True)
+    faulthandler.enable()
+
+
+def raise_descriptor_limit() -> int:
+    """The soft limit of open files becomes the hard one; returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted
+
+
+def notify_ready(text: str = "READY=1") -> None:
+    """Tell systemd (sd_notify(3)); nothing where NOTIFY_SOCKET is not set."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address[0] == "@":
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+            channel.settimeout(1.0)
+            channel.sendto(text.encode(), address)
+    except OSError as error:
+        log.warning("systemd could not be told %s: %s", text, error)
+
+
+def run(main: Callable[[Stop], Awaitable[None]]) -> int:
+    """Run `main` on uvloop until it returns; the exit code. `main` drains and returns after `stop.asked`."""
+    raise_descriptor_limit()
+
+    async def surround() -> None:
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: _unhandled(stop, context))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.ask, signal.Signals(number).name)
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            loop.add_signal_handler(number, lambda number=number: stop.on_signal.get(number, _nothing)())
+        log.info("nvpool %s starts", nvpool.__version__)
+        await main(stop)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(surround())
+    except KeyboardInterrupt:
+        return 130
+    except NvpoolError as error:
+        log.error("%s", error, exc_info=isinstance(error, Bug))
+        return exit_code(error)
+    except BaseExceptionGroup as group:
+        log.error("ended by an error", exc_info=group)
+        return exit_code(_first(group))
+    except Exception as error:
+        log.error("ended by an error that is none of ours", exc_info=error)
+        return EXIT_BUG
+    log.info("stopped")
+    return EXIT_OK
+
+
+def _nothing() -> None:
+    """Signals that have no meaning here (the log file is opened anew by itself) do not end the program."""
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def _unhandled(stop: Stop, context: dict) -> None:
+    """A callback or task nobody waits for has failed: say so. What must stop the daemon is in a task group and does."""
+    error = context.get("exception")
+    log.error("unhandled: %s", context.get("message"), exc_info=error)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """How a program of nvpool is started: this Python, and nothing importable from the current directory."""
+    return [sys.executable, "-P", "-m", f"nvpool.run.{module}", *arguments]
+
+
+def spawn(arguments: list[str], *, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen:
+    """Start a program in a session of its own (Ctrl-C in a terminal is for the supervisor alone), with no descriptor of ours
+    but stderr and `pass_fds`."""
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=2, stderr=2, start_new_session=True,
+                            close_fds=True, pass_fds=pass_fds, cwd="/")
+
+
+def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
+    """Wait, in a thread, until nobody holds the pool directory's lock any more: then start a supervisor that inherits it.
+
+    The waiting is the blocking flock itself: the kernel wakes exactly one process when the supervisor has ended in whatever
+    way, also
+    when that supervisor had only adopted us. The lock is handed on inside its open file description, which the heir has
+    before we close ours: at no moment is it free, so at no moment are there two supervisors.
+    """
+    threading.Thread(target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True).start()
+
+
+def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
+    pause = threading.Event()
+    delay = 0.0
+    while not stop.asked.is_set():
+        try:
+            lock = Flock.take(directory.lock, "the pool", wait=True)
+        except NvpoolError as error:
+            log.warning("the supervisor can not be watched any more: %s", error)
+            return
+        try:
+            if stop.asked.is_set():
+                return
+            log.warning("the supervisor is gone; starting another one")
+            heir = spawn(command("nvpoold", str(directory.path), "--inherit-lock", str(lock.descriptor)),
+                         pass_fds=(lock.descriptor,))
+            heir.wait()  # it forks away from us at once
+        except OSError as error:
+            log.error("no supervisor could be started: %s", error)
+        finally:
+            lock.release()
+        pause.wait(delay)  # an heir that ends at once lets the lock go, and somebody gets it again
+        delay = min(max(0.1, delay * 2), _HEIR_DELAY_S_MAX)

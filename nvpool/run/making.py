@@ -1,0 +1,258 @@
+"""The program that makes pools and chunk stores: `python -m nvpool.run.making`, a JSON request on stdin, a JSON answer on
+stdout.
+
+Started by the CLI (`pool create`, `dev up`) and by the supervisor (`drive add`). Guarantees: a directory is a pool only when
+all of it is
+there and durable (FORMAT is written last); an interrupted making is begun again and takes up the same pool id; nothing that it
+did not make itself, or that holds anything, is ever overwritten. Never starts a process of the pool.
+
+    {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": TOML
+    text}
+        -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
+    {"verb": "store", "path", "capacity_bytes", "target", "pool_id", "known": [paths]} -> {"path", "capacity_bytes"}
+    any -> {"error": text, "code": exit code}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+from pathlib import Path
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Network, parse
+from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
+from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
+from nvpool.base.host import host_id
+from nvpool.base.units import MIB, PARTITION_COUNT, format_bytes
+from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.logic.layout import layout_of
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+
+CAPACITY_BYTES_MIN = 64 * MIB
+MARKER = "being-made"
+"""Holds the id of the pool while it is being made."""
+
+_SHARE_OF_FREE = 0.9
+"""Of a file system, where no size is given: the rest is for the index, the journals and everybody else."""
+
+_PORT_FIRST, _PORT_LAST = 17000, 32000
+"""Below the ports that the kernel gives to outgoing connections, so that a restarted daemon finds its own free."""
+
+_OF_A_POOL = ("node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "targets")
+
+
+def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
+    """TCP ports that nobody listens on now, none of `used`. InUse when there are not enough."""
+    first = network.base_port or _PORT_FIRST + SYSTEM_CLOCK.random().randrange(_PORT_LAST - _PORT_FIRST - 1000)
+    found: list[int] = []
+    for port in range(first, min(first + 1000, 65536)):
+        if port in used:
+            continue
+        family = socket.AF_INET6 if ":" in network.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+            try:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((network.host, port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise InUse(f"no {count} free TCP ports on {network.host} from {first} on; set network.base_port in node.toml")
+
+
+def endpoints_for(directory: PoolDirectory, name: str, host: str, ports: list[int]) -> tuple[str, ...]:
+    """Where a process listens: unix socket, framed TCP, gRPC."""
+    shown = f"[{host}]" if ":" in host else host
+    return (f"stream+unix://{directory.socket_directory() / name}.sock", f"stream://{shown}:{ports[0]}",
+            f"grpc://{shown}:{ports[1]}")
+
+
+def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Path:
+    """Where the store of a target lies on the drive that the operator named: a block device itself, else a directory of its
+    own."""
+    place = Path(os.path.abspath(path))
+    if inside is not None and place.parent == inside:
+        return place
+    try:
+        mode = place.stat().st_mode
+    except OSError as error:
+        raise NotFound(f"drive {path}: {error.strerror}; is it mounted? Make the directory first") from None
+    if stat.S_ISBLK(mode):
+        return place
+    if not stat.S_ISDIR(mode):
+        raise InvalidRequest(f"drive {path} is neither a directory nor a block device")
+    return place / f"nvpool-{pool_id[:8]}-target-{target}"
+
+
+def capacity_for(path: Path, wanted: int) -> int:
+    """Bytes that the store at `path` may use. InvalidRequest or NoSpace for sizes that make no sense there."""
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if stat.S_ISBLK(existing.stat().st_mode):
+        with open(existing, "rb") as device:
+            room = device.seek(0, os.SEEK_END)
+        if wanted > room:
+            raise NoSpace(f"drive {path} has {format_bytes(room)}, {format_bytes(wanted)} were asked for")
+        capacity = wanted or room
+    else:
+        free = os.statvfs(existing)
+        room = free.f_bavail * free.f_frsize
+        capacity = wanted or int(room * _SHARE_OF_FREE)
+        if capacity > free.f_blocks * free.f_frsize:
+            raise NoSpace(f"drive {path}: {format_bytes(capacity)} are more than its whole file system has")
+    capacity -= capacity % MIB
+    if capacity < CAPACITY_BYTES_MIN:
+        raise InvalidRequest(f"drive {path}: {format_bytes(capacity)} are too little, "
+                             f"{format_bytes(CAPACITY_BYTES_MIN)} is the least")
+    return capacity
+
+
+async def make_store(path: Path, capacity_bytes: int, target: int, pool_id: str, ours: bool) -> None:
+    """An empty chunk store at `path`. What an interrupted making of the same target left (`ours`) is removed first."""
+    from nvpool.store.chunkstore import create_chunk_store
+    _empty(path, ours)
+    await create_chunk_store(str(path), target=target, pool_id=pool_id, capacity_bytes=capacity_bytes)
+    sync_directory(path.parent)
+
+
+def _empty(path: Path, ours: bool) -> None:
+    if path.is_dir():
+        if not ours and any(path.iterdir()):
+            raise AlreadyExists(f"{path} is not empty")
+        shutil.rmtree(path)
+
+
+async def make_pool(request: dict) -> dict:
+    directory = PoolDirectory(request["directory"])
+    check_name(request["name"])
+    chunk_bytes, replicas = int(request["chunk_bytes"]), int(request["replicas"])
+    layout_of(chunk_bytes)
+    config = parse(request["config"], "node.toml")
+    drives = request["drives"]
+    if not drives or len(drives) > 1024:
+        raise InvalidRequest("a pool needs at least one drive, and at most 1,024 on a node: --drive PATH[:SIZE]")
+    if len(drives) < replicas:
+        raise InvalidRequest(f"{replicas} replicas need as many drives, there are {len(drives)}")
+    if replicas != 1:
+        raise InvalidRequest("this version keeps one replica of each chunk; use --replicas 1")
+    if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
+        raise InvalidRequest("a drive is named twice")
+
+    directory.path.mkdir(parents=True, exist_ok=True)
+    pool_id = _begin(directory)
+    lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
+    try:
+        for name in _OF_A_POOL:
+            if name not in ("lock", "targets"):
+                _remove(directory.path / name)
+        for path in (directory.map, directory.shard(1), directory.run, directory.log, directory.path / "targets"):
+            path.mkdir(parents=True, exist_ok=True)
+        directory.grant_key.parent.mkdir(mode=0o700)
+        write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
+        write_whole(directory.node_toml, request["config"].encode())
+
+        ports = free_ports(2 * (len(drives) + 2), config.network, set())
+        host = config.network.host
+        made = []
+        for number, drive in enumerate(drives, 1):
+            place = store_path(drive["path"], pool_id, number, directory.path / "targets")
+            capacity = capacity_for(place, int(drive.get("capacity_bytes") or 0))
+            ours = place.name.startswith(f"nvpool-{pool_id[:8]}-") or place.parent == directory.path / "targets"
+            await make_store(place, capacity, number, pool_id, ours)
+            made.append({"path": str(place), "capacity_bytes": capacity})
+        targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
+                               endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
+                        for n, drive in enumerate(made, 1))
+        first = PoolMap(
+            format=1, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
+            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2])),),
+            drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
+            targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
+            shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4])),),
+            partitions=(PartitionRange(0, PARTITION_COUNT, 1),))
+        for place in (directory.shard(1), directory.map):
+            kv = await LmdbKv.open(place, LmdbOptions())
+            if place == directory.map:
+                await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()
+            else:
+                await kv.close()
+        for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
+            sync_directory(place)
+        write_whole(directory.format, FORMAT_TEXT.encode())  # last: from here on it is a pool
+        (directory.path / MARKER).unlink(missing_ok=True)
+    finally:
+        lock.release()
+    return {"directory": str(directory.path), "pool_id": pool_id, "drives": made}
+
+
+def _begin(directory: PoolDirectory) -> str:
+    """The pool's id: a new one, or that of the interrupted making. AlreadyExists when the directory holds anything else."""
+    marker = directory.path / MARKER
+    found = sorted(entry.name for entry in directory.path.iterdir())
+    if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
+        raise AlreadyExists(f"{directory.path} holds a pool already; `nvpool status {directory.path}` shows it")
+    if "FORMAT" in found:
+        try:
+            pool_id = marker.read_text().strip()
+        except OSError:
+            pool_id = ""
+        if len(pool_id) == 32:
+            return pool_id
+    elif found:
+        raise AlreadyExists(f"{directory.path} is not empty; name an empty directory or one that does not exist")
+    pool_id = SYSTEM_CLOCK.secret(16).hex()
+    write_whole(directory.format, BEING_MADE_TEXT.encode())
+    write_whole(marker, pool_id.encode())
+    return pool_id
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _real_paths(paths: list[str]) -> set[str]:
+    return {os.path.realpath(path) for path in paths}
+
+
+def _answer_store(request: dict) -> tuple[Path, int]:
+    place = store_path(request["path"], request["pool_id"], request["target"], None)
+    if os.path.realpath(request["path"]) in _real_paths([*request["known"], *map(os.path.dirname, request["known"])]):
+        raise AlreadyExists(f"drive {request['path']} is in the pool already")
+    return place, capacity_for(place, int(request.get("capacity_bytes") or 0))
+
+
+async def _answer(request: dict) -> dict:
+    if request["verb"] == "pool":
+        return await make_pool(request)
+    place, capacity = _answer_store(request)
+    await make_store(place, capacity, request["target"], request["pool_id"],
+                     place.name == f"nvpool-{request['pool_id'][:8]}-target-{request['target']}")
+    return {"path": str(place), "capacity_bytes": capacity}
+
+
+def main() -> int:
+    from nvpool.run.daemon import exit_code
+    try:
+        answer, code = asyncio.run(_answer(json.load(sys.stdin))), 0
+    except NvpoolError as error:
+        answer, code = {"error": str(error)}, exit_code(error)
+    except OSError as error:
+        ours = from_os_error(error, f"make {error.filename or 'the pool'}")
+        answer, code = {"error": str(ours)}, exit_code(ours)
+    print(json.dumps(answer | ({"code": code} if code else {})))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

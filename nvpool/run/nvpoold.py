@@ -1,0 +1,91 @@
+"""The supervisor's program: `nvpoold DIR`, also `nvpool serve DIR` and `python -m nvpool.run.nvpoold DIR`.
+
+Runs in the foreground, under systemd or in a terminal, until SIGTERM or SIGINT. Started by an operator, by `nvpool dev up`, or
+by an orphaned child with --inherit-lock (then it leaves that child's process at once; nothing heavy is imported before that
+fork).
+Takes DIR/lock before it touches anything else: two daemons on one directory are refused with the pid of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from nvpool.base.config import load
+from nvpool.base.directory import Flock, PoolDirectory, write_whole
+from nvpool.base.errors import NvpoolError
+
+log = logging.getLogger("nvpool.run.nvpoold")
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "nvpoold", description="Serve the part of a pool that is on this node, in the foreground.",
+        epilog="example: nvpoold /srv/pool   (make one with: nvpool pool create /srv/pool --drive PATH)")
+    parser.add_argument("directory", metavar="DIR", help="pool directory of this node")
+    parser.add_argument("--log", choices=("file", "stderr"), help="where to write the log (default: as node.toml says)")
+    parser.add_argument("--inherit-lock", type=int, metavar="FD", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    directory = PoolDirectory(arguments.directory)
+    if arguments.inherit_lock is not None and os.fork():
+        os._exit(0)  # our parent waits for this one only; the lock lives on in the child's descriptor
+    from nvpool.run import daemon  # heavy: after the fork
+    daemon.start_log("nvpoold", "info", None)
+    try:
+        directory.check()
+        config = load(directory.node_toml)
+        if arguments.inherit_lock is not None:
+            lock = Flock.inherited(arguments.inherit_lock, directory.lock)
+        else:
+            lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
+    except NvpoolError as error:
+        log.error("%s", error)
+        return daemon.exit_code(error)
+    to_file = (arguments.log or config.log.to) == "file"
+    if to_file and not sys.stderr.isatty():
+        daemon.start_log("nvpoold", config.log.level, directory.log / "nvpoold.log")
+    else:
+        daemon.start_log("nvpoold", config.log.level, None)
+    try:
+        return daemon.run(lambda stop: _serve(directory, config, stop))
+    finally:
+        lock.release()
+
+
+async def _serve(directory: PoolDirectory, config, stop) -> None:
+    from nvpool.base.clock import SYSTEM_CLOCK
+    from nvpool.base.directory import announcement
+    from nvpool.cluster.embedded import EmbeddedCoordinator
+    from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+    from nvpool.run.served import listen_on
+    from nvpool.run.supervisor import Supervisor
+    from nvpool.wire.transport import Greeting
+
+    kv = await LmdbKv.open(directory.map, LmdbOptions())
+    coordinator = await EmbeddedCoordinator.open(kv, lambda raw: write_whole(directory.poolmap, raw))
+    supervisor = Supervisor(directory, config, coordinator, stop)
+    listeners = []
+    try:
+        pool_map = coordinator.pool_map
+        directory.make_socket_directory()
+        endpoints = pool_map.nodes[0].endpoints
+        listeners = await listen_on(endpoints, Greeting("supervisor", pool_map.fingerprint), supervisor.handle)
+        directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
+                                                      now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+        await supervisor.run()
+    finally:
+        directory.withdraw("supervisor")
+        await supervisor.close()
+        for listener in listeners:
+            await listener.close(0.0)
+        await coordinator.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The life of a process that serves one shard or one target: lock, map, listeners, announcement, watch of the map, drain.
+
+Called by meta_daemon and store_daemon. Guarantees: nothing is opened before this process holds run/NAME.lock; nobody is told
+that it serves
+before it does; on a stop, requests in work are finished (at most drain_s) before the records are closed. Knows nothing of
+what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+import nvpool
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Config, load
+from nvpool.base.directory import Flock, PoolDirectory, announcement
+from nvpool.base.errors import CorruptRecord, Fenced, NvpoolError, Unavailable, from_os_error
+from nvpool.base.host import host_id
+from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.run.daemon import Stop, exit_code, keep_supervised, run, start_log
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Call, Greeting, Listener
+from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
+from nvpool.wire.v1.wire_pb2 import POOL_MAP
+
+_MAP_WAIT_S = 30.0
+_MAP_RETRY_S = 0.5
+
+log = logging.getLogger("nvpool.run.served")
+
+
+class Service(Protocol):
+    def handle(self, call: Call) -> None: ...
+
+    def update_map(self, pool_map: PoolMap) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self, drain_s: float) -> None: ...
+
+
+class Opened:
+    """What a daemon hands to its service: where it is, what is configured, the map of the moment, a dialer, the key of
+    grants."""
+
+    def __init__(self, directory: PoolDirectory, number: int, config: Config, pool_map: PoolMap, dialer: Dialer, key: bytes):
+        self.directory = directory
+        self.number = number
+        self.config = config
+        self.pool_map = pool_map
+        self.dialer = dialer
+        self.grant_secret = key
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, reason: str) -> None:
+        """What is stored can not be vouched for any more: end the process, so that it begins again from what the drive holds."""
+        if not self.failed.done():
+            self.failed.set_exception(Fenced(reason))
+
+
+def read_map(directory: PoolDirectory) -> PoolMap:
+    try:
+        return decode_map(directory.poolmap.read_bytes())
+    except OSError as error:
+        raise from_os_error(error, f"read {directory.poolmap}") from error
+
+
+def read_grant_key(directory: PoolDirectory) -> bytes:
+    try:
+        key = directory.grant_key.read_bytes()
+    except OSError as error:
+        raise from_os_error(error, f"read {directory.grant_key}") from error
+    if len(key) != 32:
+        raise CorruptRecord(f"{directory.grant_key} has {len(key)} bytes, 32 are right; restore it from a copy")
+    return key
+
+
+def _remove_socket(endpoint: str) -> None:
+    if endpoint.startswith("stream+unix://"):
+        Path(endpoint.removeprefix("stream+unix://")).unlink(missing_ok=True)
+
+
+async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None]) -> list[Listener]:
+    """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
+    holds the lock that says that process is gone."""
+    listeners: list[Listener] = []
+    try:
+        for endpoint in endpoints:
+            _remove_socket(endpoint)
+            listeners.append(await listen(endpoint, greeting, handler))
+    except BaseException:
+        for listener in listeners:
+            await listener.close()
+        raise
+    return listeners
+
+
+def main(role: str, name: str, path: str, number: int, endpoints: Callable[[PoolMap], tuple[str, ...]],
+         open_service: Callable[[Opened], Awaitable[Service]]) -> int:
+    """The whole of a daemon; its exit code."""
+    directory = PoolDirectory(path)
+    start_log(name, "info", None)
+    try:
+        directory.check()
+        config = load(directory.node_toml)
+        start_log(name, config.log.level, directory.log / f"{name}.log" if config.log.to == "file" else None)
+        lock = Flock.take(directory.run / f"{name}.lock", name)
+    except NvpoolError as error:
+        log.error("%s", error)
+        return exit_code(error)
+
+    async def serve(stop: Stop) -> None:
+        pool_map = read_map(directory)
+        dialer = Dialer(Greeting(name, pool_map.fingerprint), host_id=host_id())
+        opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
+        service = await open_service(opened)
+        listeners: list[Listener] = []
+        try:
+            service.update_map(pool_map)
+            await service.start()
+            directory.make_socket_directory()
+            own = endpoints(pool_map)
+            listeners = await listen_on(own, Greeting(name, pool_map.fingerprint), service.handle)
+            directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {nvpool.__version__}",
+                                                  now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+            keep_supervised(directory, stop)
+            log.info("serving at %s", ", ".join(own))
+            watching = asyncio.ensure_future(_watch_map(directory, dialer, pool_map, service))
+            asked = asyncio.ensure_future(stop.asked.wait())
+            await asyncio.wait([watching, asked, opened.failed], return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            for ended in (opened.failed, watching):
+                if ended.done():
+                    ended.result()  # neither ends by itself but with an error: raise it
+            watching.cancel()
+        finally:
+            drain_s = config.supervisor.drain_s if stop.asked.is_set() else 0.0
+            await asyncio.gather(*(listener.close(drain_s) for listener in listeners), return_exceptions=True)
+            await service.close(drain_s)
+            await dialer.close()
+            directory.withdraw(name)
+
+    try:
+        return run(serve)
+    finally:
+        lock.release()
+
+
+async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service) -> None:
+    """Give each newer map to the service, from the supervisor, or from poolmap.json while there is none."""
+    while True:
+        newer = None
+        try:
+            request = MapRequest(newer_than=pool_map.epoch, wait_s=_MAP_WAIT_S).SerializeToString()
+            reply = await dialer.call(pool_map.nodes[0].endpoints, POOL_MAP, request,
+                                      deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10)
+            raw = MapReply.FromString(bytes(reply.message)).map
+            newer = decode_map(raw) if raw else None
+        except Unavailable:
+            await asyncio.sleep(_MAP_RETRY_S)
+            newer = read_map(directory)
+        if newer is not None and newer.epoch > pool_map.epoch:
+            log.info("the pool map has epoch %d now", newer.epoch)
+            pool_map = newer
+            service.update_map(pool_map)

@@ -1,0 +1,299 @@
+"""The supervisor of one node: keeps its processes running, holds the pool map, answers POOL_*.
+
+Called by run/nvpoold, which holds DIR/lock. Guarantees: a process that died is started again with a rising delay; processes
+that run already are adopted, never doubled; a change of the map is durable before anybody is told; on a stop the metadata
+daemons end before the stores that they need. Never touches chunks or metadata records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable
+
+import msgspec
+
+import nvpool
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import Bug, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.base.host import host_id
+from nvpool.cluster.coordinator import Coordinator
+from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map
+from nvpool.run.child import Child
+from nvpool.run.daemon import Stop, command, notify_ready
+from nvpool.run.making import endpoints_for, free_ports
+from nvpool.wire.dial import Dialer
+from nvpool.wire.transport import Call, Greeting
+from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+
+_STATUS_DEADLINE_S = 2.0
+_ANSWERS_MAX = 4096
+"""Long polls and status questions in work at once; further ones are refused."""
+_MAKE_DEADLINE_S = 120.0
+DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
+
+log = logging.getLogger("nvpool.run.supervisor")
+
+
+class Supervisor:
+    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop, node: int = 1,
+                 modules: dict[str, str] | None = None):
+        """`modules` names the programs by role; tests put their own in."""
+        self._directory = directory
+        self._config = config
+        self._coordinator = coordinator
+        self._stop = stop
+        self._node = node
+        self._modules = modules or {"meta": "meta_daemon", "store": "store_daemon"}
+        self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._answers: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+        self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
+        self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
+
+    async def run(self) -> None:
+        """Keep the processes of this node until the stop; on return all of them have ended."""
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
+        await self._know_this_host()
+        self._start_missing()
+        asked = asyncio.ensure_future(self._stop.asked.wait())
+        ready = asyncio.ensure_future(self._tell_when_ready())
+        try:
+            while not asked.done():
+                await asyncio.wait([asked, *self._keepers.values()], return_when=asyncio.FIRST_COMPLETED)
+                for name, keeper in list(self._keepers.items()):
+                    if keeper.done() and not self._stop.asked.is_set():
+                        log.error("%s is not kept any more", name)
+                        keeper.result()
+                        raise Bug(f"the keeper of {name} has ended")
+        finally:
+            asked.cancel()
+            ready.cancel()
+            self._stop.asked.set()
+            notify_ready("STOPPING=1")
+            await self._end_children()
+
+    async def close(self) -> None:
+        for task in list(self._answers):
+            task.cancel()
+        await self._dialer.close()
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def _start_missing(self) -> None:
+        pool_map = self._coordinator.pool_map
+        wanted = [("meta", shard.id) for shard in pool_map.shards if shard.node == self._node]
+        wanted += [("store", target.id) for target in pool_map.targets if target.node == self._node and target.state != "gone"]
+        for role, number in wanted:
+            child = Child(self._directory, role, number, self._modules[role], self._config.supervisor, SYSTEM_CLOCK)
+            if child.name not in self._children:
+                self._children[child.name] = child
+                self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))
+
+    async def _end_children(self) -> None:
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        drain_s = self._config.supervisor.drain_s
+        for role in ("meta", "store"):
+            await asyncio.gather(*(child.end(drain_s + 5.0, self._stop.hurry) for child in self._children.values()
+                                   if child.role == role))
+
+    def _pass_on(self, number: int) -> None:
+        log.info("%s is passed on", signal.Signals(number).name)
+        for child in self._children.values():
+            child.signal(number)
+
+    async def _tell_when_ready(self) -> None:
+        while not all(child.state == "serving" for child in self._children.values()):  # noqa: ASYNC110  (state files, no event)
+            await asyncio.sleep(0.05)
+        log.info("all %d processes serve", len(self._children))
+        notify_ready(f"READY=1\nSTATUS=serving, {len(self._children)} processes")
+
+    async def _know_this_host(self) -> None:
+        """After a move to another machine the map must not send others to unix sockets that they do not have."""
+        pool_map = self._coordinator.pool_map
+        if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
+            nodes = tuple(msgspec.structs.replace(node, host_id=host_id()) if node.id == self._node else node
+                          for node in pool_map.nodes)
+            await self._coordinator.replace(changed(pool_map, nodes=nodes))
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
+                   wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop}
+        answer = answers.get(call.method)
+        if answer is None:
+            call.fail(InvalidRequest(f"a supervisor does not know method {call.method}"))
+            return
+        if len(self._answers) >= _ANSWERS_MAX:
+            call.fail(Unavailable("too many requests wait here", retry_after_s=1.0))
+            return
+        task = asyncio.ensure_future(self._finish(call, answer(call)))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+        call.on_cancel(task.cancel)
+
+    @staticmethod
+    async def _finish(call: Call, answer: Awaitable[bytes]) -> None:
+        try:
+            call.reply(await answer)
+        except asyncio.CancelledError:
+            call.fail(Unavailable("the supervisor stops", may_be_applied=True))
+        except Exception as error:
+            call.fail(error)
+
+    async def _answer_map(self, call: Call) -> bytes:
+        request = pool_pb2.MapRequest.FromString(bytes(call.message))
+        newest = await self._coordinator.watch(request.newer_than, max(0.0, request.wait_s))
+        return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
+
+    async def _answer_status(self, call: Call) -> bytes:
+        return pool_pb2.PoolStatusReply(status=msgspec.json.encode(await self.status())).SerializeToString()
+
+    async def _answer_stop(self, call: Call) -> bytes:
+        asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
+        return pool_pb2.PoolStopReply().SerializeToString()
+
+    async def _answer_change(self, call: Call) -> bytes:
+        request = pool_pb2.PoolChangeRequest.FromString(bytes(call.message))
+        if request.verb != "drive-add":
+            raise InvalidRequest(f"no change is called {request.verb!r}; there is: drive-add")
+        try:
+            arguments = json.loads(request.arguments)
+            path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes") from None
+        # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
+        result = await asyncio.shield(asyncio.ensure_future(self._add_drive(path, capacity_bytes)))
+        return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+
+    async def _add_drive(self, path: str, capacity_bytes: int) -> dict:
+        """Make a chunk store at `path` and a target on it, and start its process.
+
+        The chain tables stay as they are: a chain that moved to the new target before its chunks did would lose them from
+        sight. So the
+        new target holds nothing until rebalancing moves chains, with their chunks, onto it.
+        """
+        async with self._changing:
+            pool_map = self._coordinator.pool_map
+            drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
+            target_id = max((target.id for target in pool_map.targets), default=0) + 1
+            made = await asyncio.to_thread(_make_store, path, capacity_bytes, target_id, pool_map)
+            used = {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
+                    for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
+            endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
+                                      free_ports(2, self._config.network, used))
+            drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
+            target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
+            new = changed(pool_map, drives=(*pool_map.drives, drive), targets=(*pool_map.targets, target))
+            await self._coordinator.replace(new)
+            self._start_missing()
+            return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
+                    "epoch": new.epoch, "note": DRIVE_ADDED_NOTE}
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    async def status(self) -> dict:
+        """What `nvpool status --json` prints: pool, processes, drives, problems."""
+        pool_map = self._coordinator.pool_map
+        shards = [self._shard_status(shard) for shard in pool_map.shards]
+        targets = [self._target_status(target) for target in pool_map.targets]
+        answers = await asyncio.gather(*shards, *targets)
+        metas, stores = answers[:len(shards)], answers[len(shards):]
+        processes = [{"role": "supervisor", "pid": os.getpid(), "state": "draining" if self._stop.asked.is_set() else "serving",
+                      "since_ms": self._since_ms, "restarts": 0, "endpoints": self._endpoints_of_node(pool_map)}]
+        processes += metas
+        processes += stores
+        for name, state in self._directory.states().items():
+            if state.role in ("mount", "holder"):
+                processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
+                                  "since_ms": state.since_ms, "mountpoint": state.mountpoint})
+        in_chains = {t for table in pool_map.tables for chain in table.chains for t in chain.targets}
+        drives = []
+        for drive in pool_map.drives:
+            store = next((s for s in stores if s["drive"] == drive.id), {})
+            drives.append({"drive": drive.id, "target": store.get("target"), "node": drive.node, "path": drive.path,
+                           "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
+                           "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
+        problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
+                    if p["state"] not in ("serving", "starting")]
+        problems += [f"bad block on target {s['target']} ({s['path']}): inode {bad['inode']} chunk {bad['index']} block "
+                     f"{bad['block']} {bad['text']}" for s in stores for bad in s["bad_blocks"]]
+        return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
+                         "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
+                         "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
+                         "software": f"nvpool {nvpool.__version__}", "state": "degraded" if problems else "serving"},
+                "processes": processes, "drives": drives, "problems": problems}
+
+    def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
+        return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
+
+    def _seen(self, name: str, role: str, endpoints: tuple[str, ...]) -> dict:
+        child = self._children.get(name)
+        if child is None:
+            return {"role": role, "name": name, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
+                    "endpoints": endpoints, "counters": {}}
+        return {"role": role, "name": name, "pid": child.pid, "state": child.state, "restarts": child.restarts,
+                "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
+                "counters": {}}
+
+    async def _shard_status(self, shard) -> dict:
+        seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints) | {"shard": shard.id}
+        reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
+        if reply is not None:
+            seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
+                     "orphans": reply.orphans, "to_collect": reply.to_collect, "counters": dict(reply.counters)}
+        return seen
+
+    async def _target_status(self, target: Target) -> dict:
+        seen = self._seen(f"target-{target.id}", "store", target.endpoints)
+        drive = next(drive for drive in self._coordinator.pool_map.drives if drive.id == target.drive)
+        seen |= {"target": target.id, "drive": target.drive, "path": drive.path, "capacity_bytes": target.capacity_bytes,
+                 "used_bytes": None, "bad_blocks": []}
+        reply = await self._ask(seen, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
+                                data_pb2.DataStatusReply)
+        if reply is not None:
+            seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes, "chunks": reply.chunks,
+                     "kind": reply.kind, "read_path": reply.read_path, "counters": dict(reply.counters),
+                     "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
+                                    for bad in reply.bad]}
+            if reply.fenced_because:
+                seen["reason"] = reply.fenced_because
+        return seen
+
+    async def _ask(self, seen: dict, method: int, request, reply_type):
+        """The process's own word, or None and the reason in `seen`, when it has none within the deadline."""
+        if seen["state"] != "serving":
+            return None
+        try:
+            reply = await self._dialer.call(seen["endpoints"], method, request.SerializeToString(),
+                                            deadline_s=SYSTEM_CLOCK.boottime_s() + _STATUS_DEADLINE_S)
+            return reply_type.FromString(bytes(reply.message))
+        except NvpoolError as error:
+            seen["state"], seen["reason"] = "silent", str(error)
+            return None
+
+
+def _make_store(path: str, capacity_bytes: int, target: int, pool_map: PoolMap) -> dict:
+    """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
+    request = {"verb": "store", "path": path, "capacity_bytes": capacity_bytes, "target": target, "pool_id": pool_map.pool_id,
+               "known": [drive.path for drive in pool_map.drives]}
+    try:
+        done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
+                              timeout=_MAKE_DEADLINE_S, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True) from None
+    except ValueError:
+        raise Bug("the program that makes stores gave no answer; its reason is in the log") from None
+    if "error" in answer:
+        raise Refused(answer["error"])
+    return answer
