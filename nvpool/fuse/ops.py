@@ -1,0 +1,353 @@
+"""What each request of the FUSE kernel module means, for any engine that speaks to the kernel.
+
+An engine (`pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it turns into an errno with
+`errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests without a mount. Below it is the
+client's Vfs; this layer adds only what a *kernel* needs:
+
+* the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
+  was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
+* open files and directories get numbers, valid from open to release.
+* pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one seen at its last open here.
+* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service.
+* listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
+  this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
+
+Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
+inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from nvpool.base import errors
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NotFound, NotSupported, NvpoolError
+from nvpool.wire.v1.meta_pb2 import Attr
+
+log = logging.getLogger(__name__)
+
+S_IFDIR = 0o040000
+HAS_XATTRS = 1
+CAPABILITY = b"security.capability"
+
+LIST_BATCH = 512
+"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
+
+SEEN_MAX = 1 << 18
+"""Inodes whose pages are remembered: 40 MB at most. Beyond that the oldest is dropped, which costs it its pages at the next open."""
+
+BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
+                      "removexattr", "access"))
+"""Requests that name an inode which the kernel once looked up."""
+
+
+class FuseOptions(NamedTuple):
+    """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
+    when another node changed them. Changes through this mount are seen at once."""
+
+    attr_timeout_s: float = 1.0
+    entry_timeout_s: float = 1.0
+    negative_timeout_s: float = 1.0
+
+
+class Caller(NamedTuple):
+    uid: int
+    gid: int
+    pid: int = 0
+
+
+class Opened(NamedTuple):
+    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right."""
+
+    handle: int
+    direct_io: bool
+    keep_cache: bool
+
+
+def errno_of(error: BaseException, request: str) -> int:
+    """The errno that the application sees; the only place where errors become numbers for the kernel.
+
+    What is none of ours is a bug: EIO, and the log has the traceback.
+    """
+    if isinstance(error, NotFound) and request in BY_INODE:
+        return errno.ESTALE
+    if isinstance(error, errors.Bug):
+        log.error("%s: %s", request, error, exc_info=error)
+        return error.errno
+    if isinstance(error, NvpoolError):
+        return error.errno
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, asyncio.CancelledError):
+        return errno.EINTR
+    log.error("%s: unexpected %s", request, type(error).__name__, exc_info=error)
+    return errno.EIO
+
+
+class _OpenDirectory:
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`."""
+
+    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes")
+
+    def __init__(self, inode: int, handle) -> None:
+        self.inode = inode
+        self.handle = handle
+        self.entries: list = []
+        self.at = 0
+        self.cursor = -1
+        self.more = True
+        self.read_s = 0.0
+        self.changes = -1
+
+
+class FuseOps:
+    """See the module. Used from one event loop; methods may run at the same time."""
+
+    def __init__(self, vfs, options: FuseOptions = FuseOptions(), clock=SYSTEM_CLOCK) -> None:
+        self._vfs = vfs
+        self.options = options
+        self._clock = clock
+        self._files: dict[int, object] = {}
+        self._directories: dict[int, _OpenDirectory] = {}
+        self._last_handle = 0
+        self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
+        self._changes = 0  # made through this mount; counted when they are done
+
+    @property
+    def open_files(self) -> int:
+        return len(self._files)
+
+    # -- names and attributes ----------------------------------------------------------------------------------------
+
+    async def lookup(self, parent: int, name: bytes) -> Attr | None:
+        """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
+        if name in (b".", b".."):  # asked for by NFS export and open_by_handle only
+            attr = await self._vfs.getattr(parent)
+            return attr if name == b"." else await self._vfs.getattr(attr.parent or parent)
+        try:
+            return await self._vfs.lookup(parent, name)
+        except NotFound:
+            return None
+
+    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
+        """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
+        for inode, _ in forgotten:
+            self._seen.pop(inode, None)
+
+    async def getattr(self, inode: int) -> Attr:
+        return await self._vfs.getattr(inode)
+
+    async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
+                      gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
+                      mtime_ns: int | None = None) -> Attr:
+        """`handle`: of the open file where the application named one (ftruncate), which allows what the mode may not."""
+        if size is not None:
+            mtime_ns = None  # a change of size is stamped by the service
+        try:
+            return await self._vfs.setattr(inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns,
+                                           caller=caller, handle=self._files.get(handle))
+        finally:
+            self._changes += 1
+
+    async def readlink(self, inode: int) -> bytes:
+        return await self._vfs.readlink(inode)
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
+        try:
+            return await self._vfs.mknod(parent, name, mode, rdev, caller)
+        finally:
+            self._changes += 1
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
+        try:
+            return await self._vfs.mkdir(parent, name, mode, caller)
+        finally:
+            self._changes += 1
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
+        try:
+            return await self._vfs.symlink(parent, name, target, caller)
+        finally:
+            self._changes += 1
+
+    async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
+        try:
+            return await self._vfs.link(inode, parent, name, caller)
+        finally:
+            self._changes += 1
+
+    async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
+        try:
+            await self._vfs.unlink(parent, name, caller)
+        finally:
+            self._changes += 1
+
+    async def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
+        try:
+            await self._vfs.rmdir(parent, name, caller)
+        finally:
+            self._changes += 1
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
+        """flags of renameat2: 1 NOREPLACE, 2 EXCHANGE; others are refused."""
+        if flags & ~3 or flags == 3:
+            raise errors.InvalidRequest(f"rename flags {flags:#x}")
+        try:
+            await self._vfs.rename(parent, name, new_parent, new_name, flags, caller)
+        finally:
+            self._changes += 1
+
+    async def access(self, inode: int, mask: int, caller: Caller) -> None:
+        await self._vfs.access(inode, mask, caller)
+
+    # -- open files --------------------------------------------------------------------------------------------------
+
+    async def open(self, inode: int, flags: int, caller: Caller) -> Opened:
+        return self._opened(await self._vfs.open(inode, flags, caller), flags)
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+        try:
+            attr, file = await self._vfs.create(parent, name, mode, flags, caller)
+        finally:
+            self._changes += 1
+        return attr, self._opened(file, flags)
+
+    def _opened(self, file, flags: int) -> Opened:
+        attr = file.attr
+        seen = self._seen
+        before = seen.pop(attr.inode, None)
+        if len(seen) >= SEEN_MAX:
+            del seen[next(iter(seen))]
+        seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
+        if flags & os.O_TRUNC:
+            self._changes += 1
+        self._last_handle = handle = self._last_handle + 1
+        self._files[handle] = file
+        return Opened(handle, flags & os.O_APPEND and flags & os.O_ACCMODE != os.O_RDONLY,
+                      before is not None and before[0] == attr.change)
+
+    def read(self, handle: int, offset: int, size: int):
+        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
+        return self._vfs.read(self._files[handle], offset, size)
+
+    async def write(self, handle: int, offset: int, buffer) -> int:
+        """All of `buffer`, or an error. It is ours until the file is flushed and must not change."""
+        try:
+            return await self._vfs.write(self._files[handle], offset, buffer)
+        finally:
+            self._changes += 1
+
+    async def flush(self, handle: int) -> None:
+        """close(2): what was written is at the stores and the size is known to all, or the error is told here."""
+        try:
+            await self._vfs.flush(self._files[handle])
+        finally:
+            self._changes += 1
+
+    async def fsync(self, handle: int, datasync: bool) -> None:
+        try:
+            await self._vfs.fsync(self._files[handle], datasync)
+        finally:
+            self._changes += 1
+
+    async def release(self, handle: int) -> None:
+        """The last descriptor of it is closed. The number is not used again."""
+        await self._vfs.release(self._files.pop(handle))
+
+    # -- directories -------------------------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int) -> int:
+        directory = _OpenDirectory(inode, await self._vfs.opendir(inode))
+        self._last_handle = handle = self._last_handle + 1
+        self._directories[handle] = directory
+        return handle
+
+    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool]) -> None:
+        """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
+
+        Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
+        time, while the directory changes. A name that is there all the time is seen once; memory is LIST_BATCH entries.
+        """
+        directory = self._directories[handle]
+        if cursor < 2:
+            own = await self._vfs.getattr(directory.inode)
+            if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
+                return
+            if not add(b"..", Attr(inode=own.parent or own.inode, mode=S_IFDIR), 2):
+                return
+            directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            cursor = 2
+        while True:
+            if cursor != directory.cursor or directory.changes != self._changes or (
+                    self._clock.boottime_s() - directory.read_s > self.options.attr_timeout_s):
+                directory.changes = self._changes
+                directory.read_s = self._clock.boottime_s()
+                directory.entries, directory.more = await self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH)
+                directory.at = 0
+                directory.cursor = cursor
+            entries = directory.entries
+            while directory.at < len(entries):
+                entry = entries[directory.at]
+                if not add(entry.name, entry.attr, entry.cursor):
+                    return
+                directory.at += 1
+                directory.cursor = cursor = entry.cursor
+            if not directory.more:
+                return
+            directory.changes = -1
+
+    async def releasedir(self, handle: int) -> None:
+        await self._vfs.releasedir(self._directories.pop(handle).handle)
+
+    async def fsyncdir(self, handle: int) -> None:
+        await self._vfs.fsyncdir(self._directories[handle].inode)
+
+    # -- extended attributes and the rest ----------------------------------------------------------------------------
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        if name == CAPABILITY:  # the kernel asks before each write
+            seen = self._seen.get(inode)
+            if seen is not None and seen[1]:
+                raise errors.NoAttribute()
+        elif name.startswith(b"system."):
+            raise NotSupported("no access control lists")
+        return await self._vfs.getxattr(inode, name)
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller) -> None:
+        if name.startswith(b"system."):
+            raise NotSupported("an access control list that nobody enforces is not stored")
+        self._seen.pop(inode, None)
+        try:
+            await self._vfs.setxattr(inode, name, value, flags, caller)
+        finally:
+            self._changes += 1
+
+    async def listxattr(self, inode: int) -> list[bytes]:
+        return await self._vfs.listxattr(inode)
+
+    async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
+        try:
+            await self._vfs.removexattr(inode, name, caller)
+        finally:
+            self._changes += 1
+
+    async def statfs(self):
+        return await self._vfs.statfs()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Flush and release every open file: what a mount does before it goes. Errors are logged, all files are tried."""
+        for handle, file in list(self._files.items()):
+            try:
+                await self._vfs.flush(file)
+                await self._vfs.release(file)
+            except NvpoolError as error:
+                log.error("an open file lost its last writes: %s", error)
+            self._files.pop(handle, None)

@@ -1,0 +1,421 @@
+"""The portable engine: libfuse through pyfuse3 3.5, one event loop, one mount per process. The only importer of pyfuse3.
+
+It unpacks pyfuse3's arguments, calls `fuse/ops`, packs what comes back and turns errors into errnos. Called by run/mount_daemon and
+bench/fuse_floor. What it never does: decide what a request means.
+
+pyfuse3's own worker loop stays as it is: a worker reads one request, awaits its handler, answers, waits for the next. What is
+replaced is the handful of names that it takes from trio (`_Loop`), as pyfuse3.asyncio.enable() does, because that stand-in registers
+and removes the descriptor with epoll for each request and hands a lock from task to task: measured 10 µs of 29. Ours keeps one reader
+registered and wakes the worker that was idle last (its buffer is warm).
+
+What pyfuse3 3.5 can not do, and SEMANTICS.md therefore says openly: locks and flock beyond this node, fallocate, SEEK_HOLE,
+copy_file_range, XATTR_CREATE and XATTR_REPLACE in one step, and telling "now" from a time in utimensat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pyfuse3
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_reply
+
+from nvpool.base.errors import InUse, Unavailable
+from nvpool.fuse.ops import Caller, FuseOps, errno_of
+
+log = logging.getLogger(__name__)
+
+WORKERS_MAX = 128
+"""Requests in work at once. Each worker has a buffer of libfuse (1 MiB of address space, touched as far as writes were large);
+what comes above it waits in the kernel. A dead store can hold this many reads until their deadline."""
+
+BLKSIZE = 64 << 10
+"""st_blksize: what stdio and Python allocate for each open file; copying tools use more on their own."""
+
+
+class MountOptions(NamedTuple):
+    pool: str
+    read_only: bool = False
+    allow_other: bool = True
+    extra: tuple[str, ...] = ()
+    """Further options of mount(8): noexec, suid, dev, …"""
+
+    def strings(self) -> set[str]:
+        """No max_read: libfuse wants the same number from an init handler that pyfuse3 does not let us have. Reads are limited by the
+        256 pages of libfuse's buffer, 1 MiB, anyhow."""
+        options = {f"fsname=nvpool:{self.pool}", "subtype=nvpool", "default_permissions", *self.extra}
+        if self.allow_other:
+            options.add("allow_other")
+        if self.read_only:
+            options.add("ro")
+        return options
+
+
+class _Closed(Exception):
+    """What pyfuse3 expects out of wait_readable when the session ends."""
+
+
+class _NoLock:
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_) -> None:
+        pass
+
+
+class _TaskName(NamedTuple):
+    name: str
+
+
+class _Loop:
+    """The part of trio that pyfuse3's session loop uses, on an asyncio loop.
+
+    One reader stays registered for /dev/fuse. When it is readable, one idle worker is woken; that one reads without waiting, since
+    nobody else is woken before it ran.
+    """
+
+    ClosedResourceError = _Closed
+
+    def __init__(self) -> None:
+        self.lowlevel = self.from_thread = self
+        self.idle: list[asyncio.Future] = []
+        self.failed: BaseException | None = None
+        self.closing = False
+        self._fd = -1
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task] = set()
+        self._ended = asyncio.Event()
+
+    Lock = _NoLock
+
+    @staticmethod
+    def current_trio_token() -> str:
+        return "asyncio"
+
+    @staticmethod
+    def current_task() -> _TaskName:
+        return _TaskName("fuse")
+
+    def wait_readable(self, fd: int) -> asyncio.Future:
+        if self._fd < 0:
+            self._fd = fd
+            os.set_blocking(fd, False)  # a request that is interrupted between epoll and read must not stop the loop
+            self._loop.add_reader(fd, self._readable)
+        future = self._loop.create_future()
+        if self.closing:
+            future.set_exception(_Closed())
+        else:
+            self.idle.append(future)
+        return future
+
+    def _readable(self) -> None:
+        if self.idle:
+            self.idle.pop().set_result(None)
+
+    def notify_closing(self, _fd: int = -1) -> None:
+        self.closing = True
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+        while self.idle:
+            self.idle.pop().set_exception(_Closed())
+
+    # -- the nursery: workers, and what becomes of them ----------------------------------------------------------------
+
+    def open_nursery(self) -> _Loop:
+        return self
+
+    async def __aenter__(self) -> _Loop:
+        return self
+
+    def start_soon(self, worker: Callable, *arguments, name: str = "") -> None:
+        if self.closing:
+            return
+        task = self._loop.create_task(worker(*arguments), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._worker_ended, worker, arguments))
+
+    def _worker_ended(self, worker: Callable, arguments: tuple, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError) and error.errno != errno.EAGAIN:
+            self.failed = error
+        if error is None or self.failed is not None:  # unmounted, told to stop, or /dev/fuse is broken: the others end too
+            self.notify_closing()
+        else:
+            if not isinstance(error, OSError):
+                log.error("a request could not be answered", exc_info=error)
+            self.start_soon(worker, *arguments)
+        if not self._tasks:
+            self._ended.set()
+
+    async def __aexit__(self, *_) -> None:
+        await self._ended.wait()
+
+
+def _entry(attr, options) -> EntryAttributes:
+    entry = EntryAttributes()
+    entry.st_ino = attr.inode
+    entry.st_mode = attr.mode
+    entry.st_nlink = attr.links
+    entry.st_uid = attr.uid
+    entry.st_gid = attr.gid
+    entry.st_size = attr.size
+    entry.st_blocks = attr.blocks
+    entry.st_blksize = BLKSIZE
+    entry.st_rdev = attr.rdev
+    entry.st_atime_ns = attr.atime_ns
+    entry.st_mtime_ns = attr.mtime_ns
+    entry.st_ctime_ns = attr.ctime_ns
+    entry.attr_timeout = options.attr_timeout_s
+    entry.entry_timeout = options.entry_timeout_s
+    return entry
+
+
+def _answering(method):
+    """Errors of a handler as pyfuse3 wants them: anything but FUSEError would leave the caller waiting for ever."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def answer(*arguments):
+        try:
+            return await method(*arguments)
+        except Exception as error:
+            raise FUSEError(errno_of(error, name)) from None
+
+    return answer
+
+
+def _caller(ctx) -> Caller:
+    return Caller(ctx.uid, ctx.gid, ctx.pid)
+
+
+class _Requests(pyfuse3.Operations):
+    """pyfuse3's handlers. `read` and `write` spell out what `_answering` does: one coroutine less on the hot path."""
+
+    def __init__(self, ops: FuseOps, on_ready: Callable[[], None]) -> None:
+        self._ops = ops
+        self._options = ops.options
+        self._on_ready = on_ready
+        missing = EntryAttributes()  # st_ino 0: the kernel remembers that there is no such name
+        missing.entry_timeout = ops.options.negative_timeout_s
+        self._missing = missing if ops.options.negative_timeout_s else None
+
+    def init(self) -> None:
+        self._on_ready()
+
+    async def read(self, fh, off, size):
+        try:
+            return await self._ops.read(fh, off, size)
+        except Exception as error:
+            raise FUSEError(errno_of(error, "read")) from None
+
+    async def write(self, fh, off, buf):
+        try:
+            return await self._ops.write(fh, off, buf)
+        except Exception as error:
+            raise FUSEError(errno_of(error, "write")) from None
+
+    @_answering
+    async def lookup(self, parent_inode, name, ctx):
+        attr = await self._ops.lookup(parent_inode, name)
+        if attr is not None:
+            return _entry(attr, self._options)
+        if self._missing is None:
+            raise FUSEError(errno.ENOENT)
+        return self._missing
+
+    def forget(self, inode_list):
+        self._ops.forget(inode_list)
+
+    @_answering
+    async def getattr(self, inode, ctx):
+        return _entry(await self._ops.getattr(inode), self._options)
+
+    @_answering
+    async def setattr(self, inode, attr, fields, fh, ctx):
+        return _entry(await self._ops.setattr(
+            inode, _caller(ctx), fh,
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None), self._options)
+
+    @_answering
+    async def readlink(self, inode, ctx):
+        return bytes(await self._ops.readlink(inode))
+
+    @_answering
+    async def mknod(self, parent_inode, name, mode, rdev, ctx):
+        return _entry(await self._ops.mknod(parent_inode, name, mode, rdev, _caller(ctx)), self._options)
+
+    @_answering
+    async def mkdir(self, parent_inode, name, mode, ctx):
+        return _entry(await self._ops.mkdir(parent_inode, name, mode, _caller(ctx)), self._options)
+
+    @_answering
+    async def unlink(self, parent_inode, name, ctx):
+        await self._ops.unlink(parent_inode, name, _caller(ctx))
+
+    @_answering
+    async def rmdir(self, parent_inode, name, ctx):
+        await self._ops.rmdir(parent_inode, name, _caller(ctx))
+
+    @_answering
+    async def symlink(self, parent_inode, name, target, ctx):
+        return _entry(await self._ops.symlink(parent_inode, name, target, _caller(ctx)), self._options)
+
+    @_answering
+    async def rename(self, parent_inode_old, name_old, parent_inode_new, name_new, flags, ctx):
+        await self._ops.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx))
+
+    @_answering
+    async def link(self, inode, new_parent_inode, new_name, ctx):
+        return _entry(await self._ops.link(inode, new_parent_inode, new_name, _caller(ctx)), self._options)
+
+    @_answering
+    async def open(self, inode, flags, ctx):
+        opened = await self._ops.open(inode, flags, _caller(ctx))
+        return FileInfo(opened.handle, opened.direct_io, opened.keep_cache)
+
+    @_answering
+    async def create(self, parent_inode, name, mode, flags, ctx):
+        attr, opened = await self._ops.create(parent_inode, name, mode, flags, _caller(ctx))
+        return FileInfo(opened.handle, opened.direct_io, opened.keep_cache), _entry(attr, self._options)
+
+    @_answering
+    async def flush(self, fh):
+        await self._ops.flush(fh)
+
+    @_answering
+    async def release(self, fh):
+        await self._ops.release(fh)
+
+    @_answering
+    async def fsync(self, fh, datasync):
+        await self._ops.fsync(fh, datasync)
+
+    @_answering
+    async def opendir(self, inode, ctx):
+        return await self._ops.opendir(inode)
+
+    @_answering
+    async def readdir(self, fh, start_id, token):
+        options = self._options
+        await self._ops.readdir(
+            fh, start_id, lambda name, attr, cursor: readdir_reply(token, name, _entry(attr, options), cursor))
+
+    @_answering
+    async def releasedir(self, fh):
+        await self._ops.releasedir(fh)
+
+    @_answering
+    async def fsyncdir(self, fh, datasync):
+        await self._ops.fsyncdir(fh)
+
+    @_answering
+    async def statfs(self, ctx):
+        space = await self._ops.statfs()
+        answer = StatvfsData()
+        answer.f_bsize = answer.f_frsize = space.block_bytes
+        answer.f_blocks = space.blocks_total
+        answer.f_bfree = space.blocks_free
+        answer.f_bavail = space.blocks_available
+        answer.f_files = space.files_total
+        answer.f_ffree = answer.f_favail = space.files_free
+        answer.f_namemax = space.name_bytes_max
+        return answer
+
+    @_answering
+    async def getxattr(self, inode, name, ctx):
+        return bytes(await self._ops.getxattr(inode, name))
+
+    @_answering
+    async def setxattr(self, inode, name, value, ctx):
+        await self._ops.setxattr(inode, name, value, 0, _caller(ctx))  # pyfuse3 has looked at the flags
+
+    @_answering
+    async def listxattr(self, inode, ctx):
+        return await self._ops.listxattr(inode)
+
+    @_answering
+    async def removexattr(self, inode, name, ctx):
+        await self._ops.removexattr(inode, name, _caller(ctx))
+
+    @_answering
+    async def access(self, inode, mode, ctx):
+        await self._ops.access(inode, mode, _caller(ctx))
+        return True
+
+
+_CAP_SYS_RESOURCE = 24
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+def _do_without_splice() -> None:
+    """Give up CAP_SYS_RESOURCE in this thread: nothing here needs it, and with it libfuse splices each request through a pipe.
+
+    That costs two more system calls and a page per request. libfuse reads directly when the pipe can not hold the largest request, which
+    is 1 MiB and one page; without the capability a pipe ends at 1 MiB (/proc/sys/fs/pipe-max-size). pyfuse3 has no switch for it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of bits 0..31, then of 32..63
+    if libc.capget(header, sets) == 0 and sets[0] & 1 << _CAP_SYS_RESOURCE:
+        sets[0] &= ~(1 << _CAP_SYS_RESOURCE)
+        libc.capset(header, sets)
+
+
+class Pyfuse3Engine:
+    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return. One in a process."""
+
+    _taken = False
+
+    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None):
+        self._requests = _Requests(ops, on_ready)
+        self._mount_point = mount_point
+        self._options = options
+        self._mounted = False
+        self._loop: _Loop | None = None
+
+    def mount(self) -> None:
+        """The mount is in the name space when this returns; requests are answered once `serve` runs.
+
+        InUse        this process has a mount already
+        Unavailable  libfuse refused; it has said why on stderr (no /dev/fuse, not root and no fusermount3, allow_other not allowed)
+        """
+        if Pyfuse3Engine._taken:
+            raise InUse("pyfuse3 can serve one mount per process")
+        _do_without_splice()
+        try:
+            pyfuse3.init(self._requests, os.fspath(self._mount_point), self._options.strings())
+        except RuntimeError as error:
+            raise Unavailable(f"{self._mount_point} could not be mounted: {error}") from None
+        Pyfuse3Engine._taken = self._mounted = True
+
+    async def serve(self) -> None:
+        """Answer requests until the mount is gone or `stop` is called. Unavailable when /dev/fuse fails."""
+        self._loop = pyfuse3.trio = _Loop()
+        await pyfuse3.main(WORKERS_MAX, WORKERS_MAX)
+        if self._loop.failed is not None:
+            raise Unavailable(f"/dev/fuse failed: {self._loop.failed}")
+
+    def stop(self) -> None:
+        """Take no further request; `serve` returns when those in work are answered."""
+        if self._loop is not None and not self._loop.closing:
+            pyfuse3.terminate()
+
+    def close(self) -> None:
+        """Close /dev/fuse and detach the mount if it is still there. Does not wait. May be called twice."""
+        if self._mounted:
+            self._mounted = False
+            Pyfuse3Engine._taken = False
+            pyfuse3.close(unmount=True)

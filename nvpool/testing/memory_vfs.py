@@ -1,0 +1,390 @@
+"""The client's Vfs kept in memory: what the FUSE adapter is driven with where no pool is wanted.
+
+Tests of `fuse/ops` run on it without a kernel, and `bench/fuse_floor` mounts it: what is measured there is the price of FUSE and Python
+alone. It keeps the contract of `client/vfs` (names, errors, attributes, unlinked open files, stable cursors) and nothing else:
+no permissions beyond what the kernel checks, no durability, one node.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NamedTuple
+
+from nvpool.base import errors
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
+
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+XATTR_CREATE, XATTR_REPLACE = 1, 2
+HAS_XATTRS = 1
+
+
+class Caller(NamedTuple):
+    uid: int
+    gid: int
+    pid: int = 0
+
+
+class StatFs(NamedTuple):
+    blocks_total: int
+    blocks_free: int
+    blocks_available: int
+    block_bytes: int
+    files_total: int
+    files_free: int
+    name_bytes_max: int
+
+
+class _Node:
+    __slots__ = ("attr", "content", "names", "order", "xattrs", "handles")
+
+    def __init__(self, attr: Attr) -> None:
+        self.attr = attr
+        self.content: bytes | bytearray = bytearray() if stat.S_ISREG(attr.mode) else b""
+        self.names: dict[bytes, tuple[int, int]] = {}  # name -> (inode, cursor)
+        self.order: dict[int, bytes] = {}  # cursor -> name, in order
+        self.xattrs: dict[bytes, bytes] = {}
+        self.handles = 0
+
+
+class FileHandle:
+    __slots__ = ("inode", "flags", "attr", "node")
+
+    def __init__(self, node: _Node, flags: int) -> None:
+        self.inode = node.attr.inode
+        self.flags = flags
+        self.attr = node.attr
+        self.node = node
+
+
+class DirHandle(NamedTuple):
+    inode: int
+
+
+class MemoryVfs:
+    def __init__(self, clock=SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._last_inode = ROOT_INODE
+        self._last_cursor = 3
+        now = clock.wall_ns()
+        self._nodes = {ROOT_INODE: _Node(Attr(inode=ROOT_INODE, mode=stat.S_IFDIR | 0o755, links=2, parent=ROOT_INODE,
+                                              atime_ns=now, mtime_ns=now, ctime_ns=now))}
+
+    # -- what all use ------------------------------------------------------------------------------------------------
+
+    def _node(self, inode: int) -> _Node:
+        try:
+            return self._nodes[inode]
+        except KeyError:
+            raise errors.NotFound() from None
+
+    def _directory(self, inode: int) -> _Node:
+        node = self._node(inode)
+        if not stat.S_ISDIR(node.attr.mode):
+            raise errors.NotADirectory()
+        return node
+
+    def _child(self, parent: _Node, name: bytes) -> _Node:
+        if len(name) > NAME_BYTES_MAX:
+            raise errors.NameTooLong()
+        try:
+            return self._nodes[parent.names[name][0]]
+        except KeyError:
+            raise errors.NotFound() from None
+
+    def _touch(self, *nodes: _Node, content: bool = True) -> None:
+        now = self._clock.wall_ns()
+        for node in nodes:
+            node.attr.ctime_ns = now
+            node.attr.change += 1
+            if content:
+                node.attr.mtime_ns = now
+
+    def _add(self, parent: _Node, name: bytes, inode: int) -> None:
+        self._last_cursor += 1
+        parent.names[name] = (inode, self._last_cursor)
+        parent.order[self._last_cursor] = name
+        self._touch(parent)
+
+    def _drop(self, parent: _Node, name: bytes) -> None:
+        del parent.order[parent.names.pop(name)[1]]
+        self._touch(parent)
+
+    def _birth(self, parent_inode: int, name: bytes, mode: int, caller, rdev: int = 0) -> _Node:
+        parent = self._directory(parent_inode)
+        if len(name) > NAME_BYTES_MAX:
+            raise errors.NameTooLong()
+        if name in parent.names:
+            raise errors.AlreadyExists()
+        if not parent.attr.links:
+            raise errors.NotFound()
+        self._last_inode += 1
+        now = self._clock.wall_ns()
+        gid = caller.gid
+        if parent.attr.mode & stat.S_ISGID:
+            gid = parent.attr.gid
+            if stat.S_ISDIR(mode):
+                mode |= stat.S_ISGID
+        directory = stat.S_ISDIR(mode)
+        node = _Node(Attr(inode=self._last_inode, mode=mode, links=2 if directory else 1, uid=caller.uid, gid=gid, rdev=rdev,
+                          atime_ns=now, mtime_ns=now, ctime_ns=now, chunk_bits=20, table=1,
+                          parent=parent_inode if directory else 0))
+        self._nodes[self._last_inode] = node
+        self._add(parent, name, self._last_inode)
+        if directory:
+            parent.attr.links += 1
+        return node
+
+    def _lose_name(self, node: _Node, parent: _Node) -> None:
+        if stat.S_ISDIR(node.attr.mode):
+            node.attr.links = 0
+            parent.attr.links -= 1
+        else:
+            node.attr.links -= 1
+            self._touch(node, content=False)
+        self._collect(node)
+
+    def _collect(self, node: _Node) -> None:
+        if not node.attr.links and not node.handles:
+            self._nodes.pop(node.attr.inode, None)
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    async def lookup(self, parent: int, name: bytes) -> Attr:
+        return self._child(self._directory(parent), name).attr
+
+    async def getattr(self, inode: int) -> Attr:
+        return self._node(inode).attr
+
+    async def setattr(self, inode: int, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None,
+                      ctime_ns=None, caller, handle=None) -> Attr:
+        node = self._node(inode)
+        attr = node.attr
+        if size is not None:
+            self._resize(node, size)
+        if mode is not None:
+            attr.mode = stat.S_IFMT(attr.mode) | stat.S_IMODE(mode)
+        if uid is not None:
+            attr.uid = uid
+        if gid is not None:
+            attr.gid = gid
+        self._touch(node, content=size is not None)
+        if atime_ns is not None:
+            attr.atime_ns = atime_ns
+        if mtime_ns is not None:
+            attr.mtime_ns = mtime_ns
+        return attr
+
+    @staticmethod
+    def _resize(node: _Node, size: int) -> None:
+        if size < len(node.content):
+            del node.content[size:]
+        else:
+            node.content.extend(bytes(size - len(node.content)))
+        node.attr.size = size
+        node.attr.blocks = -(-size // 512)
+
+    async def readlink(self, inode: int) -> bytes:
+        return bytes(self._node(inode).content)
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller) -> Attr:
+        return self._birth(parent, name, mode, caller, rdev).attr
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller, wide: bool = False) -> Attr:
+        return self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller).attr
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller) -> Attr:
+        if not target or len(target) > SYMLINK_BYTES_MAX:
+            raise errors.NameTooLong()
+        node = self._birth(parent, name, stat.S_IFLNK | 0o777, caller)
+        node.content = target
+        node.attr.size = len(target)
+        return node.attr
+
+    async def link(self, inode: int, parent: int, name: bytes, caller) -> Attr:
+        node = self._node(inode)
+        directory = self._directory(parent)
+        if len(name) > NAME_BYTES_MAX:
+            raise errors.NameTooLong()
+        if stat.S_ISDIR(node.attr.mode):
+            raise errors.NotPermitted()
+        if name in directory.names:
+            raise errors.AlreadyExists()
+        self._add(directory, name, inode)
+        node.attr.links += 1
+        self._touch(node, content=False)
+        return node.attr
+
+    async def unlink(self, parent: int, name: bytes, caller) -> None:
+        directory = self._directory(parent)
+        node = self._child(directory, name)
+        if stat.S_ISDIR(node.attr.mode):
+            raise errors.IsADirectory()
+        self._drop(directory, name)
+        self._lose_name(node, directory)
+
+    async def rmdir(self, parent: int, name: bytes, caller) -> None:
+        directory = self._directory(parent)
+        node = self._child(directory, name)
+        if not stat.S_ISDIR(node.attr.mode):
+            raise errors.NotADirectory()
+        if node.names:
+            raise errors.DirectoryNotEmpty()
+        self._drop(directory, name)
+        self._lose_name(node, directory)
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> None:
+        old, new = self._directory(parent), self._directory(new_parent)
+        moved = self._child(old, name)
+        there = self._nodes[new.names[new_name][0]] if new_name in new.names else None
+        if len(new_name) > NAME_BYTES_MAX:
+            raise errors.NameTooLong()
+        if there is None and flags & RENAME_EXCHANGE:
+            raise errors.NotFound()
+        if there is not None and flags & RENAME_NOREPLACE:
+            raise errors.AlreadyExists()
+        if there is moved:
+            return
+        is_directory = stat.S_ISDIR(moved.attr.mode)
+        if is_directory:
+            above = new_parent
+            while above != ROOT_INODE:
+                if above == moved.attr.inode:
+                    raise errors.WouldLoop()
+                above = self._nodes[above].attr.parent
+        if flags & RENAME_EXCHANGE:
+            for node, before, after in ((moved, old, new), (there, new, old)):
+                if stat.S_ISDIR(node.attr.mode):
+                    node.attr.parent = after.attr.inode
+                    before.attr.links -= 1
+                    after.attr.links += 1
+            old.names[name], new.names[new_name] = ((there.attr.inode, old.names[name][1]),
+                                                    (moved.attr.inode, new.names[new_name][1]))
+            self._touch(old, new)
+            self._touch(moved, there, content=False)
+            return
+        if there is not None:
+            if stat.S_ISDIR(there.attr.mode):
+                if not is_directory:
+                    raise errors.IsADirectory()
+                if there.names:
+                    raise errors.DirectoryNotEmpty()
+            elif is_directory:
+                raise errors.NotADirectory()
+            self._drop(new, new_name)
+            self._lose_name(there, new)
+        self._drop(old, name)
+        self._add(new, new_name, moved.attr.inode)
+        if is_directory:
+            moved.attr.parent = new_parent
+            old.attr.links -= 1
+            new.attr.links += 1
+        self._touch(moved, content=False)
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    async def open(self, inode: int, flags: int, caller) -> FileHandle:
+        node = self._node(inode)
+        if stat.S_ISDIR(node.attr.mode):
+            raise errors.IsADirectory()
+        if flags & os.O_TRUNC:
+            self._resize(node, 0)
+            self._touch(node)
+        node.handles += 1
+        return FileHandle(node, flags)
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[Attr, FileHandle]:
+        directory = self._directory(parent)
+        if name in directory.names and not flags & os.O_EXCL:
+            handle = await self.open(directory.names[name][0], flags, caller)
+            return handle.node.attr, handle
+        node = self._birth(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
+        node.handles = 1
+        return node.attr, FileHandle(node, flags)
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | memoryview:
+        content = handle.node.content
+        return bytes(memoryview(content)[offset:offset + size])
+
+    async def write(self, handle: FileHandle, offset: int, buffer) -> int:
+        node = handle.node
+        if handle.flags & os.O_APPEND:
+            offset = len(node.content)
+        end = offset + len(buffer)
+        if end > len(node.content):
+            self._resize(node, end)
+        node.content[offset:end] = buffer
+        self._touch(node)
+        return len(buffer)
+
+    async def flush(self, handle: FileHandle) -> None:
+        pass
+
+    async def fsync(self, handle: FileHandle, datasync: bool) -> None:
+        pass
+
+    async def release(self, handle: FileHandle) -> None:
+        handle.node.handles -= 1
+        self._collect(handle.node)
+
+    # -- directories -------------------------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int) -> DirHandle:
+        self._directory(inode)
+        return DirHandle(inode)
+
+    async def readdir(self, handle: DirHandle, cursor: int, limit: int) -> tuple[list[DirEntry], bool]:
+        node = self._directory(handle.inode)
+        found = []
+        for place, name in node.order.items():
+            if place <= cursor:
+                continue
+            if len(found) == limit:
+                return found, True
+            attr = self._nodes[node.names[name][0]].attr
+            found.append(DirEntry(name=name, cursor=place, inode=attr.inode, kind=attr.mode >> 12, attr=attr))
+        return found, False
+
+    async def releasedir(self, handle: DirHandle) -> None:
+        pass
+
+    async def fsyncdir(self, inode: int) -> None:
+        pass
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    async def statfs(self) -> StatFs:
+        return StatFs(1 << 30, 1 << 29, 1 << 29, 4096, 1 << 32, (1 << 32) - len(self._nodes), NAME_BYTES_MAX)
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        try:
+            return self._node(inode).xattrs[name]
+        except KeyError:
+            raise errors.NoAttribute() from None
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller) -> None:
+        node = self._node(inode)
+        if flags & XATTR_CREATE and name in node.xattrs:
+            raise errors.AlreadyExists()
+        if flags & XATTR_REPLACE and name not in node.xattrs:
+            raise errors.NoAttribute()
+        node.xattrs[name] = value
+        node.attr.flags |= HAS_XATTRS
+        self._touch(node, content=False)
+
+    async def listxattr(self, inode: int) -> list[bytes]:
+        return list(self._node(inode).xattrs)
+
+    async def removexattr(self, inode: int, name: bytes, caller) -> None:
+        node = self._node(inode)
+        if node.xattrs.pop(name, None) is None:
+            raise errors.NoAttribute()
+        if not node.xattrs:
+            node.attr.flags &= ~HAS_XATTRS
+        self._touch(node, content=False)
+
+    async def access(self, inode: int, mask: int, caller) -> None:
+        self._node(inode)
