@@ -87,7 +87,8 @@ class DirectoryVfs:
             buffer = bytes([buffer[0] ^ 1]) + bytes(buffer[1:])
         return os.pwrite(handle, buffer, offset)
 
-    async def setattr(self, inode, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None, caller, handle=None):
+    async def setattr(self, inode, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None, caller,
+                      handle=None):
         path = self.paths[inode]
         if size is not None:
             os.truncate(path, size)
