@@ -7,12 +7,7 @@ reader of LMDB ends within the call that began it. Opening replays the journal a
 generation, so nothing that a torn write left behind can become valid later.
 
 Directory: `FORMAT` (text), `lock` (flock of the owner), `journal-0`, `journal-1` (see kv/journal), `data.mdb` and
-`lock.mdb` (LMDB, main database). A stored value is followed by the CRC32C of key and value, little-endian u32. The
-engine's own record has the key KEY_END and the value
-
-    version u16 = 1 · reserved u16, u32 = 0 · sequence u64 · generation u64 · term u64
-
-of the last change that LMDB holds and of the journal generation that ended with it.
+`lock.mdb` (see kv/lmdb_tree).
 
 One event loop owns an engine; two threads work for it, one for fdatasync, one for checkpoints, so that a sync never
 waits for a checkpoint. LMDB is never run without its syncs. Used by meta, store and cluster; it knows nothing of them.
@@ -22,24 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import heapq
 import logging
 import os
-import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import lmdb
-
-from nvpool.base.checksum import crc32c
 from nvpool.base.errors import (
     Busy,
     CorruptRecord,
-    DriveFailed,
     Fenced,
     InUse,
     InvalidRequest,
@@ -52,18 +41,13 @@ from nvpool.base.errors import (
 from nvpool.base.units import MIB
 from nvpool.kv.contract import KEY_END, Effect, checked_effects
 from nvpool.kv.journal import Journal, encode
+from nvpool.kv.lmdb_tree import LmdbTree, Mark
 from nvpool.kv.ordered import Layer
 from nvpool.kv.snapshot import Snapshot, SnapshotSet
 
 log = logging.getLogger(__name__)
 
 FORMAT = "nvpool kv 1\n"
-_ENGINE = struct.Struct("<HHIQQQ")
-_ENGINE_VERSION = 1
-_CRC_BYTES = 4
-_PUT_AT_ONCE = 500
-"""Pairs handed to LMDB in one call, which does not let the event loop run in between."""
-
 _ABSENT: bytes = b"absent\0"  # compared by identity only
 
 Step = Callable[[str], None]
@@ -142,14 +126,12 @@ class LmdbKv:
         self._checkpoint_thread = ThreadPoolExecutor(1, "kv-checkpoint")
         self._lock = -1
         self._journal: Journal | None = None
-        self._env: lmdb.Environment | None = None
+        self._tree: LmdbTree | None = None
         self._layer, self._frozen = Layer(), None
         self._frozen_sequence = self._frozen_generation = self._frozen_bytes = 0
         self._sequence = self._synced_sequence = self._stored_sequence = 0
         self._fenced = ""
         self._closed = False
-        self._used_bytes = self._page_bytes = 0
-        self._entries = 0
         self._drive_full = ""
         self._limit_adding = self._limit_reclaiming = 0
         self._sync_timer: asyncio.TimerHandle | None = None
@@ -164,9 +146,8 @@ class LmdbKv:
     async def _start(self) -> None:
         self._make_directory()
         formatted = self._check_format()
-        self._env = self._open_lmdb()
-        stored = self._read_engine_record(formatted)
-        sequence, generation = stored or (0, 0)
+        self._tree = LmdbTree(self.path, self.options.map_bytes)
+        sequence, generation = self._stored_mark(formatted)
         self._journal = Journal(self.path, self.options.journal_bytes)
         # A crash leaves records in the generation after the stored one, and in the one after that when it came
         # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
@@ -226,40 +207,18 @@ class LmdbKv:
         except OSError as error:
             raise from_os_error(error, f"write {self.path}/FORMAT") from error
 
-    def _open_lmdb(self) -> lmdb.Environment:
-        data = self.path / "data.mdb"
-        file_bytes = data.stat().st_size if data.exists() else 0
-        # With sync and metasync on and without writemap, a loss of power leaves the last commit or the one before.
-        try:
-            env = lmdb.open(os.fspath(self.path), map_size=max(self.options.map_bytes, file_bytes * 5 // 4 // MIB * MIB + MIB),
-                            subdir=True, mode=0o600, readahead=False, max_spare_txns=1, create=False)
-            env.reader_check()
-        except lmdb.Error as error:
-            raise from_lmdb_error(error, f"open {data}") from error
-        return env
-
-    def _read_engine_record(self, formatted: bool) -> tuple[int, int] | None:
-        """(sequence, generation) of what LMDB holds, or None in a new directory."""
-        try:
-            raw = self._read(KEY_END)
-            entries = self._env.stat()["entries"]
-        except lmdb.Error as error:
-            raise from_lmdb_error(error, f"read {self.path}/data.mdb") from error
-        if raw is None:
+    def _stored_mark(self, formatted: bool) -> tuple[int, int]:
+        """Sequence and generation of what LMDB holds."""
+        mark = self._tree.mark()
+        if mark is None:
             if formatted:
-                raise CorruptRecord(f"{self.path}/data.mdb has lost the engine's record: restore it from its backup or dump")
-            if entries:
-                raise WrongFormat(f"{self.path}/data.mdb was not made by nvpool")
-            return None
-        version = int.from_bytes(raw[:2], "little")
-        if version != _ENGINE_VERSION or len(raw) != _ENGINE.size:
-            raise WrongFormat(f"{self.path}/data.mdb has the version {version}; this version of nvpool knows {_ENGINE_VERSION}")
-        _, _, _, sequence, generation, term = _ENGINE.unpack(raw)
-        if not formatted and sequence:
+                raise CorruptRecord(f"{self.path}/data.mdb is empty: restore the directory from its backup or dump")
+            return 0, 0
+        if mark.sequence and not formatted:
             raise WrongFormat(f"{self.path} has records but no FORMAT: restore the file, it holds {FORMAT.strip()!r}")
-        if term > self.options.term:
-            raise WrongFormat(f"{self.path} has seen the term {term}; it can not be opened under the older {self.options.term}")
-        return sequence, generation
+        if mark.term > self.options.term:
+            raise WrongFormat(f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}")
+        return mark.sequence, mark.generation
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -271,37 +230,7 @@ class LmdbKv:
             value = self._frozen.values.get(key, _ABSENT)
             if value is not _ABSENT:
                 return value
-        try:
-            return self._read(key)
-        except lmdb.Error as error:
-            raise from_lmdb_error(error, "read LMDB") from error
-
-    def _read(self, key: bytes) -> bytes | None:
-        transaction = self._env.begin()
-        try:
-            stored = transaction.get(key)
-            if stored is not None:
-                return self._checked((key, stored))[1]
-            # A flipped bit in a stored key would hide its record. It stands where the search for it ends, so look at
-            # the two neighbours before it is believed that there is nothing.
-            cursor = transaction.cursor()
-            if cursor.set_range(key):
-                self._checked(cursor.item())
-                found = cursor.prev()
-            else:
-                found = cursor.last()
-            if found:
-                self._checked(cursor.item())
-            return None
-        finally:
-            transaction.abort()
-
-    def _checked(self, item: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-        key, stored = item
-        value = stored[:-_CRC_BYTES]
-        if crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little") != stored[-_CRC_BYTES:]:
-            raise CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
-        return key, value
+        return self._tree.get(key)
 
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         return self._scan(first, end, limit, forward=True)
@@ -310,33 +239,27 @@ class LmdbKv:
         return self._scan(first, end, limit, forward=False)
 
     def _scan(self, first: bytes, end: bytes, limit: int, forward: bool) -> list[tuple[bytes, bytes]]:
-        first, end = first or b"\0", min(end, KEY_END)
+        end = min(end, KEY_END)
         found: list[tuple[bytes, bytes]] = []
         if limit <= 0 or first >= end:
             return found
         overlay = self._overlay(first, end, forward)
         newer = next(overlay, None)
-        try:
-            transaction = self._env.begin()
-            try:
-                for item in _stored(transaction.cursor(), first, end, forward):
-                    if newer is not None:
-                        key = item[0]
-                        while newer is not None and (newer[0] < key if forward else newer[0] > key):
-                            if newer[1] is not None:
-                                found.append(newer)
-                                if len(found) == limit:
-                                    return found
-                            newer = next(overlay, None)
-                        if newer is not None and newer[0] == key:
-                            continue  # taken when the next key, or the end, shows that its turn has come
-                    found.append(self._checked(item))
-                    if len(found) == limit:
-                        return found
-            finally:
-                transaction.abort()
-        except lmdb.Error as error:
-            raise from_lmdb_error(error, "read LMDB") from error
+        with contextlib.closing(self._tree.walk(first, end, forward)) as stored:
+            for item in stored:
+                if newer is not None:
+                    key = item[0]
+                    while newer is not None and (newer[0] < key if forward else newer[0] > key):
+                        if newer[1] is not None:
+                            found.append(newer)
+                            if len(found) == limit:
+                                return found
+                        newer = next(overlay, None)
+                    if newer is not None and newer[0] == key:
+                        continue  # taken when the next key, or the end, shows that its turn has come
+                found.append(item)
+                if len(found) == limit:
+                    return found
         while newer is not None and len(found) < limit:
             if newer[1] is not None:
                 found.append(newer)
@@ -386,7 +309,7 @@ class LmdbKv:
         if self._checkpoint_timer is None:
             self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
         if len(values) >= self.options.layer_entries_max or journal.offset > self.options.journal_bytes // 2:
-            self._layer_is_large()
+            self._relieve()
         return sequence
 
     def _refuse(self, record_bytes: int, reclaims: bool) -> None:
@@ -416,25 +339,29 @@ class LmdbKv:
             self._limit_adding = 0
             return
         # A record split over half-full pages takes twice its bytes. What is frozen counts until LMDB says what it took.
-        left = (self.options.map_bytes_max - self._used_bytes) // 2 - self._frozen_bytes
+        left = (self.options.map_bytes_max - self._tree.used_bytes) // 2 - self._frozen_bytes
         self._limit_adding = min(self._limit_reclaiming, left)
 
-    def _layer_is_large(self) -> None:
+    def _is_large(self) -> bool:
+        return (len(self._layer.values) >= self.options.layer_entries_max
+                or self._journal.offset > self.options.journal_bytes // 2)
+
+    def _relieve(self) -> None:
+        """Begin a checkpoint for a large layer, or stop taking changes when it has twice its size."""
         if self._frozen is None:
             self._freeze()  # at once: a caller that does not let the loop run must not fill the new layer's room too
             self._start_checkpoint()
-        if len(self._layer.values) >= 2 * self.options.layer_entries_max:
+        elif len(self._layer.values) >= 2 * self.options.layer_entries_max:
             self._set_limits()
 
     @property
     def full(self) -> bool:
-        return self._frozen is not None and (len(self._layer.values) >= self.options.layer_entries_max
-                                             or self._journal.offset > self.options.journal_bytes // 2)
+        return self._frozen is not None and self._is_large()
 
     async def room(self) -> None:
         self._raise_if_fenced()
         while self.full:
-            await asyncio.shield(self._start_checkpoint())
+            await self._checkpoint_more()
 
     @property
     def sequence(self) -> int:
@@ -476,7 +403,7 @@ class LmdbKv:
             # One that is under way may have begun before our change; then a second one follows, for all who wait.
             if self._sync_task is None:
                 self._sync_task = self._loop.create_task(self._sync_once())
-            await asyncio.shield(self._sync_task)
+            await asyncio.wait((self._sync_task,))
             self._raise_if_fenced()
 
     async def _sync_once(self) -> None:
@@ -494,17 +421,26 @@ class LmdbKv:
 
     def _sync_due(self) -> None:
         self._sync_timer = None
-        if self._sync_task is None and self._synced_sequence < self._sequence and not self._fenced:
+        if self._sync_task is not None:  # it may have begun before the last change
+            self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
+        elif self._synced_sequence < self._sequence and not self._fenced:
             self._sync_task = self._loop.create_task(self._sync_once())
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     async def checkpoint(self) -> None:
         wanted = self._sequence
-        while self._stored_sequence < wanted:
-            self._raise_if_fenced()
-            await asyncio.shield(self._start_checkpoint())
         self._raise_if_fenced()
+        while self._stored_sequence < wanted:
+            await self._checkpoint_more()
+
+    async def _checkpoint_more(self) -> None:
+        """Wait for the checkpoint that is under way, or for one more."""
+        task = self._start_checkpoint()
+        await asyncio.wait((task,))
+        self._raise_if_fenced()
+        if task.exception() is not None:
+            raise NoSpace(self._drive_full)
 
     def _checkpoint_due(self) -> None:
         self._checkpoint_timer = None
@@ -520,49 +456,49 @@ class LmdbKv:
         self._checkpoint_task = None
         if task.cancelled():
             return
-        error = task.exception()  # whoever waits gets it too
-        if error is None or self._closed:
+        error = task.exception()
+        if self._closed:
             return
-        if isinstance(error, NoSpace):
+        if error is None:
+            if self._is_large():
+                self._relieve()  # before those wake who wait for room
+        elif isinstance(error, NoSpace):
             log.warning("%s: %s; trying again", self.path, error)
             if self._checkpoint_timer is None:
                 self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
-        elif not isinstance(error, Fenced):
+        else:
             self._fence(f"a checkpoint failed: {error}")
 
     async def _checkpoint_once(self) -> None:
         """Freeze the layer, unless one is frozen still, and write the frozen one to LMDB.
 
-        NoSpace: the drive is full, the frozen layer stays and the next call tries again. Fenced: see the reason.
+        NoSpace: the drive is full, the frozen layer stays and the next call tries again. After anything else the
+        engine must be fenced.
         """
         self._raise_if_fenced()
         if self._frozen is None:
             self._freeze()
+        if self._frozen.values and self._before_checkpoint is not None:
+            await self._before_checkpoint()
+        self._step("data-synced")
+        mark = Mark(self._frozen_sequence, self._frozen_generation, self.options.term)
+        full = ""
         try:
-            if self._before_checkpoint is not None:
-                await self._before_checkpoint()
-            self._step("data-synced")
-            while True:
-                self._grow_map()
-                try:
-                    await self._loop.run_in_executor(self._checkpoint_thread, self._write_frozen)
-                    break
-                except lmdb.MapFullError:
-                    # The transaction died with all that was in it; the frozen layer did not.
-                    self._grow_map(at_least=2 * self._env.info()["map_size"])
-        except lmdb.Error as error:
-            await self._checkpoint_failed(from_lmdb_error(error, f"write {self.path}/data.mdb"))
+            try:
+                self._tree.prepare(self._frozen_bytes)
+            except NoSpace as error:
+                full = str(error)
+            while not await self._loop.run_in_executor(self._checkpoint_thread, self._tree.write, self._frozen.values,
+                                                       mark, self._step):
+                self._tree.double_map()  # the transaction died with all that was in it; the frozen layer did not
+        except NoSpace as error:
+            self._drive_full = str(error)
+            self._set_limits()
+            raise
         self._step("stored")
+        self._drive_full = full
         self._drop_frozen()
         self._step("dropped")
-
-    async def _checkpoint_failed(self, error: NvpoolError) -> None:
-        if not isinstance(error, NoSpace):
-            self._fence(str(error))
-            raise Fenced(str(error)) from error
-        self._drive_full = str(error)
-        self._set_limits()
-        raise error
 
     def _freeze(self) -> None:
         # Not to be divided: layer, journal file and numbers change together. The other file is free, since nothing
@@ -583,63 +519,9 @@ class LmdbKv:
         self._stored_sequence = self._frozen_sequence
         self._frozen = None
         self._frozen_bytes = 0
-        self._drive_full = ""
         self._checkpoint_count += 1
-        self._measure()
+        self._tree.measure()
         self._set_limits()
-
-    def _measure(self) -> None:
-        found = self._env.stat()
-        self._page_bytes = found["psize"]
-        self._entries = found["entries"] - 1
-        self._used_bytes = self._page_bytes * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
-
-    def _grow_map(self, at_least: int = 0) -> None:
-        """Make the map larger when less than a tenth of it, or than the frozen layer may need, is free.
-
-        Called on the loop's thread between two checkpoints: no transaction is open then, as LMDB demands, because
-        readers end in the call that began them and the only writer is the checkpoint. Pages that LMDB can use again
-        are not counted as free; a map that is larger than needed costs address space only.
-        """
-        found = self._env.info()
-        size = found["map_size"]
-        used = (found["last_pgno"] + 1) * (self._page_bytes or 4096)
-        # Each record may change a page of its own and its branch pages; what fits not after all is a MapFullError.
-        need = max(size // 10, 4 * self._frozen_bytes + MIB)
-        wanted = max(size, at_least)
-        while wanted - used < need:
-            wanted *= 2
-        if wanted > size:
-            self._env.set_mapsize(wanted)
-            log.info("%s: the map has grown to %d bytes", self.path, wanted)
-
-    def _write_frozen(self) -> None:
-        """One LMDB transaction, begun and committed in the thread that calls: another's commit would keep LMDB's
-        writer lock for ever. Raises lmdb.Error with nothing changed."""
-        transaction = self._env.begin(write=True)
-        try:
-            self._step("begun")
-            values = self._frozen.values
-            puts: list[tuple[bytes, bytes]] = []
-            cursor = transaction.cursor()
-            for key in sorted(values):
-                value = values[key]
-                if value is None:
-                    transaction.delete(key)
-                    continue
-                puts.append((key, value + crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little")))
-                if len(puts) == _PUT_AT_ONCE:
-                    cursor.putmulti(puts)
-                    puts.clear()
-            cursor.putmulti(puts)
-            mark = _ENGINE.pack(_ENGINE_VERSION, 0, 0, self._frozen_sequence, self._frozen_generation, self.options.term)
-            transaction.put(KEY_END, mark + crc32c(mark, crc32c(KEY_END)).to_bytes(_CRC_BYTES, "little"))
-            self._step("put")
-        except BaseException:
-            transaction.abort()
-            raise
-        transaction.commit()
-        self._step("committed")
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -648,10 +530,10 @@ class LmdbKv:
         return self._snapshots.begin(first, end)
 
     def statistics(self) -> dict[str, float]:
-        found = self._env.info() if self._env is not None else {"map_size": 0, "last_pgno": -1}
-        return {"entries": self._entries, "used_bytes": self._used_bytes, "map_bytes": found["map_size"],
-                "map_bytes_max": self.options.map_bytes_max, "file_bytes": (found["last_pgno"] + 1) * self._page_bytes,
-                "journal_bytes": self._journal.offset if self._journal else 0, "layer_entries": len(self._layer.values),
+        tree = self._tree
+        return {"entries": tree.entries, "used_bytes": tree.used_bytes, "map_bytes": tree.map_bytes,
+                "map_bytes_max": self.options.map_bytes_max, "file_bytes": tree.file_bytes,
+                "journal_bytes": self._journal.offset, "layer_entries": len(self._layer.values),
                 "frozen_entries": len(self._frozen.values) if self._frozen else 0, "snapshots": len(self._snapshots.live),
                 "checkpoints": self._checkpoint_count, "syncs": self._sync_count, "replayed": self._replayed_count,
                 "sequence": self._sequence, "synced_sequence": self._synced_sequence,
@@ -684,8 +566,8 @@ class LmdbKv:
         # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.
         for thread in (self._sync_thread, self._checkpoint_thread):
             await self._loop.run_in_executor(None, thread.shutdown)
-        if self._env is not None:
-            self._env.close()
+        if self._tree is not None:
+            self._tree.close()
         if self._journal is not None:
             self._journal.close()
         if self._lock >= 0:
@@ -697,20 +579,6 @@ class LmdbKv:
                 timer.cancel()
 
 
-def _stored(cursor: lmdb.Cursor, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
-    if forward:
-        if cursor.set_range(first):
-            for item in cursor.iternext():
-                if item[0] >= end:
-                    return
-                yield item
-    elif cursor.prev() if cursor.set_range(end) else cursor.last():
-        for item in cursor.iterprev():
-            if item[0] < first:
-                return
-            yield item
-
-
 def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -718,16 +586,3 @@ def _sync_directory(path: Path) -> None:
     finally:
         os.close(descriptor)
 
-
-def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
-    """LMDB's errors as ours, by type and, where it passes on the system's, by errno."""
-    if isinstance(error, lmdb.MapFullError):
-        return NoSpace(f"{doing}: the map is full")
-    if isinstance(error, lmdb.VersionMismatchError | lmdb.InvalidError):
-        return WrongFormat(f"{doing}: not a file of LMDB that can be read here")
-    if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError | lmdb.BadTxnError):
-        return CorruptRecord(f"{doing}: {error}")
-    code = getattr(error, "code", 0)
-    if code in (errno.EFBIG, errno.ENOSPC):
-        return NoSpace(f"{doing}: {os.strerror(code)}")
-    return from_os_error(OSError(code, os.strerror(code)), doing) if code > 0 else DriveFailed(f"{doing}: {error}")

@@ -1,0 +1,263 @@
+"""LMDB behind our own door: checked records, whole transactions, a map that grows in time, errors of ours.
+
+`data.mdb` and `lock.mdb` in the engine's directory, main database only. A stored value is followed by the CRC32C of key
+and value (u32, little-endian), since LMDB itself would return a flipped bit. The engine's own record, the `Mark`, has
+the key KEY_END and the value
+
+    version u16 = 1 · reserved u16, u32 = 0 · sequence u64 · generation u64 · term u64
+
+Readers end within the call that began them: while one lives, no page that is replaced behind it can be used again, and
+the map can not grow. LMDB is opened with its syncs on and without writemap, so that a loss of power leaves the last
+commit or the one before it. Called by the LMDB engine alone: everything on the thread of its event loop but `write`,
+which belongs to one thread of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import CorruptRecord, DriveFailed, InvalidRequest, NoSpace, NvpoolError, WrongFormat, from_os_error
+from nvpool.base.units import MIB
+from nvpool.kv.contract import KEY_BYTES_MAX, KEY_END
+
+_MARK = struct.Struct("<HHIQQQ")
+_MARK_VERSION = 1
+_CRC_BYTES = 4
+
+_PUT_AT_ONCE = 500
+"""Pairs handed to LMDB in one call, which does not let the event loop run in between."""
+
+_RESERVE_BYTES = MIB
+"""Room in the file for a checkpoint of any small layer, so that what was taken can be stored on a full drive too."""
+
+_COPY_FACTOR = 4
+"""A change of n bytes in the journal is taken to need n times this of new pages, of which it fills the smaller part."""
+
+
+class Mark(NamedTuple):
+    """The last change that the tree holds, and the journal's generation that ended with it."""
+
+    sequence: int
+    generation: int
+    term: int
+
+
+class LmdbTree:
+    def __init__(self, directory: Path, map_bytes: int) -> None:
+        """Open the file in `directory`, making it where there is none. CorruptRecord, WrongFormat: LMDB can make
+        nothing of it; NoSpace, DriveFailed and the like: as the drive says."""
+        self.path = directory / "data.mdb"
+        self.entries = self.used_bytes = 0
+        """What the last checkpoint left: records, and bytes of the pages that they are in."""
+        self._file = -1
+        try:
+            # With room for growth at once: the first map of an existing file must hold it.
+            file_bytes = self.path.stat().st_size if self.path.exists() else 0
+            self._env = lmdb.open(os.fspath(directory), map_size=max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB),
+                                  subdir=True, mode=0o600, readahead=False, max_spare_txns=1, create=False)
+            self._env.reader_check()
+            self._file = os.open(self.path, os.O_RDWR)
+            self._page_bytes = self._env.stat()["psize"]
+            self._measure()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"open {self.path}") from error
+        except OSError as error:
+            raise from_os_error(error, f"open {self.path}") from error
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> bytes | None:
+        """CorruptRecord when the record, or one that may hide it, is damaged."""
+        try:
+            transaction = self._env.begin()
+            try:
+                stored = transaction.get(key)
+                if stored is not None:
+                    return self._checked((key, stored))[1]
+                # A flipped bit in a stored key would hide its record. Such a record stands where the search for it
+                # ends: look at the two neighbours before it is believed that there is nothing.
+                cursor = transaction.cursor()
+                if cursor.set_range(key):
+                    self._checked(cursor.item())
+                    before = cursor.prev()
+                else:
+                    before = cursor.last()
+                if before:
+                    self._checked(cursor.item())
+                return None
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+
+    def _checked(self, item: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+        key, stored = item
+        value = stored[:-_CRC_BYTES]
+        if crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little") != stored[-_CRC_BYTES:]:
+            raise CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
+        return key, value
+
+    def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
+        """Pairs with first <= key < end, rising or falling. To be closed, or read to its end, in the caller's call."""
+        try:
+            transaction = self._env.begin()
+            try:
+                cursor = transaction.cursor()
+                # A bound that is longer than a key can be lies directly behind its own beginning.
+                if forward:
+                    if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0"):
+                        for item in cursor.iternext():
+                            if item[0] >= end:
+                                return
+                            if item[0] >= first:
+                                yield self._checked(item)
+                    return
+                if cursor.set_range(end[:KEY_BYTES_MAX]):
+                    found = cursor.key() < end or cursor.prev()
+                else:
+                    found = cursor.last()
+                if found:
+                    for item in cursor.iterprev():
+                        if item[0] < first:
+                            return
+                        yield self._checked(item)
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+
+    def mark(self) -> Mark | None:
+        """None where nothing was ever written. WrongFormat when another program, or another version, wrote it."""
+        value = self.get(KEY_END)
+        if value is None:
+            if self.used_bytes:
+                raise WrongFormat(f"{self.path} was not made by nvpool, or has lost the record that says so")
+            return None
+        version = int.from_bytes(value[:2], "little")
+        if version != _MARK_VERSION or len(value) != _MARK.size:
+            raise WrongFormat(f"{self.path} has the version {version}; this version of nvpool knows {_MARK_VERSION} only")
+        return Mark(*_MARK.unpack(value)[3:])
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, change_bytes: int) -> None:
+        """Make room in the map and on the drive for a `write` of changes that weigh `change_bytes` in the journal.
+
+        NoSpace: the drive gives no more. `write` may work nevertheless, with pages that are free inside the file.
+
+        The map grows when less than a tenth of it, or than the changes may need, is free. No transaction is open
+        then, as LMDB demands: readers end in the call that began them, and the only writer comes after this. Pages
+        that can be used again are not counted as free; a map that is too large costs address space only.
+        """
+        found = self._env.info()
+        size, used = found["map_size"], (found["last_pgno"] + 1) * self._page_bytes
+        need = _COPY_FACTOR * change_bytes + _RESERVE_BYTES
+        wanted = size
+        while wanted - used < max(wanted // 10, need):
+            wanted *= 2
+        if wanted > size:
+            self._set_map_bytes(wanted)
+        try:
+            if os.fstat(self._file).st_size < used + need:
+                os.posix_fallocate(self._file, used, need)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise from_os_error(error, f"grow {self.path}") from error
+            raise NoSpace(f"grow {self.path}: {error.strerror}") from error
+
+    def double_map(self) -> None:
+        """After MapFullError, before the changes are written again."""
+        self._set_map_bytes(2 * self._env.info()["map_size"])
+
+    def _set_map_bytes(self, map_bytes: int) -> None:
+        try:
+            self._env.set_mapsize(map_bytes)
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"map {self.path}") from error
+
+    def write(self, values: dict[bytes, bytes | None], mark: Mark, step: Callable[[str], None]) -> bool:
+        """Make `values` and `mark` true in one transaction, durably. False: the map was too small, nothing changed.
+
+        Begun and committed by the thread that calls: LMDB's next writer would wait for ever for a lock that another
+        thread than its owner has tried to give back. NoSpace: nothing has changed, may be repeated. Anything else:
+        nothing has changed as far as is known, and the drive is not to be trusted.
+        """
+        try:
+            transaction = self._env.begin(write=True)
+            try:
+                step("begun")
+                cursor = transaction.cursor()
+                puts: list[tuple[bytes, bytes]] = []
+                packed = _MARK.pack(_MARK_VERSION, 0, 0, *mark)
+                for key, value in chain(((key, values[key]) for key in sorted(values)), ((KEY_END, packed),)):
+                    if value is None:
+                        transaction.delete(key)
+                        continue
+                    puts.append((key, value + crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little")))
+                    if len(puts) == _PUT_AT_ONCE:
+                        cursor.putmulti(puts)
+                        puts.clear()
+                cursor.putmulti(puts)
+                step("put")
+            except BaseException:
+                transaction.abort()
+                raise
+            transaction.commit()
+        except lmdb.MapFullError:
+            return False
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"write {self.path}") from error
+        step("committed")
+        return True
+
+    def measure(self) -> None:
+        """Bring `entries` and `used_bytes` up to date, after a `write`."""
+        try:
+            self._measure()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+
+    def _measure(self) -> None:
+        found = self._env.stat()
+        self.entries = max(0, found["entries"] - 1)
+        self.used_bytes = self._page_bytes * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
+
+    @property
+    def map_bytes(self) -> int:
+        return self._env.info()["map_size"]
+
+    @property
+    def file_bytes(self) -> int:
+        """Up to the last page that was ever used; the rest of the file is a reserve."""
+        return (self._env.info()["last_pgno"] + 1) * self._page_bytes
+
+    def close(self) -> None:
+        self._env.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
+    """LMDB's errors as ours: by type and, where LMDB only passes on what the system said, by errno."""
+    if isinstance(error, lmdb.MapFullError):
+        return NoSpace(f"{doing}: the map is full")
+    if isinstance(error, lmdb.BadValsizeError):
+        return InvalidRequest(f"{doing}: a key has 1 to {KEY_BYTES_MAX} bytes")
+    if isinstance(error, lmdb.VersionMismatchError | lmdb.InvalidError):
+        return WrongFormat(f"{doing}: not a file of LMDB that can be read here")
+    if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError | lmdb.BadTxnError):
+        return CorruptRecord(f"{doing}: {error}")
+    code = getattr(error, "code", 0)
+    if code == errno.EFBIG:
+        return NoSpace(f"{doing}: {os.strerror(code)}")
+    return from_os_error(OSError(code, os.strerror(code)), doing) if code > 0 else DriveFailed(f"{doing}: {error}")
