@@ -1,0 +1,36 @@
+"""Every transport keeps the contract, on the loop that daemons use; the sockets also on asyncio's own."""
+
+import asyncio
+import itertools
+
+import pytest
+import uvloop
+
+from nvpool.testing.contracts.transport import CHECKS, Subject
+from nvpool.wire import registry
+
+_number = itertools.count(1)
+ENDPOINTS = {
+    "inproc": "inproc://contract-{number}",
+    "stream+unix": "stream+unix://{directory}/s",
+    "stream": "stream://127.0.0.1:0",
+    "grpc": "grpc://127.0.0.1:0",
+}
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("scheme", "loop"), [("inproc", "asyncio"), ("stream+unix", "uvloop"), ("stream+unix", "asyncio"),
+                                              ("stream", "uvloop"), ("grpc", "uvloop")])
+def test_a_transport_keeps_the_contract(scheme, loop, check, tmp_path):
+    endpoint = ENDPOINTS[scheme].format(number=next(_number), directory=tmp_path)
+
+    async def run():
+        async with asyncio.timeout(60):
+            await check(Subject(registry.transport(scheme), endpoint))
+        await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"left behind: {left}"
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(run())
