@@ -137,11 +137,16 @@ class LmdbTree:
 
     def mark(self) -> Mark | None:
         """None where nothing was ever written. WrongFormat when another program, or another version, wrote it."""
-        value = self.get(KEY_END)
-        if value is None:
+        try:
+            with self._env.begin() as transaction:
+                stored = transaction.get(KEY_END)
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+        if stored is None:
             if self.used_bytes:
                 raise WrongFormat(f"{self.path} was not made by nvpool, or has lost the record that says so")
             return None
+        value = self._checked((KEY_END, stored))[1]
         version = int.from_bytes(value[:2], "little")
         if version != _MARK_VERSION or len(value) != _MARK.size:
             raise WrongFormat(f"{self.path} has the version {version}; this version of nvpool knows {_MARK_VERSION} only")

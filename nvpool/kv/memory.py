@@ -131,4 +131,5 @@ class MemoryKv:
     async def close(self) -> None:
         if not self._fenced:
             await self.sync()
+            self._fenced = "the engine is closed"
         self._snapshots.end_all()

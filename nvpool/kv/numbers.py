@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.base.errors import Busy, CorruptRecord, NvpoolError
+from nvpool.base.errors import Busy, CorruptRecord, InvalidRequest
 from nvpool.kv.contract import Kv
 
 NUMBERS_AT_ONCE = 65_536
@@ -20,6 +20,8 @@ class NumberBounds:
     """One sequence of numbers: `open` it, then `take`."""
 
     def __init__(self, kv: Kv, key: bytes, first: int = 1, at_once: int = NUMBERS_AT_ONCE) -> None:
+        if at_once < 2:
+            raise InvalidRequest("numbers are reserved by two at least, since the second half is given while the next is made")
         self._kv = kv
         self._key = key
         self._first = first
@@ -73,8 +75,8 @@ class NumberBounds:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._reserving = None
-        if not task.cancelled() and isinstance(task.exception(), NvpoolError):
-            pass  # seen, so that asyncio does not report it: whoever finds no numbers left asks again and is told
+        if not task.cancelled():
+            task.exception()  # seen, so that asyncio does not report it: who finds no numbers left asks again and is told
 
     async def close(self) -> None:
         """Wait for a reservation that is under way. May be called twice."""
