@@ -1,19 +1,20 @@
 """What each request of the FUSE kernel module means, for any engine that speaks to the kernel.
 
-An engine (`pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it turns into an errno with
-`errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests without a mount. Below it is the
-client's Vfs; this layer adds only what a *kernel* needs:
+An engine (`pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it turns into an errno
+with `errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests without a mount. Below it
+is the client's Vfs; this layer adds only what a *kernel* needs:
 
 * the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
   was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
 * open files and directories get numbers, valid from open to release.
-* pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one seen at its last open here.
+* pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service.
 * listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
   this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
-inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is found.
+inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is
+found.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound, NotSupported, NvpoolError
+from nvpool.client.vfs.contract import Caller
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ LIST_BATCH = 512
 """Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
 
 SEEN_MAX = 1 << 18
-"""Inodes whose pages are remembered: 40 MB at most. Beyond that the oldest is dropped, which costs it its pages at the next open."""
+"""Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
 
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
@@ -54,12 +56,6 @@ class FuseOptions(NamedTuple):
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 1.0
-
-
-class Caller(NamedTuple):
-    uid: int
-    gid: int
-    pid: int = 0
 
 
 class Opened(NamedTuple):
@@ -109,9 +105,9 @@ class _OpenDirectory:
 class FuseOps:
     """See the module. Used from one event loop; methods may run at the same time."""
 
-    def __init__(self, vfs, options: FuseOptions = FuseOptions(), clock=SYSTEM_CLOCK) -> None:
+    def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
         self._vfs = vfs
-        self.options = options
+        self.options = options or FuseOptions()
         self._clock = clock
         self._files: dict[int, object] = {}
         self._directories: dict[int, _OpenDirectory] = {}
@@ -288,7 +284,8 @@ class FuseOps:
                     self._clock.boottime_s() - directory.read_s > self.options.attr_timeout_s):
                 directory.changes = self._changes
                 directory.read_s = self._clock.boottime_s()
-                directory.entries, directory.more = await self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH)
+                directory.entries, directory.more = await self._vfs.readdir(
+                    directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH)
                 directory.at = 0
                 directory.cursor = cursor
             entries = directory.entries

@@ -1,8 +1,8 @@
 """The client's Vfs kept in memory: what the FUSE adapter is driven with where no pool is wanted.
 
-Tests of `fuse/ops` run on it without a kernel, and `bench/fuse_floor` mounts it: what is measured there is the price of FUSE and Python
-alone. It keeps the contract of `client/vfs` (names, errors, attributes, unlinked open files, stable cursors) and nothing else:
-no permissions beyond what the kernel checks, no durability, one node.
+Tests of `fuse/ops` run on it without a kernel, and `bench/fuse_floor` mounts it: what is measured there is the price of FUSE
+and Python alone. It keeps the contract of `client/vfs` (names, errors, attributes, unlinked open files, stable cursors) and
+nothing else: no permissions beyond what the kernel checks, no durability, one node.
 """
 
 from __future__ import annotations
@@ -15,27 +15,10 @@ from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
 
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-XATTR_CREATE, XATTR_REPLACE = 1, 2
 HAS_XATTRS = 1
-
-
-class Caller(NamedTuple):
-    uid: int
-    gid: int
-    pid: int = 0
-
-
-class StatFs(NamedTuple):
-    blocks_total: int
-    blocks_free: int
-    blocks_available: int
-    block_bytes: int
-    files_total: int
-    files_free: int
-    name_bytes_max: int
 
 
 class _Node:

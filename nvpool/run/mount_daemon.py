@@ -1,0 +1,140 @@
+"""The mount daemon: `python -m nvpool.run.mount_daemon [options] POOL MOUNTPOINT` shows a pool at a mount point.
+
+Started by the CLI, by systemd or by hand; stays in the foreground. Exit codes as in run/daemon. Ready when the mount answers:
+then systemd is told, and the pool directory (where POOL is one) names this process. It ends when somebody unmounts, or on
+SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it leaves the name space at
+once, and their users get --drain-s seconds; then everything written is stored and the session closed. A second signal shortens
+the waiting. However it ends, no mount is left behind, except after kill -9: the next start with --force cleans that up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import nvpool
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import ClientSection, load
+from nvpool.base.directory import PoolDirectory, announcement
+from nvpool.base.errors import InUse, NvpoolError
+from nvpool.base.units import parse_bytes
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
+from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
+from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.fuse.pyfuse3_engine import MountOptions, Pyfuse3Engine
+from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
+
+log = logging.getLogger("nvpool.run.mount")
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nvpool.run.mount_daemon", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
+    parser.add_argument("mountpoint", type=Path, help="an empty directory")
+    parser.add_argument("--read-only", action="store_true")
+    parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
+    parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")
+    parser.add_argument("--attr-timeout-s", type=float, help="how long the kernel may keep attributes (1)")
+    parser.add_argument("--entry-timeout-s", type=float, help="how long the kernel may keep names (1)")
+    parser.add_argument("--negative-timeout-s", type=float,
+                        help="how long the kernel may remember that a name is not there (1)")
+    parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
+    parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
+                        help="how far the kernel reads ahead of a sequential reader (1M)")
+    parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
+    parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
+                        help="of mount(8): noexec, suid, dev, …")
+    parser.add_argument("--log", type=Path, help="file to log to (stderr)")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    arguments = _arguments(words)
+    start_log("mount", arguments.log_level, arguments.log)
+    directory = PoolDirectory(arguments.pool) if PoolDirectory(arguments.pool).exists() else None
+    try:
+        section = load(directory.node_toml).client if directory is not None else ClientSection()
+        place = check_mount_point(arguments.mountpoint, force=arguments.force)
+    except NvpoolError as error:
+        log.error("%s", error)
+        return exit_code(error)
+    return run(lambda stop: _Mounted(arguments, directory, section, place, stop).serve())
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+class _Mounted:
+    def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, section: ClientSection, place: Path,
+                 stop: Stop) -> None:
+        self._arguments = arguments
+        self._directory = directory
+        self._section = section
+        self._place = place
+        self._stop = stop
+
+    async def serve(self) -> None:
+        arguments, section = self._arguments, self._section
+        client = await Client.open(
+            arguments.pool, name=f"mount {self._place}",
+            options=ClientOptions(deadline_s=_given(arguments.deadline_s, section.deadline_s),
+                                  write_buffer_bytes=section.write_buffer_bytes,
+                                  read_ahead_bytes=section.read_ahead_bytes))
+        ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
+                                              _given(arguments.entry_timeout_s, section.entry_timeout_s),
+                                              _given(arguments.negative_timeout_s, section.entry_timeout_s)))
+        options = MountOptions(client.pool_map.name, arguments.read_only, not arguments.no_allow_other, tuple(arguments.extra))
+        engine = Pyfuse3Engine(ops, self._place, options, self._ready)
+        name = f"mount-{announcement('mount', now_ms=0).pid}"
+        try:
+            set_read_ahead(engine.mount(), arguments.read_ahead)
+            if self._directory is not None:
+                self._directory.announce(name, announcement(
+                    "mount", mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}",
+                    now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+            serving = asyncio.ensure_future(engine.serve())
+            asked = asyncio.ensure_future(self._stop.asked.wait())
+            await asyncio.wait([serving, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                await self._leave(serving)
+                engine.stop()
+            asked.cancel()
+            await serving
+            await ops.drain()
+        finally:
+            engine.close()
+            await client.close()
+            if self._directory is not None:
+                self._directory.withdraw(name)
+
+    def _ready(self) -> None:
+        log.info("mounted at %s", self._place)
+        notify_ready()
+
+    async def _leave(self, serving: asyncio.Future) -> None:
+        """Take the mount out of the name space while it still answers; return when it is unused, or its users had their
+        time."""
+        gone = asyncio.ensure_future(asyncio.to_thread(self._unmount))
+        hurry = asyncio.ensure_future(self._stop.hurry.wait())
+        await asyncio.wait([gone, hurry], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, hurry], timeout=self._arguments.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+
+    def _unmount(self) -> None:
+        try:
+            unmount(self._place)
+        except InUse:
+            log.warning("files are open in %s: it is detached, they get %.0f s", self._place, self._arguments.drain_s)
+            unmount(self._place, lazy=True)
+        except NvpoolError as error:
+            log.warning("%s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
