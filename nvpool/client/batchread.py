@@ -1,0 +1,188 @@
+"""read_many: many small reads of many files as one message per target.
+
+For loaders that know a batch of samples before they read it: what a read costs here is packing 24 bytes, a checksum and, where
+bytes do not come in order, one copy. Guarantees what ChunkClient.read does; anything out of the ordinary in an answer (an
+error, a hole, a checksum that does not fit) makes the reads of that message single ones, each with its own repetitions.
+Called by reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from functools import partial
+
+from nvpool.base import errors
+from nvpool.base.checksum import block_checksums
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError, Stale
+from nvpool.client.cache import OpenInode
+from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, Lane, reads_struct, results_struct
+from nvpool.client.options import ClientOptions
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+
+class _Batch:
+    """Part of a read_many for one target: packed headers, and for each read where its bytes go."""
+
+    __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future")
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+        self.headers: list[int] = []
+        self.grants: dict[bytes, int] = {}
+        self.places: list[tuple] = []   # (file, index, offset, blocks bytes, place in into, bytes to skip, length)
+        self.bytes = 0
+        self.first = self.next = -1
+        self.straight = True            # the payload, as it comes, is one part of `into`
+        self.future = None
+
+
+class BatchReader:
+    def __init__(self, chunks: ChunkClient, dialer, options: ClientOptions, clock: Clock):
+        self._chunks = chunks
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+
+    async def read_many(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> None:
+        """Each (file, offset, length, place): bytes [offset, offset + length) of the file into into[place:place + length].
+
+        One message per target, several only where one would pass 256 reads or 2 MiB, so that store and client work at the
+        same time. Bytes that arrive in order are received where they belong, others are copied there. Fails as `read` does,
+        with the first error, after all have ended; `into` then holds nothing that may be relied on. The caller knows the
+        files' ends: what is asked for beyond reads as zeros.
+        """
+        chunks = self._chunks
+        batches: dict[Lane, _Batch] = {}
+        futures: list[asyncio.Future] = []
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        for file, offset, length, place in reads:
+            end = offset + length
+            index = offset >> file.chunk_bits
+            within = offset & file.chunk_mask
+            if (end - 1) >> file.chunk_bits != index:
+                futures += self._read_across(file, offset, length, into[place:place + length])
+                continue
+            skip = within & 4095
+            first = within - skip
+            span = (skip + length + 4095) & -4096
+            try:
+                lane = file.lanes.get(index) or chunks.find_lane(file, index)
+            except Stale:
+                futures += self._read_across(file, offset, length, into[place:place + length])
+                continue
+            batch = batches.get(lane)
+            if batch is None:
+                batch = batches[lane] = _Batch(lane)
+                batch.first = batch.next = place
+            grant = batch.grants.get(file.grant)
+            if grant is None:
+                grant = batch.grants[file.grant] = len(batch.grants)
+                file.grant_used = True
+            batch.headers += (file.inode, index, first, span, grant, 0)
+            batch.places.append((file, index, first, span, place, skip, length))
+            if place == batch.next and span == length:
+                batch.next = place + length
+            else:
+                batch.straight = False
+            batch.bytes += span
+            if len(batch.places) >= GATHER_READS or batch.bytes >= GATHER_BYTES:
+                del batches[lane]
+                futures.append(self._send_batch(batch, into, deadline_s))
+        for batch in batches.values():
+            futures.append(self._send_batch(batch, into, deadline_s))
+        failed = None
+        for future in futures:
+            try:
+                await future
+            except NvpoolError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _send_batch(self, batch: _Batch, into: memoryview, deadline_s: float) -> asyncio.Future:
+        batch.future = self._loop.create_future()
+        connection = self._dialer.live(batch.lane.endpoints)
+        if connection is None:
+            self._one_by_one(batch, into)
+            return batch.future
+        count = len(batch.places)
+        message = data_pb2.ReadRequest(map_epoch=self._chunks.epoch, target=batch.lane.target, grants=list(batch.grants),
+                                       reads=reads_struct(count).pack(*batch.headers))
+        self._chunks.counters["messages"] += 1
+        self._chunks.counters["reads"] += count
+        batch.lane.in_flight += 1
+        direct = into[batch.first:batch.next] if batch.straight else None
+        connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, into=direct,
+                          on_done=partial(self._batch_answered, batch, into))
+        return batch.future
+
+    def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
+        batch.lane.in_flight -= 1
+        if batch.future.done():
+            return
+        if error is not None:
+            self._one_by_one(batch, into)
+            return
+        try:
+            answer = data_pb2.ReadReply.FromString(bytes(reply.message))
+            results = results_struct(len(batch.places)).unpack(answer.results)
+            payload = reply.payload
+            # anything out of the ordinary (an error, a hole, a checksum) is asked for again one by one: rare, and right
+            if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != answer.checksums:
+                self._one_by_one(batch, into)
+                return
+        except (ValueError, TypeError, struct.error):
+            self._one_by_one(batch, into)
+            return
+        if not batch.straight:
+            at = 0
+            for _, _, _, span, place, skip, length in batch.places:
+                into[place:place + length] = payload[at + skip:at + skip + length]
+                at += span
+        elif payload.obj is not into.obj:
+            into[batch.first:batch.next] = payload  # the transport could not receive there
+        batch.future.set_result(None)
+
+    def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
+        self._chunks.own(self._read_singly(batch, into))
+
+    async def _read_singly(self, batch: _Batch, into: memoryview) -> None:
+        try:
+            for begin in range(0, len(batch.places), 64):
+                part = batch.places[begin:begin + 64]
+                # read() gathers these again; each has its own retries
+                jobs = [self._chunks.read(file, index, first, span) for file, index, first, span, _, _, _ in part]
+                for job, (_, _, _, _, place, skip, length) in zip(jobs, part, strict=True):
+                    into[place:place + length] = (await job)[skip:skip + length]
+        except BaseException as error:
+            for job in jobs:
+                job.cancel()
+            if not batch.future.done():
+                batch.future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+            if not isinstance(error, Exception):
+                raise
+            return
+        if not batch.future.done():
+            batch.future.set_result(None)
+
+    def _read_across(self, file: OpenInode, offset: int, length: int, into: memoryview) -> list[asyncio.Future]:
+        future = self._loop.create_future()
+
+        async def fill() -> None:
+            try:
+                await self._chunks.read_range(file, offset, length, into)
+            except BaseException as error:
+                if not future.done():
+                    future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+                if not isinstance(error, Exception):
+                    raise
+                return
+            if not future.done():
+                future.set_result(None)
+
+        self._chunks.own(fill())
+        return [future]

@@ -1,0 +1,154 @@
+"""What this client knows of names and inodes, for a time.
+
+Attributes and entries (negative ones too) carry the time at which they were true; who asks says how old they may be. Own
+changes forget them, and both are bounded. An
+inode that is open has one `OpenInode`, shared by all its handles: its layout, its newest attributes, the grant that every
+chunk request carries, and what the writer holds of it. Called by vfs, reader and writer; asks nobody.
+"""
+
+from __future__ import annotations
+
+from nvpool.base import grants
+from nvpool.base.clock import Clock
+from nvpool.client.options import ClientOptions
+from nvpool.logic.layout import Layout
+from nvpool.wire.v1.meta_pb2 import Attr
+
+XATTR_FLAG = 1
+NEVER_S = float("-inf")
+
+
+class OpenInode:
+    """One inode that is open here. `size` is what an application on this client has to see: the service's number merged
+    with what was written here and not yet reported."""
+
+    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
+                 "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
+                 "renewal")
+
+    def __init__(self, attr: Attr) -> None:
+        self.inode = attr.inode
+        self.layout = Layout(attr.table, attr.chunk_bits)
+        self.chunk_bits = attr.chunk_bits
+        self.chunk_mask = (1 << attr.chunk_bits) - 1
+        self.attr = attr
+        self.attr_born_s = NEVER_S
+        self.cut = attr.cut
+        self.grant = b""
+        self.grant_session = 0
+        self.grant_cut = 0
+        self.grant_rights = 0
+        self.grant_half_ms = 0
+        self.grant_used = False
+        self.handles = 0
+        self.opened = 0         # registrations at the shard to be released with the last handle
+        self.lanes: dict = {}   # chunk index -> the chunkclient's lane to its target, of the newest map
+        self.written = None     # the writer's state, from the first write on
+        self.ahead: set = set()  # handles with read-ahead, to be told of writes
+        self.renewal = None     # one question for a new grant at a time
+
+    @property
+    def size(self) -> int:
+        return self.attr.size if self.written is None else max(self.attr.size, self.written.end)
+
+    def adopt_grant(self, raw: bytes, now_ms: int) -> None:
+        """Use `raw` from now on, when it is not weaker than what we have."""
+        if not raw:
+            return
+        grant = grants.read(raw)
+        if grant.cut < self.cut or self.grant_rights & ~grant.rights and grant.cut == self.grant_cut:
+            return
+        self.grant = raw
+        self.grant_session = grant.session
+        self.grant_cut = grant.cut
+        self.grant_rights = grant.rights
+        self.grant_half_ms = now_ms + (grant.ends_ms - now_ms) // 2
+        self.grant_used = False
+
+
+class Cache:
+    """Attributes, entries and open inodes of one client."""
+
+    def __init__(self, options: ClientOptions, clock: Clock):
+        self.open: dict[int, OpenInode] = {}
+        self._attrs: dict[int, tuple[Attr, float]] = {}
+        self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
+        self._options = options
+        self._clock = clock
+
+    # -- attributes ----------------------------------------------------------------------------------------------------
+
+    def attr(self, inode: int, age_s: float) -> Attr | None:
+        """The attributes, when they were true no longer than `age_s` ago."""
+        opened = self.open.get(inode)
+        attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        return attr if born_s + age_s > self._clock.boottime_s() else None
+
+    def put_attr(self, attr: Attr) -> None:
+        """Believe `attr`, unless what we have is newer: answers may overtake one another."""
+        now_s = self._clock.boottime_s()
+        opened = self.open.get(attr.inode)
+        if opened is not None:
+            if attr.change >= opened.attr.change:
+                opened.attr = attr
+                opened.attr_born_s = now_s
+                if attr.cut > opened.cut:
+                    opened.cut = attr.cut
+                    if opened.written is not None:
+                        opened.written.was_cut()
+            return
+        held = self._attrs.pop(attr.inode, None)
+        if held is not None and held[0].change > attr.change:
+            attr = held[0]
+        self._attrs[attr.inode] = (attr, now_s)
+        if len(self._attrs) > self._options.cached_entries:
+            del self._attrs[next(iter(self._attrs))]
+
+    def forget_attr(self, inode: int) -> None:
+        opened = self.open.get(inode)
+        if opened is not None:
+            opened.attr_born_s = NEVER_S
+        held = self._attrs.get(inode)
+        if held is not None:
+            self._attrs[inode] = (held[0], NEVER_S)  # its change number still tells an older answer
+
+    # -- entries -------------------------------------------------------------------------------------------------------
+
+    def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
+        """The inode of the name, 0 when it is known not to exist, None when nothing so young is known."""
+        inode, born_s = self._entries.get((parent, name), (None, NEVER_S))
+        return inode if born_s + age_s > self._clock.boottime_s() else None
+
+    def put_entry(self, parent: int, name: bytes, inode: int) -> None:
+        """`inode` 0: the name does not exist."""
+        key = (parent, name)
+        self._entries.pop(key, None)
+        self._entries[key] = (inode, self._clock.boottime_s())
+        if len(self._entries) > self._options.cached_entries:
+            del self._entries[next(iter(self._entries))]
+
+    def forget_entry(self, parent: int, name: bytes) -> None:
+        self._entries.pop((parent, name), None)
+
+    # -- open inodes ---------------------------------------------------------------------------------------------------
+
+    def hold(self, attr: Attr) -> OpenInode:
+        """The open inode of `attr`, with one more handle."""
+        opened = self.open.get(attr.inode)
+        if opened is None:
+            opened = self.open[attr.inode] = OpenInode(attr)
+            self._attrs.pop(attr.inode, None)
+        opened.handles += 1
+        self.put_attr(attr)
+        return opened
+
+    def drop(self, opened: OpenInode) -> bool:
+        """One handle less; whether it was the last, after which the inode is not open any more."""
+        opened.handles -= 1
+        if opened.handles > 0:
+            return False
+        if self.open.get(opened.inode) is opened:
+            del self.open[opened.inode]
+            if opened.attr.links:
+                self._attrs[opened.inode] = (opened.attr, opened.attr_born_s)
+        return True

@@ -1,0 +1,473 @@
+"""Reads and writes of chunks: finds the target, gathers what goes to the same one, checks every byte that comes.
+
+Guarantees: a block whose checksum does not fit is never handed on; a write is named once and repeated under that name until
+a store answers; what is old (map, grant) is refreshed and asked again; everything ends by its deadline. Called by reader,
+writer and vfs. Never reads or writes more than it is asked for, never touches sizes: what lies behind the end of a chunk
+reads as zeros, and who knows the file's end trims.
+
+Reads make no task. Those asked for in one turn of the loop for one target travel in one message; a read that finds its
+target idle goes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache, partial
+
+from nvpool.base import errors
+from nvpool.base.checksum import block_checksums, crc32c
+from nvpool.base.clock import Clock
+from nvpool.base.errors import (
+    ChecksumMismatch,
+    CorruptFrame,
+    Damaged,
+    DeadlineExceeded,
+    NvpoolError,
+    Stale,
+    StaleCut,
+    StaleEpoch,
+    StaleGrant,
+    StaleSession,
+    Unavailable,
+    Unreachable,
+    WrongTarget,
+)
+from nvpool.base.grants import READ, WRITE
+from nvpool.base.units import BLOCK_BYTES, KIB, MIB
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView
+from nvpool.logic.layout import chain_of
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+_WRITE = struct.Struct("<QQQIIIHH")
+GATHER_READS = 256
+"""Reads in one gathered message: enough that the message's cost vanishes, few enough that the first are not kept waiting."""
+GATHER_BYTES = 2 * MIB
+_ALONE_BYTES = 256 * KIB
+"""From this size a read travels alone: gathering saves nothing, and its reply need not wait for others."""
+_LANES_PER_FILE = 65536
+
+
+@lru_cache(maxsize=1024)
+def reads_struct(count: int) -> struct.Struct:
+    return struct.Struct("<" + "QIIIHH" * count)
+
+
+@lru_cache(maxsize=1024)
+def results_struct(count: int) -> struct.Struct:
+    return struct.Struct("<" + "HHIQ" * count)
+
+
+class Lane:
+    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end."""
+
+    __slots__ = ("target", "endpoints", "pending", "pending_bytes", "scheduled", "in_flight")
+
+    def __init__(self, target: int, endpoints: tuple[str, ...]):
+        self.target = target
+        self.endpoints = endpoints
+        self.pending: list[_Read] = []
+        self.pending_bytes = 0
+        self.scheduled = False
+        self.in_flight = 0
+
+
+class _Read:
+    """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
+
+    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "verify")
+
+    def __init__(self, file: OpenInode, index: int, offset: int, length: int, into, future, deadline_s: float):
+        self.file = file
+        self.index = index
+        self.offset = offset
+        self.length = length
+        self.into = into
+        self.future = future
+        self.deadline_s = deadline_s
+        self.tries = 0
+        self.verify = False
+
+
+class ChunkClient:
+    """`renew(file, rights)` gets a new grant, and attributes, for an open inode."""
+
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
+                 renew: Callable[[OpenInode, int], Awaitable[None]]):
+        self._view = view
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._renew = renew
+        self._loop = asyncio.get_running_loop()
+        self._lanes: dict[int, Lane] = {}
+        self.epoch = view.map.epoch
+        self._sequence = 0
+        self._tasks: set[asyncio.Task] = set()
+        self.map_changed_files: Callable[[], None] = lambda: None
+        self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
+        view.changed.append(self._map_changed)
+
+    def _map_changed(self, pool_map) -> None:
+        self.epoch = pool_map.epoch
+        for lane in self._lanes.values():
+            target = pool_map.target_by_id.get(lane.target)
+            if target is not None:
+                lane.endpoints = target.endpoints
+        self.map_changed_files()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+
+    # -- where -----------------------------------------------------------------------------------------------------------
+
+    def lane(self, target: int) -> Lane:
+        lane = self._lanes.get(target)
+        if lane is None:
+            known = self._view.map.target_by_id.get(target)
+            if known is None:
+                raise StaleEpoch(f"the pool map does not know target {target}")
+            lane = self._lanes[target] = Lane(target, known.endpoints)
+        return lane
+
+    def find_lane(self, file: OpenInode, index: int, attempt: int = 0) -> Lane:
+        """The lane for reading the chunk; `attempt` goes round the targets of its chain."""
+        pool_map = self._view.map
+        targets = self._chain(file, index)
+        up = [t for t in targets if pool_map.target_by_id[t].state in ("up", "draining")] or targets
+        lane = self.lane(up[attempt % len(up)])
+        if attempt == 0:
+            if len(file.lanes) >= _LANES_PER_FILE:
+                file.lanes.clear()
+            file.lanes[index] = lane
+        return lane
+
+    def _chain(self, file: OpenInode, index: int) -> tuple[int, ...]:
+        table = self._view.map.table_by_id.get(file.layout.table)
+        if table is None:
+            raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
+        return table.chains[chain_of(file.inode, index)].targets
+
+    def targets_of(self, file: OpenInode) -> set[int]:
+        """All targets that can hold chunks of the file."""
+        return {t for chain in self._view.map.table_by_id[file.layout.table].chains for t in chain.targets}
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def read(self, file: OpenInode, index: int, offset: int, length: int, into: memoryview | None = None) -> asyncio.Future:
+        """The whole blocks [offset, offset + length) of chunk `index`, as a future of `length` bytes.
+
+        Its result is a memoryview (of `into`, when given) that belongs to the caller. What was never written is zeros.
+        The future fails with ChecksumMismatch when no replica has good bytes, DeadlineExceeded or Disconnected when nobody
+        answered in time, NotFound where the inode is gone and its grant could not be renewed. Cancelling it is allowed.
+        """
+        future = self._loop.create_future()
+        job = _Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
+        file.grant_used = True
+        try:
+            lane = file.lanes.get(index) or self.find_lane(file, index)
+        except Stale as error:
+            self._again(job, error)
+            return future
+        if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending):
+            self._send(lane, [job])
+            return future
+        lane.pending.append(job)
+        lane.pending_bytes += length
+        if len(lane.pending) >= GATHER_READS or lane.pending_bytes >= GATHER_BYTES:
+            self._send_pending(lane)
+        elif not lane.scheduled:
+            lane.scheduled = True
+            self._loop.call_soon(self._turn_over, lane)
+        return future
+
+    def _turn_over(self, lane: Lane) -> None:
+        lane.scheduled = False
+        if lane.pending:
+            self._send_pending(lane)
+
+    def _send_pending(self, lane: Lane) -> None:
+        jobs, lane.pending, lane.pending_bytes = lane.pending, [], 0
+        self._send(lane, jobs)
+
+    def _send(self, lane: Lane, jobs: list[_Read]) -> None:
+        connection = self._dialer.live(lane.endpoints)
+        if connection is None:
+            self.own(self._send_when_connected(lane, jobs))
+            return
+        self._submit(connection, lane, jobs)
+
+    async def _send_when_connected(self, lane: Lane, jobs: list[_Read]) -> None:
+        try:
+            connection = await self._dialer.connect(lane.endpoints, jobs[0].deadline_s)
+        except NvpoolError as error:
+            for job in jobs:
+                self._again(job, error)
+            return
+        self._submit(connection, lane, jobs)
+
+    def _submit(self, connection, lane: Lane, jobs: list[_Read]) -> None:
+        if len(jobs) == 1:
+            job = jobs[0]
+            grants = [job.file.grant]
+            reads = reads_struct(1).pack(job.file.inode, job.index, job.offset, job.length, 0, 0)
+            into, verify = job.into, job.verify
+        else:
+            places: dict[bytes, int] = {}
+            flat: list[int] = []
+            for job in jobs:
+                file = job.file
+                flat += (file.inode, job.index, job.offset, job.length, places.setdefault(file.grant, len(places)), 0)
+            grants = list(places)
+            reads = reads_struct(len(jobs)).pack(*flat)
+            into, verify = None, False
+        message = data_pb2.ReadRequest(map_epoch=self.epoch, target=lane.target, grants=grants, reads=reads, verify=verify)
+        self.counters["messages"] += 1
+        self.counters["reads"] += len(jobs)
+        lane.in_flight += 1
+        connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=jobs[0].deadline_s, into=into,
+                          on_done=partial(self._answered, lane, jobs))
+
+    def _answered(self, lane: Lane, jobs: list[_Read], reply, error) -> None:
+        lane.in_flight -= 1
+        if error is None:
+            try:
+                answer = data_pb2.ReadReply.FromString(bytes(reply.message))
+                results = results_struct(len(jobs)).unpack(answer.results)
+            except (ValueError, TypeError, struct.error):
+                error = CorruptFrame("a store's answer to a read does not fit the question")
+        if error is not None:
+            for job in jobs:
+                self._again(job, error)
+            return
+        checksums, payload = answer.checksums, reply.payload
+        at = place = 0
+        for number, job in enumerate(jobs):
+            status, length = results[4 * number], results[4 * number + 2]
+            if status:
+                self._again(job, _error_of(status, job))
+                continue
+            part = payload[at:at + length]
+            at += length
+            if length == BLOCK_BYTES:
+                good = crc32c(part).to_bytes(4, "little") == checksums[place:place + 4]
+                place += 4
+            else:
+                end = place + length // BLOCK_BYTES * 4
+                good = len(part) == length <= job.length and not length % BLOCK_BYTES \
+                    and block_checksums(part) == checksums[place:end]
+                place = end
+            if not good:
+                self.counters["mismatches"] += 1
+                self._again(job, _mismatch(job, lane))
+                continue
+            future = job.future
+            if future.done():
+                continue
+            into = job.into
+            if into is not None:
+                if part.obj is not into.obj:
+                    into[:length] = part  # the transport could not receive there
+                if length != job.length:
+                    into[length:] = bytes(job.length - length)
+                future.set_result(into)
+            elif length == job.length:
+                future.set_result(part)
+            else:
+                whole = bytearray(job.length)
+                whole[:length] = part
+                future.set_result(memoryview(whole))
+
+    def _again(self, job: _Read, error: BaseException) -> None:
+        """Decide what follows from `error`: the future fails, or a task repeats the read."""
+        if job.future.done():
+            return
+        if isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
+            job.future.set_exception(error)
+            return
+        if isinstance(error, Damaged):
+            replicas = 1
+            if job.file.layout.table in self._view.map.table_by_id:
+                replicas = len(self._chain(job.file, job.index))
+            if job.verify and job.tries >= replicas:
+                job.future.set_exception(error)
+                return
+            job.verify = True
+        self.own(self._repeat(job, error))
+
+    async def _repeat(self, job: _Read, error: NvpoolError) -> None:
+        job.tries += 1
+        self.counters["repeats"] += 1
+        try:
+            await self._mend(job.file, error, job.tries, job.deadline_s, READ)
+            if job.future.done():
+                return
+            lane = self.find_lane(job.file, job.index, job.tries if isinstance(error, (Unavailable, Damaged)) else 0)
+            self._send(lane, [job])
+        except Stale as stale:
+            self._again(job, stale)
+        except NvpoolError as final:
+            if not job.future.done():
+                job.future.set_exception(final)
+
+    async def _mend(self, file: OpenInode, error: NvpoolError, tries: int, deadline_s: float, rights: int) -> None:
+        """Do what `error` asks for before the request is repeated. Raises `error`'s last word when the deadline is near."""
+        left = deadline_s - self._clock.boottime_s()
+        if left <= 0:
+            raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error))
+        if isinstance(error, (StaleGrant, StaleSession)):
+            if tries > 1:
+                await asyncio.sleep(self._delay(tries, error, left))
+            await self._renew(file, rights)
+            return
+        if isinstance(error, (StaleEpoch, WrongTarget)):
+            if not await self._view.refresh():
+                await asyncio.sleep(self._delay(tries, error, left))
+            return
+        if isinstance(error, Unavailable):
+            await asyncio.sleep(self._delay(tries, error, left))
+            if isinstance(error, Unreachable) and tries % 4 == 0:
+                await self._view.refresh()  # it may live elsewhere now
+
+    def _delay(self, tries: int, error: NvpoolError, left: float) -> float:
+        first, last = self._options.retry_first_s, self._options.retry_last_s
+        delay = max(error.retry_after_s, min(last, first * 2 ** min(tries - 1, 16)))
+        return max(0.0, min(delay * (0.75 + self._clock.random().random() / 2), left))
+
+    def own(self, work) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def read_range(self, file: OpenInode, offset: int, length: int, into: memoryview | None = None):
+        """`length` > 0 bytes of the file from `offset`, over as many chunks as it takes; holes are zeros."""
+        end = offset + length
+        index = offset >> file.chunk_bits
+        first = offset & -4096
+        span = (end + 4095 & -4096) - first
+        if (end - 1) >> file.chunk_bits == index:
+            if into is not None and span == length:
+                return await self.read(file, index, first & file.chunk_mask, span, into)
+            block = await self.read(file, index, first & file.chunk_mask, span)
+            part = block if span == length else block[offset - first:offset - first + length]
+            if into is None:
+                return part
+            into[:] = part
+            return into
+        whole = memoryview(bytearray(span)) if into is None or span != length else into
+        futures = []
+        place = first
+        while place < end:
+            border = min((place >> file.chunk_bits) + 1 << file.chunk_bits, first + span)
+            futures.append(self.read(file, place >> file.chunk_bits, place & file.chunk_mask, border - place,
+                                     whole[place - first:border - first]))
+            place = border
+        try:
+            for future in futures:
+                await future
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        part = whole[offset - first:offset - first + length]
+        if into is None or whole is into:
+            return part
+        into[:] = part
+        return into
+
+    # -- writing ---------------------------------------------------------------------------------------------------------
+
+    async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
+                    sequence: int, deadline_s: float) -> int:
+        """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return the target that has them.
+
+        On return they survive kill -9 of the store. Repeated under the same name until then, or until `deadline_s`. The cut
+        number sent is the one the file has now: StaleCut goes up to the writer, who knows what still applies. `parts` must
+        not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may have been.
+        """
+        tries = 0
+        while True:
+            try:
+                lane = self.lane(self._chain(file, index)[0])
+                header = _WRITE.pack(file.inode, file.cut, sequence, index, offset, length, 0, 0)
+                message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
+                                                checksums=checksums, session=file.grant_session, slot=0)
+                connection = self._dialer.live(lane.endpoints)
+                if connection is None:
+                    connection = await self._dialer.connect(lane.endpoints, deadline_s)
+                self.counters["writes"] += 1
+                file.grant_used = True
+                reply = await connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
+                results = data_pb2.WriteReply.FromString(bytes(reply.message)).results
+                if len(results) != 16:
+                    raise CorruptFrame("a store's answer to a write does not fit the question")
+                status = results[0] | results[1] << 8
+                if status:
+                    raise errors.BY_WIRE_CODE.get(status, Unavailable)()
+                return lane.target
+            except StaleCut:
+                raise
+            except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
+                tries += 1
+                self.counters["repeats"] += 1
+                # spoiled on the way, or the block that ours are to be merged with: the second is not mended by asking
+                if isinstance(error, ChecksumMismatch) and tries > 2:
+                    raise
+                await self._mend(file, error, tries, deadline_s, WRITE)
+
+    def next_sequence(self) -> int:
+        """The name of the next write, within the session of its grant."""
+        self._sequence += 1
+        return self._sequence
+
+    async def flush(self, file: OpenInode | None, targets: Sequence[int]) -> None:
+        """Return when everything that these targets have answered survives the loss of power."""
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        waiting = [self._loop.create_task(self._flush_one(target, deadline_s)) for target in targets]
+        if not waiting:
+            return
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _flush_one(self, target: int, deadline_s: float) -> None:
+        request = data_pb2.FlushRequest(map_epoch=self.epoch, target=target)
+        await self.ask_target(target, wire_pb2.DATA_FLUSH, request, deadline_s)
+
+    async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
+        """The encoded answer of one target to a request that may be repeated; retried until the deadline."""
+        tries = 0
+        while True:
+            try:
+                lane = self.lane(target)
+                reply = await self._dialer.call(lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+                return bytes(reply.message)
+            except (StaleEpoch, WrongTarget, Unavailable) as error:
+                tries += 1
+                left = deadline_s - self._clock.boottime_s()
+                if left <= 0:
+                    raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error)) from None
+                refreshed = isinstance(error, Stale) and await self._view.refresh()
+                if not refreshed:
+                    await asyncio.sleep(self._delay(tries, error, left))
+                if hasattr(request, "map_epoch"):
+                    request.map_epoch = self.epoch
+
+
+def _error_of(status: int, job: _Read) -> NvpoolError:
+    cls = errors.BY_WIRE_CODE.get(status, Unavailable)
+    what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
+    return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
+
+
+def _mismatch(job: _Read, lane: Lane) -> ChecksumMismatch:
+    return ChecksumMismatch(f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
+                            f"chunk {job.index}, offset {job.offset}, {job.length} bytes)")

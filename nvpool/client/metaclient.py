@@ -1,0 +1,356 @@
+"""Questions to and changes at the metadata service: finds the shard, keeps the session, repeats what may be repeated.
+
+Guarantees: a change is carried out once, however often it has to be sent: it travels under (session, slot, sequence), and a
+repetition carries the same; a slot is used again when the answer is here. A session is renewed at a third of its lease; what
+is open is named again to a shard that has restarted and to a new session. Everything ends by its deadline. Called by vfs,
+reader, writer and chunkclient's renewal of grants. Never caches an answer and never decides what an error means to a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    NvpoolError,
+    StaleEpoch,
+    StaleSession,
+    Unavailable,
+    Unreachable,
+    WrongShard,
+)
+from nvpool.base.ids import partition_of
+from nvpool.base.units import SLOTS_PER_SESSION
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+
+NOBODY = 0
+RENEW_INODES_MAX = 16384
+"""In one renewal; the rest goes with the next, at once."""
+
+
+class ShardSession:
+    """The client's registration at one shard: its slots and what it has open there."""
+
+    def __init__(self, shard: int):
+        self.shard = shard
+        self.session = 0
+        self.secret = b""
+        self.lease_s = 60.0
+        self.incarnation = 0
+        self.slots: deque[tuple[int, int]] = deque()     # free ones, with the last sequence that each has used
+        self.waiting: deque[asyncio.Future] = deque()    # for a slot
+        self.generation = 0                              # of the session: slots of an earlier one are not given back
+        self.open: dict[int, int] = {}                   # inode -> registrations
+        self.released: list[int] = []
+        self.opening: asyncio.Task | None = None
+        self.renewal: asyncio.Task | None = None
+        self.releasing: asyncio.Task | None = None
+
+
+class MetaClient:
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str):
+        self._view = view
+        self._dialer = dialer
+        self._options = options
+        self._clock = clock
+        self._name = name
+        self._shards: dict[int, ShardSession] = {}
+        self._closed = False
+        self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    async def ask(self, inode: int, method: int, request, reply_type):
+        """The answer to a question about `inode` (of a name: its directory). `request` has session and map_epoch.
+
+        Any Refused, or Stale that concerns the file (StaleCut, StaleCursor): the service's answer. Disconnected or
+        DeadlineExceeded when nobody answered in time. May be repeated.
+        """
+        self.counters["questions"] += 1
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        tries = 0
+        while True:
+            try:
+                state = self._shard_of(inode)
+                if not state.session:
+                    await self._ensure_session(state, deadline_s)
+                request.session = state.session
+                request.map_epoch = self._view.map.epoch
+                return reply_type.FromString(await self._send(state, method, request, deadline_s))
+            except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                tries += 1
+                await self._mend(inode, error, tries, deadline_s)
+
+    async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY):
+        """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
+
+        Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out.
+        """
+        self.counters["changes"] += 1
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        tries = 0
+        uncertain = False
+        state, slot, sequence, generation = None, 0, 0, 0
+        change = request.change
+        change.uid, change.gid = uid, gid
+        try:
+            while True:
+                try:
+                    now = self._shard_of(inode)
+                    if now is not state or state.generation != generation:
+                        if uncertain:
+                            raise Disconnected("the session ended before the answer to a change came")
+                        self._give_back(state, slot, sequence, generation)
+                        state = None
+                        if not now.session:
+                            await self._ensure_session(now, deadline_s)
+                        slot, sequence, generation = await self._take_slot(now, deadline_s)
+                        state = now
+                        change.session, change.slot, change.sequence = state.session, slot, sequence
+                    change.map_epoch = self._view.map.epoch
+                    return reply_type.FromString(await self._send(state, method, request, deadline_s))
+                except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                    if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
+                        raise Disconnected("the session ended before the answer to a change came") from None
+                    uncertain = uncertain or error.may_be_applied
+                    tries += 1
+                    await self._mend(inode, error, tries, deadline_s)
+        finally:
+            self._give_back(state, slot, sequence, generation)
+
+    async def ask_shard(self, shard: int, method: int, request, reply_type):
+        """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        tries = 0
+        while True:
+            try:
+                state = self._state(shard)
+                if hasattr(request, "session"):
+                    if not state.session:
+                        await self._ensure_session(state, deadline_s)
+                    request.session = state.session
+                return reply_type.FromString(await self._send(state, method, request, deadline_s))
+            except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                tries += 1
+                if isinstance(error, StaleSession):
+                    self._lost(self._state(shard), request.session)
+                await self._pause(error, tries, deadline_s)
+
+    async def _send(self, state: ShardSession, method: int, request, deadline_s: float) -> bytes:
+        shard = self._view.map.shard_by_id.get(state.shard)
+        if shard is None:
+            raise WrongShard(f"the pool map does not know shard {state.shard}")
+        connection = self._dialer.live(shard.endpoints)
+        if connection is None:
+            connection = await self._dialer.connect(shard.endpoints, deadline_s)
+        reply = await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)
+        return bytes(reply.message)
+
+    def _shard_of(self, inode: int) -> ShardSession:
+        return self._state(self._view.map.shard_of_partition[partition_of(inode)])
+
+    def _state(self, shard: int) -> ShardSession:
+        state = self._shards.get(shard)
+        if state is None:
+            state = self._shards[shard] = ShardSession(shard)
+        return state
+
+    async def _mend(self, inode: int, error: NvpoolError, tries: int, deadline_s: float) -> None:
+        """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come."""
+        self.counters["repeats"] += 1
+        if isinstance(error, StaleSession):
+            state = self._shard_of(inode)
+            self._lost(state, state.session)
+            if tries == 1:
+                return
+        elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
+            return
+        await self._pause(error, tries, deadline_s)
+        if isinstance(error, Unreachable) and tries % 4 == 0:
+            await self._view.refresh()  # it may live elsewhere now
+
+    async def _pause(self, error: NvpoolError, tries: int, deadline_s: float) -> None:
+        left = deadline_s - self._clock.boottime_s()
+        if left <= 0 or self._closed:
+            raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error))
+        delay = max(error.retry_after_s, min(self._options.retry_last_s, self._options.retry_first_s * 2 ** min(tries - 1, 16)))
+        await asyncio.sleep(min(delay * (0.75 + self._clock.random().random() / 2), left))
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    async def _take_slot(self, state: ShardSession, deadline_s: float) -> tuple[int, int, int]:
+        """A free slot, its next sequence, and the generation of the session that it belongs to."""
+        while not state.slots:
+            future = asyncio.get_running_loop().create_future()
+            state.waiting.append(future)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await future
+            except TimeoutError:
+                raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
+            finally:
+                if future in state.waiting:
+                    state.waiting.remove(future)
+                elif future.cancelled() and state.slots:
+                    self._wake(state)  # it was woken and went away: the next one may have the slot
+            if not state.session:
+                raise StaleSession
+        slot, sequence = state.slots.popleft()
+        return slot, sequence + 1, state.generation
+
+    def _give_back(self, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+        if state is not None and state.generation == generation and sequence:
+            state.slots.append((slot, sequence))
+            self._wake(state)
+
+    @staticmethod
+    def _wake(state: ShardSession) -> None:
+        while state.waiting:
+            future = state.waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                return
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    async def _ensure_session(self, state: ShardSession, deadline_s: float) -> None:
+        if state.opening is None or state.opening.done():
+            state.opening = asyncio.create_task(self._open_session(state, deadline_s))
+        await asyncio.shield(state.opening)
+
+    async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
+        request = meta_pb2.OpenSessionRequest(client=self._name)
+        raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
+        reply = meta_pb2.OpenSessionReply.FromString(raw)
+        state.generation += 1
+        state.lease_s = reply.lease_s or 60.0
+        state.secret = reply.secret
+        state.incarnation = reply.incarnation
+        last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
+        state.slots = deque(enumerate(last))
+        state.session = reply.session
+        self.counters["sessions"] += 1
+        if state.open:
+            await self._renew(state, deadline_s, again=True)
+        if state.renewal is None or state.renewal.done():
+            state.renewal = asyncio.create_task(self._keep(state))
+        for _ in range(min(len(state.waiting), len(state.slots))):
+            self._wake(state)
+
+    def _lost(self, state: ShardSession, session: int) -> None:
+        """The shard does not know the session any more: the next request opens a new one."""
+        if session and state.session == session:
+            state.session = 0
+            state.generation += 1
+            state.slots.clear()
+            state.released.clear()
+            while state.waiting:
+                future = state.waiting.popleft()
+                if not future.done():
+                    future.set_result(None)
+
+    async def _keep(self, state: ShardSession) -> None:
+        """Renew the session for as long as the client lives; what fails is tried again after a second."""
+        pause = state.lease_s / 3
+        while not self._closed:
+            await asyncio.sleep(pause)
+            try:
+                deadline_s = self._clock.boottime_s() + state.lease_s
+                if not state.session:
+                    await self._ensure_session(state, deadline_s)
+                else:
+                    await self._renew(state, deadline_s)
+                pause = state.lease_s / 3
+            except StaleSession:
+                self._lost(state, state.session)
+                pause = 0.0
+            except NvpoolError:
+                pause = min(1.0, state.lease_s / 6)
+
+    async def _renew(self, state: ShardSession, deadline_s: float, again: bool = False) -> None:
+        """Say that we live; `again`: and what is open, all of it."""
+        released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
+        opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
+        session = state.session
+        for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
+            request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch,
+                                                   released=_inodes(released),
+                                                   opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+            released = []
+            raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
+        self.counters["renewals"] += 1
+        reply = meta_pb2.RenewSessionReply.FromString(raw)
+        state.lease_s = reply.lease_s or state.lease_s
+        if reply.map_epoch > self._view.map.epoch:
+            await self._view.refresh()
+        if reply.incarnation != state.incarnation:
+            state.incarnation = reply.incarnation
+            if not again and state.open:
+                await self._renew(state, deadline_s, again=True)
+
+    # -- open files ----------------------------------------------------------------------------------------------------
+
+    def opened(self, inode: int) -> None:
+        """The service has registered one more open of `inode` for us."""
+        state = self._shard_of(inode)
+        state.open[inode] = state.open.get(inode, 0) + 1
+
+    def release(self, inode: int, count: int = 1) -> None:
+        """`count` registrations of `inode` are given up. Told to the service soon, in a batch; it is no loss if that fails:
+        the service forgets them with the session."""
+        state = self._shard_of(inode)
+        left = state.open.get(inode, 0) - count
+        if left > 0:
+            state.open[inode] = left
+        else:
+            state.open.pop(inode, None)
+        if not state.session:
+            return
+        state.released.extend([inode] * count)
+        if state.releasing is None or state.releasing.done():
+            state.releasing = asyncio.create_task(self._release_soon(state))
+
+    async def _release_soon(self, state: ShardSession) -> None:
+        while state.released and state.session and not self._closed:
+            await asyncio.sleep(self._options.release_s)
+            await self._release_now(state)
+
+    async def _release_now(self, state: ShardSession) -> None:
+        released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
+        if not released or not state.session:
+            return
+        request = meta_pb2.ReleaseRequest(session=state.session, map_epoch=self._view.map.epoch, inodes=_inodes(released))
+        try:
+            await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
+        except NvpoolError as error:
+            # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
+            # is given up with the session, or when the shard restarts.
+            if not error.may_be_applied:
+                state.released.extend(released)
+                await asyncio.sleep(self._options.retry_last_s)
+
+    async def close(self, deadline_s: float) -> None:
+        """End the sessions, as far as shards answer by `deadline_s`."""
+        self._closed = True
+        for state in self._shards.values():
+            for task in (state.renewal, state.releasing, state.opening):
+                if task is not None:
+                    task.cancel()
+            if not state.session:
+                continue
+            try:
+                request = meta_pb2.CloseSessionRequest(session=state.session)
+                await self._send(state, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
+            except NvpoolError:
+                pass  # it ends by itself
+            state.session = 0
+
+
+def _inodes(inodes: list[int]) -> bytes:
+    return struct.pack(f"<{len(inodes)}Q", *inodes)

@@ -1,0 +1,31 @@
+"""How a client behaves: bounds and times, one value for all of its parts. Every queue and cache has its bound here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvpool.base.units import MIB
+
+
+class ClientOptions(NamedTuple):
+    deadline_s: float = 60.0
+    """Every operation ends by then. Longer than any failover, so that a restarted daemon is a pause and not an error."""
+    attr_s: float = 1.0
+    """For how long paths are walked by attributes and entries that are here. Opening a file always asks (close-to-open)."""
+    fresh_s: float = 0.05
+    """For how long `lookup` and `getattr` answer from here: a kernel that asks has a cache of its own, whose age adds up."""
+    cached_entries: int = 200_000
+    write_buffer_bytes: int = 64 * MIB
+    """Written and not yet stored, over all files; writers wait above it."""
+    write_flight_bytes: int = 16 * MIB
+    """Of those, on their way to the stores at once: enough for 8 targets to have two pieces each."""
+    write_age_s: float = 1.0
+    """What is older is sent, and sizes reported, without anybody asking."""
+    read_ahead_bytes: int = 8 * MIB
+    """Read-ahead of one handle. 1 MiB pieces from several targets at once; measured, more brings nothing on one host."""
+    read_ahead_bytes_max: int = 128 * MIB
+    """Read-ahead of all handles together; beyond it reads go without."""
+    retry_first_s: float = 0.01
+    retry_last_s: float = 0.5
+    release_s: float = 0.1
+    """Closed handles are told to the metadata service in batches this far apart."""

@@ -1,0 +1,89 @@
+"""The newest pool map that this client knows, and where to get a newer one.
+
+Guarantees that the map only moves forward in epoch and that refreshes asked for at the same time are one. Called by
+metaclient and chunkclient when somebody answers that their map is old, or does not answer at all. Never invents a map:
+where none can be had the old one stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError, Unreachable, from_os_error
+from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+MAP_FILE = "poolmap.json"
+ASK_S = 5.0
+"""For one question for a map: a node that takes longer is not worth waiting for, the asker repeats anyway."""
+
+
+def read_map_file(directory: str) -> PoolMap:
+    """The map in DIR/poolmap.json. NotFound or AccessDenied as the file system says; CorruptRecord, WrongFormat."""
+    path = os.path.join(directory, MAP_FILE)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise from_os_error(error, f"reading the pool map {path}") from None
+    return decode_map(raw)
+
+
+class PoolView:
+    """`map` is the newest; `changed` callables are told of each newer one."""
+
+    def __init__(self, pool_map: PoolMap, *, directory: str | None, dialer, clock: Clock):
+        self.map = pool_map
+        self.changed: list[Callable[[PoolMap], None]] = []
+        self._directory = directory
+        self._dialer = dialer
+        self._clock = clock
+        self._asking: asyncio.Task | None = None
+
+    def offer(self, pool_map: PoolMap) -> bool:
+        """Take `pool_map` when it is newer; whether it was."""
+        if pool_map.epoch <= self.map.epoch or pool_map.pool_id != self.map.pool_id:
+            return False
+        self.map = pool_map
+        for tell in self.changed:
+            tell(pool_map)
+        return True
+
+    async def refresh(self) -> bool:
+        """Ask for a newer map once; whether there was one. Does not raise when nobody answers: the old map stays."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> bool:
+        if self._directory is not None:
+            try:
+                return self.offer(read_map_file(self._directory))
+            except NvpoolError:
+                return False
+        for node in self.map.nodes:
+            if not node.endpoints:
+                continue
+            try:
+                found = await fetch_map(self._dialer, node.endpoints, self._clock, newer_than=self.map.epoch)
+            except NvpoolError:
+                continue
+            return found is not None and self.offer(found)
+        return False
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0) -> PoolMap | None:
+    """The map of the node at `endpoints`, or None when it has nothing newer. Unreachable, DeadlineExceeded."""
+    request = pool_pb2.MapRequest(newer_than=newer_than).SerializeToString()
+    reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request, deadline_s=clock.boottime_s() + ASK_S)
+    raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
+    if not raw and not newer_than:
+        raise Unreachable("the node has no pool map yet")
+    return decode_map(raw) if raw else None

@@ -1,0 +1,236 @@
+"""Reads of open files: own unstored writes first, then what was read ahead, then the stores.
+
+Guarantees: what was written on this client before a read began is seen by it; a read is short only at the end of the file,
+as this client knows it; read-ahead is bounded per handle and over all, and is thrown away by a write, a cut or after
+`_UNIT_LIFE_S`. Called by vfs. Random reads cost no task and no copy: the result is a view of the received payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError
+from nvpool.base.units import KIB
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+from nvpool.client.writer import Writer
+
+_UNIT_BITS_MAX = 20
+_SEQUENTIAL_BYTES = 128 * KIB
+"""A run of this length, of at least two reads, is a sequential reader."""
+_UNIT_LIFE_S = 3.0
+"""Bytes read ahead are not handed out later than this: close-to-open would allow it, people who follow a log would not."""
+EMPTY = memoryview(b"")
+
+
+class _Unit:
+    __slots__ = ("future", "bytes", "born_s")
+
+    def __init__(self, future: asyncio.Future, count: int, born_s: float):
+        self.future = future
+        self.bytes = count
+        self.born_s = born_s
+
+
+class Ahead:
+    """Where a handle reads, and what was fetched for it."""
+
+    __slots__ = ("next", "run", "reads", "units", "window", "far")
+
+    def __init__(self) -> None:
+        self.next = 0        # where the next sequential read begins
+        self.run = 0         # bytes read in sequence
+        self.reads = 0       # reads in sequence
+        self.units: dict[int, _Unit] = {}
+        self.window = 0
+        self.far = 0         # first unit that was never fetched in this run
+
+
+class Reader:
+    def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, *,
+                 refresh: Callable[[OpenInode, int], Awaitable[None]]):
+        self._chunks = chunks
+        self._batches = batches
+        self._writer = writer
+        self._options = options
+        self._clock = clock
+        self._refresh = refresh
+        self._ahead_bytes = 0
+        self.counters = {"ahead_hits": 0, "ahead_bytes": 0}
+
+    async def read(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | bytes:
+        """The bytes [offset, offset + length) of the file, fewer only at its end. The result is the caller's.
+
+        Fails as ChunkClient.read does. May be repeated.
+        """
+        size = file.size
+        end = offset + length
+        if end > size:
+            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s():
+                await self._refresh(file, 0)  # somebody else may have made it longer
+                size = file.size
+            if end > size:
+                end = size
+            if offset >= end:
+                return EMPTY
+            length = end - offset
+        written = file.written
+        if written is not None and (written.dirty or written.sending):
+            laid = self._writer.overlay(file, offset, end)
+            if laid:
+                return await self._read_over(file, offset, length, laid)
+        if offset == ahead.next or ahead.units:
+            sequential = self._follow(file, ahead, offset, end, size)
+            if sequential:
+                found = await self._from_units(file, ahead, offset, end)
+                if found is not None:
+                    return found
+        else:
+            ahead.run = ahead.reads = 0
+        ahead.next = end
+        index = offset >> file.chunk_bits
+        if (end - 1) >> file.chunk_bits == index:
+            # the common read, written out: one chunk
+            skip = offset & 4095
+            span = skip + length + 4095 & -4096
+            block = await self._chunks.read(file, index, (offset & file.chunk_mask) - skip, span)
+            return block if span == length else block[skip:skip + length]
+        return await self._chunks.read_range(file, offset, length)
+
+    async def _read_over(self, file: OpenInode, offset: int, length: int, laid: list) -> memoryview:
+        if len(laid) == 1 and laid[0][0] == offset and laid[0][1] == offset + length:
+            return memoryview(laid[0][2])
+        whole = bytearray(length)
+        view = memoryview(whole)
+        if not _covers(laid, offset, offset + length):
+            view[:] = await self._chunks.read_range(file, offset, length)
+        for start, end, part in laid:
+            view[start - offset:end - offset] = part
+        return view
+
+    # -- read-ahead ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, file: OpenInode, ahead: Ahead, offset: int, end: int, size: int) -> bool:
+        """Take note of a read; fetch what comes next when the handle reads in sequence. Whether units may hold it."""
+        bits = min(file.chunk_bits, _UNIT_BITS_MAX)
+        if offset == ahead.next:
+            ahead.next = end
+        elif not -(2 << bits) <= offset - ahead.next <= max(ahead.window, 1 << bits):
+            self.forget(file, ahead)
+            return False
+        else:
+            ahead.next = max(ahead.next, end)  # requests of one sequential reader may overtake one another
+        ahead.run += end - offset
+        ahead.reads += 1
+        if ahead.reads < 2 or ahead.run < _SEQUENTIAL_BYTES:
+            return bool(ahead.units)
+        if ahead.far << bits >= size and not ahead.units:
+            return False
+        if file.written is not None and (file.written.dirty or file.written.sending):
+            return bool(ahead.units)  # what stores have is not yet what was written
+        ahead.window = min(self._options.read_ahead_bytes, max(1 << bits, ahead.run * 2))
+        now_s = self._clock.boottime_s()
+        first = end + (1 << bits) - 1 >> bits
+        if offset & (1 << bits) - 1 == 0 and end - offset >= 1 << bits:
+            first = offset >> bits
+        if not ahead.units and ahead.far < first:
+            ahead.far = first
+        last = min(end + ahead.window - 1, size - 1) >> bits
+        if ahead.far <= last:
+            file.ahead.add(ahead)
+        while ahead.far <= last:
+            unit = ahead.far
+            start = unit << bits
+            count = min(1 << bits, size - start) + 4095 & -4096
+            if self._ahead_bytes + count > self._options.read_ahead_bytes_max:
+                break
+            future = self._chunks.read(file, start >> file.chunk_bits, start & file.chunk_mask, count)
+            future.add_done_callback(_seen)
+            ahead.units[unit] = _Unit(future, count, now_s)
+            self._ahead_bytes += count
+            self.counters["ahead_bytes"] += count
+            ahead.far += 1
+        behind = (end >> bits) - 1  # one unit stays, for requests that were overtaken
+        for unit in [u for u in ahead.units if u < behind]:
+            self._ahead_bytes -= ahead.units.pop(unit).bytes
+        return True
+
+    async def _from_units(self, file: OpenInode, ahead: Ahead, offset: int, end: int) -> memoryview | None:
+        bits = min(file.chunk_bits, _UNIT_BITS_MAX)
+        first, last = offset >> bits, end - 1 >> bits
+        units = []
+        oldest_s = self._clock.boottime_s() - _UNIT_LIFE_S
+        for number in range(first, last + 1):
+            unit = ahead.units.get(number)
+            if unit is None:
+                return None
+            if unit.born_s < oldest_s and unit.future.done():
+                self.forget(file, ahead)
+                return None
+            units.append(unit)
+        try:
+            for unit in units:
+                if not unit.future.done():
+                    await asyncio.shield(unit.future)
+            parts = [unit.future.result() for unit in units]
+        except (NvpoolError, asyncio.CancelledError):
+            if any(unit.future.done() and (unit.future.cancelled() or unit.future.exception()) for unit in units):
+                self.forget(file, ahead)
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    raise
+                return None  # the read itself asks again and reports what it meets
+            raise
+        self.counters["ahead_hits"] += 1
+        start = first << bits
+        if first == last:
+            part = parts[0][offset - start:end - start]
+            return part if len(part) == end - offset else None
+        whole = bytearray(end - offset)
+        view = memoryview(whole)
+        for number, part in enumerate(parts):
+            begin = start + (number << bits)
+            a, b = max(offset, begin), min(end, begin + len(part), begin + (1 << bits))
+            if b < min(end, begin + (1 << bits)):
+                return None  # the file grew behind what was fetched
+            view[a - offset:b - offset] = part[a - begin:b - begin]
+        return view
+
+    def forget(self, file: OpenInode, ahead: Ahead) -> None:
+        """Throw away what was fetched for the handle; it begins anew."""
+        for unit in ahead.units.values():
+            self._ahead_bytes -= unit.bytes
+        ahead.units.clear()
+        ahead.run = ahead.reads = ahead.window = ahead.far = 0
+        ahead.next = -1
+        file.ahead.discard(ahead)
+
+    def changed(self, file: OpenInode) -> None:
+        """The file is written or cut here: nothing that was fetched before may be handed out."""
+        for ahead in list(file.ahead):
+            place = ahead.next
+            self.forget(file, ahead)
+            ahead.next = place
+
+    async def read_many(self, reads, into: memoryview) -> None:
+        """Each (open inode, offset, length, place in `into`), all within their files' ends; see BatchReader.read_many."""
+        for file in {id(read[0]): read[0] for read in reads}.values():
+            if file.written is not None and (file.written.dirty or file.written.sending):
+                await self._writer.store(file)
+        await self._batches.read_many(reads, into)
+
+
+def _seen(future: asyncio.Future) -> None:
+    """A unit that nobody came to read has no one to report its failure to: the read that comes meets its own."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _covers(laid: list, start: int, end: int) -> bool:
+    for first, last, _ in sorted(laid, key=lambda piece: piece[0]):
+        if first > start:
+            return False
+        start = max(start, last)
+    return start >= end

@@ -1,0 +1,109 @@
+"""A client of a pool: finds the pool map, makes the parts, runs their background work, ends them.
+
+`Client.open` is the one way in for mounts, the SDK and tools. One client belongs to one event loop and one process: after a
+fork it must not be used in the child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import InvalidRequest, NvpoolError
+from nvpool.base.host import host_id
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView, fetch_map, read_map_file
+from nvpool.client.vfs import Vfs
+from nvpool.logic.poolmap import PoolMap
+from nvpool.wire.dial import Dialer
+from nvpool.wire.transport import Greeting
+
+__all__ = ["Client", "ClientOptions"]
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+"""How often background work looks round: half of the second after which unstored bytes are to be on their way."""
+CLOSE_S = 10.0
+
+
+class Client:
+    """`vfs` is the file system, `pool_map` the newest map, `dialer` the connections (for tools that ask daemons themselves)."""
+
+    def __init__(self, vfs: Vfs, view: PoolView, dialer: Dialer, clock: Clock):
+        self.vfs = vfs
+        self.dialer = dialer
+        self._view = view
+        self._clock = clock
+        self._closed = False
+        self._ticking = asyncio.create_task(self._tick())
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._view.map
+
+    @classmethod
+    async def open(cls, where: str | os.PathLike | PoolMap, name: str = "", options: ClientOptions | None = None, *,
+                   clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None) -> Client:
+        """A client of the pool that `where` names: its directory on this host, "host:port" or an endpoint URL of any of its
+        nodes, or a PoolMap.
+
+        Talks to no metadata service yet: the session begins with the first operation, so that a mount comes up while a shard is
+        down. NotFound, WrongFormat when the directory is none of a pool; Unreachable when no node answers there.
+        """
+        options = options or ClientOptions()
+        host = host_id()
+        greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
+        dialer = dialer or Dialer(greeting, host_id=host, clock=clock)
+        directory = None
+        try:
+            if isinstance(where, PoolMap):
+                pool_map = where
+            else:
+                place = os.fspath(where)
+                directory = _directory(place)
+                if directory is not None:
+                    pool_map = read_map_file(directory)
+                else:
+                    pool_map = await fetch_map(dialer, _endpoints(place), clock)
+            dialer.set_fingerprint(pool_map.fingerprint)
+        except BaseException:
+            await dialer.close()
+            raise
+        view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
+        return cls(Vfs(view, dialer, options, clock, name=greeting.name), view, dialer, clock)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self.vfs.run_once()
+            except NvpoolError as error:
+                log.warning("background work of the client: %s", error)
+
+    async def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Store and report what was written, give up the session, end the connections; in that time in any case.
+
+        May be called twice. What could not be stored is lost with this client; who must know calls fsync before."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ticking.cancel()
+        await self.vfs.close(self._clock.boottime_s() + timeout_s)
+        await self._view.close()
+        await self.dialer.close()
+
+
+def _directory(place: str) -> str | None:
+    return os.path.abspath(place) if "://" not in place and os.path.isdir(place) else None
+
+
+def _endpoints(place: str) -> tuple[str, ...]:
+    if "://" in place:
+        return tuple(part for part in place.split(",") if part)
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidRequest(f"{place} is neither a directory of a pool nor the address of a node; write DIR or HOST:PORT")
+    return (f"stream://{place}",)

@@ -1,0 +1,29 @@
+"""The file system as every front end sees it: POSIX operations on inode numbers, names as bytes, errors of base/errors.
+
+Guarantees close-to-open consistency between clients and, on one client, that every operation sees what those before it did.
+Called by fuse/ops and sdk. It never checks who may do what (the kernel does, for a mount) and never retries: parts below do.
+"""
+
+from __future__ import annotations
+
+from nvpool.client.vfs.attributes import Attributes
+from nvpool.client.vfs.contract import (
+    NOW,
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    XATTR_CREATE,
+    XATTR_REPLACE,
+    Caller,
+    DirHandle,
+    FileHandle,
+    StatFs,
+)
+from nvpool.client.vfs.files import Files
+from nvpool.client.vfs.listing import Listing
+
+__all__ = ["NOW", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE", "Caller", "DirHandle", "FileHandle",
+           "StatFs", "Vfs"]
+
+
+class Vfs(Files, Attributes, Listing):
+    """Made by client/session."""

@@ -1,0 +1,179 @@
+"""Attributes, extended attributes, rights and the state of the whole pool."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from nvpool.base.errors import AccessDenied, InvalidRequest, NoAttribute, NvpoolError, RangeTooSmall, TooBig
+from nvpool.base.units import (
+    BLOCK_BYTES,
+    CHAINS_PER_TABLE,
+    NAME_BYTES_MAX,
+    XATTR_NAME_BYTES_MAX,
+    XATTR_VALUE_BYTES_MAX,
+)
+from nvpool.client.cache import XATTR_FLAG
+from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
+from nvpool.client.vfs.core import Core
+from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import Attr
+
+STATFS_AGE_S = 1.0
+FULL_SHARE = 0.98
+"""Stores refuse to grow beyond this share of a drive (design: a reserve for removal, repair and the journals)."""
+
+_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2, 4, 8, 16, 32, 64, 128, 256
+
+
+class Attributes(Core):
+    _statfs: tuple[StatFs, float] | None = None
+
+    async def getattr(self, inode: int) -> Attr:
+        """What stat shows: own writes included, in size and time."""
+        await self._settle(inode)
+        attr = self.cache.attr(inode, self.options.fresh_s)
+        return self._merged(attr if attr is not None else await self._fetch_attr(inode))
+
+    async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+                      size: int | None = None, atime_ns: int | str | None = None, mtime_ns: int | str | None = None,
+                      ctime_ns: int | None = None, caller: Caller, handle: FileHandle | None = None) -> Attr:
+        """Change what is not None; NOW for a time is the service's. A new size cuts or extends with zeros, own unstored writes
+        behind it are forgotten, and on return no reader anywhere sees a byte that was cut."""
+        request = meta_pb2.SetAttrRequest(inode=inode)
+        valid = 0
+        if mode is not None:
+            valid |= _MODE
+            request.mode = stat.S_IMODE(mode)
+        if uid is not None:
+            valid |= _UID
+            request.uid = uid
+        if gid is not None:
+            valid |= _GID
+            request.gid = gid
+        if atime_ns is not None:
+            valid |= _ATIME_NOW if atime_ns == NOW else _ATIME
+            request.atime_ns = 0 if atime_ns == NOW else atime_ns
+        if mtime_ns is not None:
+            valid |= _MTIME_NOW if mtime_ns == NOW else _MTIME
+            request.mtime_ns = 0 if mtime_ns == NOW else mtime_ns
+        if ctime_ns is not None:
+            valid |= _CTIME
+            request.ctime_ns = ctime_ns
+        file = self.cache.open.get(inode)
+        if size is not None:
+            if size < 0:
+                raise InvalidRequest(f"a size of {size} bytes")
+            valid |= _SIZE
+            request.size = size
+        request.valid = valid
+        if not valid:
+            return await self.getattr(inode)
+        if file is None:
+            self.cache.forget_attr(inode)
+            return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
+        request.rights = file.grant_rights
+        if mtime_ns is not None:
+            await self._settle(inode)  # what is stamped by a later report would lie over the time that is set here
+        if size is None:
+            return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
+        self.reader.changed(file)
+        await self.writer.begin_cut(file, size)
+        try:
+            if size > file.attr.size:
+                await self.writer.settle(file)
+            attr = self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+        finally:
+            self.writer.end_cut(file)
+            self.reader.changed(file)
+        return self._merged(attr)
+
+    async def access(self, inode: int, mask: int, caller: Caller) -> None:
+        """AccessDenied when the mode does not give `mask` (R_OK, W_OK, X_OK) to the caller. Knows one group of the caller;
+        a mount leaves this to the kernel."""
+        attr = await self.getattr(inode)
+        if caller.uid == 0:
+            if mask & os.X_OK and not attr.mode & 0o111 and not stat.S_ISDIR(attr.mode):
+                raise AccessDenied
+            return
+        shift = 6 if caller.uid == attr.uid else 3 if caller.gid == attr.gid else 0
+        if mask & ~(attr.mode >> shift) & 7:
+            raise AccessDenied
+
+    # -- extended attributes -------------------------------------------------------------------------------------------
+
+    async def _has_none(self, inode: int) -> bool:
+        """Whether the inode is known to have no extended attributes: the kernel asks for one at every write."""
+        attr = self.cache.attr(inode, self.options.attr_s)
+        return attr is not None and not attr.flags & XATTR_FLAG
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        if await self._has_none(inode):
+            raise NoAttribute
+        request = meta_pb2.GetXattrRequest(inode=inode, name=name)
+        return (await self.meta.ask(inode, wire_pb2.META_GETXATTR, request, meta_pb2.GetXattrReply)).value
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller) -> None:
+        if not name:
+            raise InvalidRequest("an attribute needs a name")
+        if len(name) > XATTR_NAME_BYTES_MAX:
+            raise RangeTooSmall("an attribute's name has at most 255 bytes")
+        if len(value) > XATTR_VALUE_BYTES_MAX:
+            raise TooBig("an attribute's value has at most 64 KiB")
+        request = meta_pb2.SetXattrRequest(inode=inode, name=name, value=value, flags=flags)
+        self._take(await self._change(inode, wire_pb2.META_SETXATTR, request, meta_pb2.Entry, caller))
+
+    async def listxattr(self, inode: int) -> list[bytes]:
+        if await self._has_none(inode):
+            return []
+        request = meta_pb2.ListXattrRequest(inode=inode)
+        return list((await self.meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names)
+
+    async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
+        if await self._has_none(inode):
+            raise NoAttribute
+        request = meta_pb2.RemoveXattrRequest(inode=inode, name=name)
+        self._take(await self._change(inode, wire_pb2.META_REMOVEXATTR, request, meta_pb2.Entry, caller))
+
+    # -- the pool ------------------------------------------------------------------------------------------------------
+
+    async def statfs(self) -> StatFs:
+        """Sizes of the pool, at most a second old. A target that does not answer counts as full."""
+        now_s = self.clock.boottime_s()
+        if self._statfs is not None and self._statfs[1] > now_s:
+            return self._statfs[0]
+        pool_map = self.view.map
+        capacity: dict[int, int] = {}
+        free: dict[int, int] = {}
+        deadline_s = now_s + min(5.0, self.options.deadline_s)
+        for target in pool_map.targets:
+            if target.state == "gone":
+                continue
+            capacity[target.id], free[target.id] = target.capacity_bytes, 0
+            request = data_pb2.DataStatusRequest(target=target.id)
+            try:
+                raw = await self.chunks.ask_target(target.id, wire_pb2.DATA_STATUS, request, deadline_s)
+            except NvpoolError:
+                continue
+            status = data_pb2.DataStatusReply.FromString(raw)
+            capacity[target.id] = status.capacity_bytes
+            free[target.id] = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
+        table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)
+        available = 0
+        if table is not None:
+            chains: dict[int, int] = {}
+            for chain in table.chains:
+                for target_id in chain.targets:
+                    chains[target_id] = chains.get(target_id, 0) + 1
+            # chunks spread evenly over the chains, so the pool is full when its first target is
+            available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
+        replicas = max(1, pool_map.settings.replicas)
+        files = files_max = 0
+        for shard in pool_map.shards:
+            reply = await self.meta.ask_shard(shard.id, wire_pb2.META_STATFS, meta_pb2.StatFsRequest(), meta_pb2.StatFsReply)
+            files += reply.files
+            files_max += reply.files_max
+        found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
+                       available // BLOCK_BYTES, BLOCK_BYTES, max(files_max, files), max(0, files_max - files), NAME_BYTES_MAX)
+        self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S
+        return found

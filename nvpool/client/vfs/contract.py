@@ -1,0 +1,69 @@
+"""What the Vfs hands out and takes: callers, handles, marks. Known to fuse/ops and sdk, which never look inside a handle."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from nvpool.client.cache import OpenInode
+from nvpool.client.reader import Ahead
+
+NOW = "now"
+"""For atime_ns and mtime_ns of setattr: the service's clock."""
+
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+XATTR_CREATE, XATTR_REPLACE = 1, 2
+
+
+class Caller(NamedTuple):
+    """On whose behalf: owner of what is made. Rights are checked by who calls the Vfs (the kernel, for a mount)."""
+
+    uid: int
+    gid: int
+    pid: int = 0
+
+
+class StatFs(NamedTuple):
+    blocks_total: int
+    blocks_free: int
+    blocks_available: int
+    """Until the first chain is full."""
+    block_bytes: int
+    files_total: int
+    files_free: int
+    name_bytes_max: int
+
+
+class FileHandle:
+    """An open file. Belongs to its opener until `release`."""
+
+    __slots__ = ("file", "flags", "readable", "writable", "append", "ahead", "closed")
+
+    def __init__(self, file: OpenInode, flags: int):
+        self.file = file
+        self.flags = flags
+        mode = flags & os.O_ACCMODE
+        self.readable = mode != os.O_WRONLY
+        self.writable = mode != os.O_RDONLY
+        self.append = bool(flags & os.O_APPEND) and self.writable
+        self.ahead = Ahead()
+        self.closed = False
+
+    @property
+    def inode(self) -> int:
+        return self.file.inode
+
+    @property
+    def attr(self):
+        return self.file.attr
+
+    @property
+    def size(self) -> int:
+        """As this client sees it now, own writes included."""
+        return self.file.size
+
+
+class DirHandle(NamedTuple):
+    """A listing needs no state: its cursors say where to go on."""
+
+    inode: int

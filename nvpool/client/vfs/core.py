@@ -1,0 +1,131 @@
+"""What all groups of the Vfs' operations stand on: the parts of the client, and how they are tied together."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NotFound
+from nvpool.client.batchread import BatchReader
+from nvpool.client.cache import Cache, OpenInode
+from nvpool.client.chunkclient import ChunkClient
+from nvpool.client.metaclient import MetaClient
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView
+from nvpool.client.reader import Reader
+from nvpool.client.vfs.contract import Caller
+from nvpool.client.writer import Writer
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import Attr
+
+
+class Core:
+    """Makes the parts and owns them. `run_once` is called about once a second."""
+
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str):
+        self.options = options
+        self.view = view
+        self.clock = clock
+        self.meta = MetaClient(view, dialer, options, clock, name=name)
+        self.cache = Cache(options, clock)
+        self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh)
+        self.chunks.map_changed_files = self._forget_lanes
+        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
+        batches = BatchReader(self.chunks, dialer, options, clock)
+        self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
+        self._renewals: set[asyncio.Task] = set()
+
+    def _forget_lanes(self) -> None:
+        for file in self.cache.open.values():
+            file.lanes.clear()
+
+    # -- attributes and grants of open inodes --------------------------------------------------------------------------
+
+    async def _refresh(self, file: OpenInode, rights: int) -> None:
+        """New attributes of an open inode, and a grant with `rights` besides those it has. One question at a time."""
+        rights |= file.grant_rights
+        if file.renewal is None or file.renewal.done():
+            file.renewal = asyncio.create_task(self._ask_attr(file, rights))
+        await asyncio.shield(file.renewal)
+        if rights & ~file.grant_rights:
+            await self._ask_attr(file, rights)
+
+    async def _ask_attr(self, file: OpenInode, rights: int) -> None:
+        request = meta_pb2.GetAttrRequest(inode=file.inode, rights=rights)
+        entry = await self.meta.ask(file.inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        self._take(entry, file)
+
+    def _take(self, entry, file: OpenInode | None = None) -> Attr:
+        """Believe an answer: attributes, and the grant where the inode is open."""
+        attr = entry.attr
+        self.cache.put_attr(attr)
+        if entry.grant:
+            file = file or self.cache.open.get(attr.inode)
+            if file is not None:
+                file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
+        return attr
+
+    async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool) -> None:
+        request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
+                                         blocks_delta=(stored + 511) // 512)
+        reply = await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply)
+        if reply.HasField("attr"):
+            self.cache.put_attr(reply.attr)
+        else:
+            self.cache.forget_attr(file.inode)
+
+    async def _settle(self, inode: int) -> None:
+        """Let the service know of our writes to the inode before somebody looks: the time of a write is its to give, and must
+        not change again when the file is closed."""
+        file = self.cache.open.get(inode)
+        if file is not None and file.written is not None and file.written.unsettled:
+            await self.writer.store(file)
+            await self.writer.settle(file)
+
+    def _merged(self, attr: Attr) -> Attr:
+        """`attr` as an application on this client has to see it: with what it wrote. Not to be changed by the caller."""
+        file = self.cache.open.get(attr.inode)
+        if file is None or file.written is None or file.written.end <= attr.size:
+            return attr
+        seen = Attr()
+        seen.CopyFrom(attr)
+        seen.size = file.written.end
+        seen.blocks = max(attr.blocks, (seen.size + 511) // 512)
+        return seen
+
+    async def _fetch_attr(self, inode: int) -> Attr:
+        request = meta_pb2.GetAttrRequest(inode=inode)
+        entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        return self._take(entry)
+
+    async def _change(self, inode: int, method: int, request, reply_type, caller: Caller):
+        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid)
+
+    # -- background ----------------------------------------------------------------------------------------------------
+
+    async def run_once(self) -> None:
+        """Send and report what has waited long enough; renew grants in use that are past half their life."""
+        await self.writer.run_once()
+        now_ms = self.clock.wall_ns() // 1_000_000
+        for file in list(self.cache.open.values()):
+            if file.grant_used and file.grant and file.grant_half_ms <= now_ms and len(self._renewals) < 64:
+                file.grant_used = False
+                task = asyncio.create_task(self._renew_quietly(file))
+                self._renewals.add(task)
+                task.add_done_callback(self._renewals.discard)
+
+    async def _renew_quietly(self, file: OpenInode) -> None:
+        try:
+            await self._refresh(file, file.grant_rights)
+        except Exception as error:
+            # who uses the file next meets it and reports it
+            if not isinstance(error, NotFound):
+                file.grant_used = True
+
+    async def close(self, deadline_s: float) -> None:
+        """Store and report what was written, give the session back, stop; all by `deadline_s`."""
+        await self.writer.close(deadline_s)
+        for task in list(self._renewals):
+            task.cancel()
+        await self.chunks.close()
+        await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0))

@@ -1,0 +1,204 @@
+"""Open files: bytes in and out. A read needs no question to the metadata service; a small file that is created, written and
+closed costs it two messages (create, report)."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from nvpool.base.errors import BadHandle, InvalidRequest, NotFound, StaleCut
+from nvpool.base.grants import READ, WRITE
+from nvpool.client.cache import OpenInode
+from nvpool.client.reader import EMPTY
+from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.client.vfs.names import Names, check_name
+from nvpool.logic.layout import check_range
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import Attr
+
+_RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
+
+
+def rights_of(flags: int) -> int:
+    rights = _RIGHTS.get(flags & os.O_ACCMODE)
+    if rights is None:
+        raise InvalidRequest(f"open flags {flags:#o} ask for no access that there is")
+    return rights
+
+
+class Files(Names):
+    async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
+        """A handle, with attributes as the service has them now (close-to-open). flags as of open(2): access mode, O_TRUNC
+        and O_APPEND count. NotFound where the inode is gone."""
+        rights = rights_of(flags)
+        truncate = bool(flags & os.O_TRUNC)
+        file = self.cache.open.get(inode)
+        if file is not None:
+            rights |= file.grant_rights
+            if truncate:
+                self.reader.changed(file)
+                await self.writer.begin_cut(file, 0)
+        try:
+            request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate)
+            entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
+            return self._opened(entry, flags)
+        finally:
+            if file is not None and truncate:
+                self.writer.end_cut(file)
+                self.reader.changed(file)
+
+    def _opened(self, entry, flags: int) -> FileHandle:
+        before = self.cache.open.get(entry.attr.inode)
+        change = before.attr.change if before is not None else 0
+        file = self.cache.hold(entry.attr)
+        file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
+        file.opened += 1
+        self.meta.opened(file.inode)
+        if before is not None and file.attr.change != change:
+            self.reader.changed(file)
+        return FileHandle(file, flags)
+
+    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
+        """Make the file where it is not there, and open it. `mode` has the umask applied. O_EXCL: AlreadyExists where it is."""
+        check_name(name)
+        rights = rights_of(flags)
+        exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
+        cut: OpenInode | None = None
+        if truncate and not exclusive and self.writer.busy:
+            try:
+                cut = self.cache.open.get((await self.lookup(parent, name)).inode)
+            except NotFound:
+                pass
+        if cut is not None:
+            self.reader.changed(cut)
+            await self.writer.begin_cut(cut, 0)
+        try:
+            request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
+                                             rights=rights, exclusive=exclusive, truncate=truncate)
+            self.cache.forget_entry(parent, name)
+            reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+            handle = self._opened(reply.entry, flags)
+        finally:
+            if cut is not None:
+                self.writer.end_cut(cut)
+                self.reader.changed(cut)
+        self.cache.put_entry(parent, name, handle.inode)
+        if reply.created:
+            self.cache.forget_attr(parent)
+        return self._merged(handle.attr), handle
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
+        """Up to `size` bytes, fewer only at the end of the file; the buffer is the caller's. ChecksumMismatch when no replica
+        has good bytes; Disconnected, DeadlineExceeded after the deadline. May be repeated."""
+        if not handle.readable or handle.closed:
+            raise BadHandle("the handle is not open for reading")
+        if offset < 0 or size <= 0:
+            if offset < 0 or size < 0:
+                raise InvalidRequest(f"{size} bytes at {offset}")
+            return EMPTY
+        return await self.reader.read(handle.file, handle.ahead, offset, size)
+
+    async def write(self, handle: FileHandle, offset: int, buffer) -> int:
+        """Take all of `buffer`; it is stored later, at the latest by flush. An error of an earlier write is raised here, once.
+        For O_APPEND handles the place is the end of the file as the service has it, and `offset` is ignored."""
+        if not handle.writable or handle.closed:
+            raise BadHandle("the handle is not open for writing")
+        file = handle.file
+        if not len(buffer):
+            return 0
+        if handle.append:
+            offset = await self._reserve(handle, len(buffer))
+        check_range(file.layout, offset, len(buffer))
+        if file.ahead:
+            self.reader.changed(file)
+        return await self.writer.write(file, offset, buffer)
+
+    async def _reserve(self, handle: FileHandle, length: int) -> int:
+        file = handle.file
+        if file.written is not None and file.written.end > file.attr.size:
+            # the service must know of what lies before: records are appended behind it
+            await self.writer.store(file)
+            await self.writer.settle(file)
+        for last in (False, False, True):
+            request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
+            try:
+                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply)
+                break
+            except StaleCut:
+                if last:
+                    raise
+                await self._refresh(file, WRITE)  # somebody has cut it since: the end is elsewhere now
+        if reply.HasField("attr"):
+            self.cache.put_attr(reply.attr)
+        return reply.offset
+
+    async def flush(self, handle: FileHandle) -> None:
+        """close(2) of one descriptor: what was written through any handle of the inode is at the stores and its size known to
+        all, or the error is raised here, once."""
+        file = handle.file
+        if file.written is None:
+            return
+        await self.writer.store(file)
+        if file.written is not None:
+            try:
+                await self.writer.settle(file)
+            except NotFound:
+                pass  # removed by somebody else, and nobody can ever read it
+            self.writer.raise_error(file)
+
+    async def fsync(self, handle: FileHandle, datasync: bool) -> None:
+        """On return what was written survives the loss of power, and so does the size. Raises what a write has met, once."""
+        file = handle.file
+        await self.writer.store(file)
+        self.writer.raise_error(file)
+        await self.writer.make_durable(file.inode, file)
+        await self.writer.settle(file, sync=True)
+        self.writer.raise_error(file)
+
+    async def release(self, handle: FileHandle) -> None:
+        """The handle is not used any more. Stores what is left (of a mapping written after close). The service hears later."""
+        if handle.closed:
+            return
+        handle.closed = True
+        file = handle.file
+        self.reader.forget(file, handle.ahead)
+        if file.handles == 1 and file.written is not None and not file.written.clean:
+            try:
+                await self.writer.store(file)
+                await self.writer.settle(file)
+            finally:
+                self._let_go(file)
+            return
+        self._let_go(file)
+
+    def _let_go(self, file: OpenInode) -> None:
+        if self.cache.drop(file):
+            self.writer.forget(file)
+            self.meta.release(file.inode, file.opened)
+
+    async def read_many(self, reads, into: memoryview) -> list[int]:
+        """Each (handle, offset, length), one after the other in `into`, each at the sum of the lengths before it. Returns how
+        many bytes each got: fewer than asked for only at the end of its file. One message per target. On an error `into`
+        holds nothing that may be relied on."""
+        plan = []
+        lengths = []
+        place = 0
+        for handle, offset, length in reads:
+            file = handle.file
+            count = length
+            if offset + length > file.size:
+                count = await self._up_to_end(file, offset, length)
+            if count > 0:
+                plan.append((file, offset, count, place))
+            lengths.append(count)
+            place += length
+        if place > len(into):
+            raise InvalidRequest(f"{place} bytes are asked for and the buffer has {len(into)}")
+        if plan:
+            await self.reader.read_many(plan, into)
+        return lengths
+
+    async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
+        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
+            await self._refresh(file, 0)
+        return max(0, min(length, file.size - offset))

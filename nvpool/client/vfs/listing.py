@@ -1,0 +1,43 @@
+"""Listings: streamed, in bounded memory, with cursors that stay good while the directory changes."""
+
+from __future__ import annotations
+
+from nvpool.base.errors import NotADirectory
+from nvpool.client.vfs.contract import DirHandle
+from nvpool.client.vfs.core import Core
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import DirEntry
+
+LIST_MAX = 1024
+"""Entries in one answer; the service gives no more."""
+
+
+class Listing(Core):
+    async def opendir(self, inode: int) -> DirHandle:
+        """NotFound; NotADirectory. Asks nobody where the attributes are here already."""
+        attr = self.cache.attr(inode, self.options.attr_s) or await self._fetch_attr(inode)
+        if attr.mode & 0o170000 != 0o040000:
+            raise NotADirectory
+        return DirHandle(inode)
+
+    async def readdir(self, directory: DirHandle, cursor: int, limit: int) -> tuple[list[DirEntry], bool]:
+        """Up to `limit` entries behind `cursor` (0 begins), with attributes, and whether there are more. An entry that is there
+        during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none."""
+        request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True)
+        reply = await self.meta.ask(directory.inode, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+        entries = list(reply.entries)
+        for entry in entries:
+            if entry.HasField("attr"):
+                self.cache.put_attr(entry.attr)
+                self.cache.put_entry(directory.inode, entry.name, entry.inode)
+                merged = self._merged(entry.attr)
+                if merged is not entry.attr:
+                    entry.attr.CopyFrom(merged)
+        return entries, reply.more
+
+    async def releasedir(self, directory: DirHandle) -> None:
+        """Nothing is kept for a listing."""
+
+    async def fsyncdir(self, inode: int) -> None:
+        """Every change of names that was answered before survives the loss of power."""
+        await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)

@@ -1,0 +1,153 @@
+"""Operations on names: look-up, birth, removal, renaming, links. Each is one message to the metadata service."""
+
+from __future__ import annotations
+
+import stat
+
+from nvpool.base.errors import InvalidRequest, NameTooLong, NotFound
+from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from nvpool.client.vfs.core import Core
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import Attr
+
+
+def check_name(name: bytes) -> None:
+    if len(name) > NAME_BYTES_MAX:
+        raise NameTooLong
+    if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
+        raise InvalidRequest(f"{name!r} is no name for an entry of a directory")
+
+
+class Names(Core):
+    async def lookup(self, parent: int, name: bytes) -> Attr:
+        """The attributes of what the name stands for, true within the last `fresh_s`. NotFound, NotADirectory, NameTooLong."""
+        return await self._find(parent, name, self.options.fresh_s)
+
+    async def walk(self, parent: int, name: bytes) -> Attr:
+        """As `lookup`, for the components of a path: believes what was true within `attr_s`."""
+        return await self._find(parent, name, self.options.attr_s)
+
+    async def _find(self, parent: int, name: bytes, age_s: float) -> Attr:
+        if len(name) > NAME_BYTES_MAX:
+            raise NameTooLong
+        inode = self.cache.entry(parent, name, age_s)
+        if inode == 0:
+            raise NotFound
+        if inode is not None:
+            await self._settle(inode)
+            attr = self.cache.attr(inode, age_s)
+            if attr is not None:
+                return self._merged(attr)
+        request = meta_pb2.LookupRequest(parent=parent, name=name)
+        try:
+            entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
+        except NotFound:
+            self.cache.put_entry(parent, name, 0)
+            raise
+        attr = self._take(entry)
+        self.cache.put_entry(parent, name, attr.inode)
+        file = self.cache.open.get(attr.inode)
+        if file is not None and file.written is not None:
+            await self._settle(attr.inode)
+            attr = file.attr
+        return self._merged(attr)
+
+    async def readlink(self, inode: int) -> bytes:
+        request = meta_pb2.ReadLinkRequest(inode=inode)
+        return (await self.meta.ask(inode, wire_pb2.META_READLINK, request, meta_pb2.ReadLinkReply)).target
+
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
+        """A regular file, fifo, socket or device node; `mode` with type. AlreadyExists."""
+        if not stat.S_IFMT(mode):
+            mode |= stat.S_IFREG
+        return await self._birth(parent, name, mode, caller, rdev=rdev)
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller, wide: bool = False) -> Attr:
+        """`wide`: its names are spread over all partitions, for directories with very many."""
+        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller, wide=wide)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
+        if len(target) > SYMLINK_BYTES_MAX:
+            raise NameTooLong("a symbolic link holds at most 4,095 bytes")
+        if not target:
+            raise NotFound("a symbolic link to nothing")
+        return await self._birth(parent, name, stat.S_IFLNK | 0o777, caller, target=target)
+
+    async def _birth(self, parent: int, name: bytes, mode: int, caller: Caller, **fields) -> Attr:
+        check_name(name)
+        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode, exclusive=True, **fields)
+        self.cache.forget_entry(parent, name)
+        reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+        attr = self._take(reply.entry)
+        self._named(parent, name, attr.inode)
+        return attr
+
+    def _named(self, parent: int, name: bytes, inode: int) -> None:
+        self.cache.put_entry(parent, name, inode)
+        self.cache.forget_attr(parent)
+
+    async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
+        check_name(name)
+        request = meta_pb2.LinkRequest(inode=inode, parent=parent, name=name)
+        self.cache.forget_entry(parent, name)
+        self.cache.forget_attr(inode)
+        entry = await self._change(inode, wire_pb2.META_LINK, request, meta_pb2.Entry, caller)
+        self._take(entry)
+        self._named(parent, name, inode)
+        return self._merged(entry.attr)
+
+    async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
+        check_name(name)
+        await self._remove(parent, name, wire_pb2.META_UNLINK, caller)
+
+    async def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
+        check_name(name)
+        await self._remove(parent, name, wire_pb2.META_RMDIR, caller)
+
+    async def _remove(self, parent: int, name: bytes, method: int, caller: Caller) -> None:
+        request = meta_pb2.UnlinkRequest(parent=parent, name=name)
+        self.cache.forget_entry(parent, name)
+        reply = await self._change(parent, method, request, meta_pb2.UnlinkReply, caller)
+        self.cache.forget_attr(reply.inode)
+        self._named(parent, name, 0)
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
+        """The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
+        shows the old bytes or the new, also without fsync."""
+        check_name(name)
+        check_name(new_name)
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+            raise InvalidRequest(f"rename with flags {flags:#x}")
+        if not flags & RENAME_NOREPLACE and self.writer.busy:
+            await self._flush_before_replace(parent, name, new_parent, new_name)
+        request = meta_pb2.RenameRequest(parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags)
+        for place in ((parent, name), (new_parent, new_name)):
+            self.cache.forget_entry(*place)
+        reply = await self._change(parent, wire_pb2.META_RENAME, request, meta_pb2.RenameReply, caller)
+        for inode in (reply.inode, reply.replaced):
+            if inode:
+                self.cache.forget_attr(inode)
+        # not known to be gone: renaming one of two names of an inode to the other leaves both
+        self.cache.forget_entry(parent, name)
+        self.cache.forget_attr(parent)
+        if reply.inode:
+            self._named(new_parent, new_name, reply.inode)
+        else:
+            self.cache.forget_attr(new_parent)
+
+    async def _flush_before_replace(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
+        moved = self.cache.entry(parent, name, self.options.attr_s)
+        if moved is None:
+            moved = (await self._find(parent, name, self.options.fresh_s)).inode
+        file = self.cache.open.get(moved)
+        if not self.writer.unflushed(moved) and (file is None or file.written is None or file.written.clean):
+            return
+        try:
+            await self._find(new_parent, new_name, self.options.fresh_s)
+        except NotFound:
+            return
+        if file is not None:
+            await self.writer.store(file)
+            await self.writer.settle(file)
+        await self.writer.make_durable(moved, file)

@@ -1,0 +1,595 @@
+"""What applications have written and the stores do not have yet.
+
+Guarantees: bytes are kept until a store has them or the deadline has passed; then the error is reported once, at the next
+write, fsync or close of the file, and not forgotten before. Of two writes to the same blocks the later one is sent when the
+earlier has ended, so that merges of parts of a block are never lost. The size that is reported to the metadata service is
+the end of what stores have. Memory is bounded over all files; writers wait for room. Called by vfs and reader; never reads.
+
+Bytes gather in segments, within units of at most 1 MiB that never cross a chunk: a segment that reaches its unit's end is
+sent at once, others when the file is flushed, after a second, or when memory is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+
+from nvpool.base.checksum import piece_checksums
+from nvpool.base.clock import Clock
+from nvpool.base.errors import Cancelled, DeadlineExceeded, NotFound, NvpoolError, StaleCut
+from nvpool.base.grants import WRITE
+from nvpool.base.units import BLOCK_BYTES, KIB
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+
+_UNIT_BITS_MAX = 20
+_KEEP_BYTES = 32 * KIB
+"""From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
+_TAIL_BYTES = 256 * KIB
+"""Up to this size small writes grow one buffer: growing larger ones would copy too much."""
+_RECENT_MAX = 100_000
+
+
+class Segment:
+    """Bytes [start, end) of the file, in consecutive parts. Changed only while it is dirty, never once it is being sent."""
+
+    __slots__ = ("start", "end", "parts", "number", "born_s", "due")
+
+    def __init__(self, start: int, end: int, parts: list, number: int, born_s: float):
+        self.start = start
+        self.end = end
+        self.parts = parts
+        self.number = number
+        self.born_s = born_s
+        self.due = False
+
+    def bytes(self) -> bytearray:
+        """All of it as one buffer, which stays a part of the segment."""
+        if len(self.parts) != 1 or type(self.parts[0]) is not bytearray:
+            self.parts = [bytearray().join(self.parts)]
+        return self.parts[0]
+
+
+class WrittenFile:
+    """What the writer holds of one open inode."""
+
+    __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
+                 "reporting", "paused", "stored_bytes")
+
+    def __init__(self, file: OpenInode):
+        self.file = file
+        self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
+        self.dirty: dict[int, list[Segment]] = {}     # by unit; disjoint and in order
+        self.sending: dict[int, list[Segment]] = {}   # by unit; disjoint down to blocks
+        self.end = 0            # of all bytes that the service does not know of: dirty, on the way, stored and unreported
+        self.stored_end = 0     # of those that stores have
+        self.wrote = False      # since the service last stamped the time
+        self.wrote_s = 0.0
+        self.error: NvpoolError | None = None
+        self.changed: asyncio.Future | None = None
+        self.held = 0
+        self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
+        self.reporting: asyncio.Lock = asyncio.Lock()
+        self.paused = 0         # nothing is sent while the file is being cut
+
+    def segments(self) -> Iterator[Segment]:
+        """Older ones before newer ones that lie over them."""
+        for units in (self.sending, self.dirty):
+            for segments in units.values():
+                yield from segments
+
+    def was_cut(self) -> None:
+        """The file has a new cut number: what stores had under the old one and nobody knew of is gone."""
+        self.stored_end = 0
+        self._find_end()
+
+    def _find_end(self) -> None:
+        self.end = max((segment.end for segment in self.segments()), default=0)
+        self.end = max(self.end, self.stored_end)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the service does not know all of our writes."""
+        return bool(self.wrote or self.dirty or self.sending or self.stored_end)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error)
+
+
+class Writer:
+    """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes,
+    wrote, sync)` tells the service, whose
+    attributes for the file it puts into the cache."""
+
+    def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
+                 refresh: Callable[[OpenInode, int], Awaitable[None]],
+                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]]):
+        self._chunks = chunks
+        self._options = options
+        self._clock = clock
+        self._refresh = refresh
+        self._report = report
+        self._files: dict[int, WrittenFile] = {}
+        self._held = 0
+        self._in_flight = 0
+        self._number = 0
+        self._room: list[asyncio.Future] = []
+        self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
+        self._tasks: set[asyncio.Task] = set()
+        self._recent: OrderedDict[int, set[int]] = OrderedDict()  # inode -> targets that have unflushed bytes of ours
+        self._recent_lost = False
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    async def write(self, file: OpenInode, offset: int, buffer) -> int:
+        """Take `buffer` as bytes of the file from `offset`; its length. The buffer may be reused by the caller on return.
+
+        Raises what an earlier write of the file has met, once. Waits only for room: DeadlineExceeded when there is none
+        in time, and then nothing of this write is kept.
+        """
+        written = file.written
+        if written is None:
+            written = self._written(file)
+        if written.error is not None:
+            raise self.take_error(written)
+        length = len(buffer)
+        if self._held + length > self._options.write_buffer_bytes and self._held:
+            await self._wait_for_room(length)
+        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer))
+        return length
+
+    def _written(self, file: OpenInode) -> WrittenFile:
+        written = file.written = WrittenFile(file)
+        self._files[file.inode] = written
+        return written
+
+    def _put(self, written: WrittenFile, offset: int, data) -> None:
+        length = len(data)
+        if not length:
+            return
+        now_s = self._clock.boottime_s()
+        if not written.wrote:
+            written.wrote = True
+            written.wrote_s = now_s
+        bits = written.unit_bits
+        end = offset + length
+        if end > written.end:
+            written.end = end
+        ready = False
+        if (end - 1) >> bits == offset >> bits:
+            ready = self._put_unit(written, offset >> bits, offset, data, now_s)
+        else:
+            view = memoryview(data)
+            place = offset
+            while place < end:
+                border = min((place >> bits) + 1 << bits, end)
+                part = view[place - offset:border - offset]
+                ready = self._put_unit(written, place >> bits, place, part, now_s) or ready
+                place = border
+        if ready:
+            self._pump(written)
+
+    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float) -> bool:
+        """Whether a segment has become ready to be sent."""
+        length = len(data)
+        end = start + length
+        segments = written.dirty.get(unit)
+        if segments is None:
+            segments = written.dirty[unit] = []
+        last = segments[-1] if segments else None
+        if last is not None and last.end == start:
+            self._hold(written, length)
+            tail = last.parts[-1]
+            if type(tail) is bytearray and len(tail) + length <= _TAIL_BYTES:
+                tail += data
+            else:
+                last.parts.append(_kept(data))
+            last.end = end
+            segment = last
+        elif last is None or start > last.end:
+            self._hold(written, length)
+            self._number += 1
+            segment = Segment(start, end, [_kept(data)], self._number, now_s)
+            segments.append(segment)
+        else:
+            segment = self._merge(written, segments, start, end, data, now_s)
+        if end & (1 << written.unit_bits) - 1 == 0:
+            segment.due = True
+        return segment.due
+
+    def _merge(self, written: WrittenFile, segments: list[Segment], start: int, end: int, data, now_s: float) -> Segment:
+        """Lay `data` over what is there; what it touches becomes one segment, which keeps the oldest one's place in line."""
+        touched = [s for s in segments if s.start <= end and s.end >= start]
+        if len(touched) == 1 and touched[0].start <= start and touched[0].end >= end:
+            segment = touched[0]
+            segment.bytes()[start - segment.start:end - segment.start] = data
+            return segment
+        first = min([start, *[s.start for s in touched]])
+        last = max([end, *[s.end for s in touched]])
+        whole = bytearray(last - first)
+        for old in touched:
+            whole[old.start - first:old.end - first] = old.bytes()
+        whole[start - first:end - first] = data
+        self._number += 1
+        segment = Segment(first, last, [whole], min([self._number, *[s.number for s in touched]]),
+                          min([now_s, *[s.born_s for s in touched]]))
+        segment.due = any(s.due for s in touched)
+        self._hold(written, len(whole) - sum(s.end - s.start for s in touched))
+        rest = [s for s in segments if s not in touched]
+        segments[:] = sorted([*rest, segment], key=lambda s: s.start)
+        return segment
+
+    def _hold(self, written: WrittenFile, count: int) -> None:
+        written.held += count
+        self._held += count
+        if count < 0:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        waiting, self._room = self._room, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def _wait_for_room(self, length: int) -> None:
+        deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        while self._held and self._held + length > self._options.write_buffer_bytes:
+            for written in list(self._files.values()):
+                self._all_due(written)
+                self._pump(written)
+            if not self._held or self._held + length <= self._options.write_buffer_bytes:
+                return
+            future = asyncio.get_running_loop().create_future()
+            self._room.append(future)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await future
+            except TimeoutError:
+                raise DeadlineExceeded("the stores took none of what was written", may_be_applied=False) from None
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _all_due(written: WrittenFile) -> None:
+        for segments in written.dirty.values():
+            for segment in segments:
+                segment.due = True
+
+    def _pump(self, written: WrittenFile) -> None:
+        """Send what is due, as far as flight room allows and nothing on the way touches the same blocks."""
+        if written.paused:
+            return
+        for unit, segments in list(written.dirty.items()):
+            kept = []
+            for segment in segments:
+                if not segment.due or self._overlaps_sending(written, unit, segment):
+                    kept.append(segment)
+                elif self._in_flight and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes:
+                    kept.append(segment)
+                    self._stalled[written.file.inode] = written
+                else:
+                    self._in_flight += segment.end - segment.start
+                    written.sending.setdefault(unit, []).append(segment)
+                    task = asyncio.create_task(self._send(written, unit, segment))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            if kept:
+                written.dirty[unit] = kept
+            else:
+                del written.dirty[unit]
+
+    @staticmethod
+    def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:
+        sending = written.sending.get(unit)
+        if not sending:
+            return False
+        first, last = segment.start // BLOCK_BYTES, (segment.end - 1) // BLOCK_BYTES
+        return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
+
+    async def _send(self, written: WrittenFile, unit: int, segment: Segment) -> None:
+        file = written.file
+        length = segment.end - segment.start
+        try:
+            parts, checksums = _prepared(segment)
+            deadline_s = self._clock.boottime_s() + self._options.deadline_s
+            offset = segment.start & file.chunk_mask
+            index = segment.start >> file.chunk_bits
+            while True:
+                sequence = self._chunks.next_sequence()
+                cut = file.cut
+                try:
+                    target = await self._chunks.write(file, index, offset, length, parts, checksums, sequence, deadline_s)
+                    break
+                except StaleCut:
+                    # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
+                    if self._clock.boottime_s() > deadline_s:
+                        raise
+                    await self._refresh(file, WRITE)
+                    if file.cut == cut:
+                        await asyncio.sleep(self._options.retry_first_s)
+            if file.cut == cut:
+                written.stored_end = max(written.stored_end, segment.end)
+                written.stored_bytes += length
+            self._note_recent(file.inode, target)
+        except NvpoolError as error:
+            written.error = written.error or error
+        except asyncio.CancelledError:
+            written.error = written.error or Cancelled("the client was closed before the bytes were stored")
+            raise
+        finally:
+            self._in_flight -= length
+            sending = written.sending[unit]
+            sending.remove(segment)
+            if not sending:
+                del written.sending[unit]
+            self._hold(written, -length)
+            if written.error is not None:
+                written._find_end()
+            if written.changed is not None and not written.changed.done():
+                written.changed.set_result(None)
+            if written.dirty:
+                self._pump(written)
+            while self._stalled and self._in_flight < self._options.write_flight_bytes:
+                self._pump(self._stalled.popitem(last=False)[1])
+
+    def _note_recent(self, inode: int, target: int) -> None:
+        targets = self._recent.get(inode)
+        if targets is None:
+            targets = self._recent[inode] = set()
+            if len(self._recent) > _RECENT_MAX:
+                self._recent.popitem(last=False)
+                self._recent_lost = True
+        targets.add(target)
+
+    # -- flushing ------------------------------------------------------------------------------------------------------
+
+    async def store(self, file: OpenInode) -> None:
+        """Return when no byte written before the call is here only: each is at its store, or its error is kept.
+
+        Raises nothing of the writes themselves; see `take_error`."""
+        written = file.written
+        if written is None:
+            return
+        number = self._number
+        while True:
+            waits = False
+            for segment in written.segments():
+                if segment.number <= number:
+                    segment.due = waits = True
+            if not waits:
+                return
+            self._pump(written)
+            if written.changed is None or written.changed.done():
+                written.changed = asyncio.get_running_loop().create_future()
+            await asyncio.shield(written.changed)
+
+    async def settle(self, file: OpenInode, *, sync: bool = False) -> None:
+        """What stores have of the file is known to the service, in size and time; with `sync` durably.
+
+        Raises what the service answers; what was to be reported is then kept for the next time."""
+        written = file.written
+        if written is None:
+            if sync:
+                await self._report(file, 0, 0, False, True)
+            return
+        async with written.reporting:
+            while True:
+                end, stored, wrote, cut = written.stored_end, written.stored_bytes, written.wrote, file.cut
+                if not (wrote or end or sync):
+                    return
+                written.wrote = False
+                written.stored_bytes = 0
+                try:
+                    await self._report(file, end, stored, wrote, sync)
+                except StaleCut:
+                    written.wrote = written.wrote or wrote
+                    await self._refresh(file, WRITE)
+                    if file.cut == cut:
+                        raise
+                    continue
+                except NotFound:
+                    written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
+                    raise
+                except BaseException:
+                    written.wrote = written.wrote or wrote
+                    written.stored_bytes += stored
+                    raise
+                if written.stored_end <= end:
+                    written.stored_end = 0
+                    written._find_end()
+                return
+
+    def take_error(self, written: WrittenFile) -> NvpoolError:
+        """The kept error, which is forgotten by this: to be raised to an application."""
+        error, written.error = written.error, None
+        return error
+
+    def raise_error(self, file: OpenInode) -> None:
+        """Raise the file's kept error, when there is one, once."""
+        if file.written is not None and file.written.error is not None:
+            raise self.take_error(file.written)
+
+    async def make_durable(self, inode: int, file: OpenInode | None) -> None:
+        """Return when what we have stored of the inode survives the loss of power."""
+        targets = self._recent.pop(inode, None)
+        if targets is None:
+            if not self._recent_lost or file is None:
+                return
+            targets = self._chunks.targets_of(file)
+        try:
+            await self._chunks.flush(file, sorted(targets))
+        except BaseException:
+            for target in targets:
+                self._note_recent(inode, target)
+            raise
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is here, or at stores and not flushed, at all."""
+        return bool(self._files or self._recent)
+
+    def unflushed(self, inode: int) -> bool:
+        """Whether stores have bytes of the inode that were not flushed since we sent them."""
+        return inode in self._recent
+
+    # -- cutting -------------------------------------------------------------------------------------------------------
+
+    async def begin_cut(self, file: OpenInode, size: int) -> None:
+        """Before the service cuts the file to `size`: forget what lies behind it, wait for what is on the way, send nothing
+        until `end_cut`. What stays is sent after it, with the new cut number."""
+        written = file.written
+        if written is None:
+            return
+        written.paused += 1
+        self._clip(written, size)
+        try:
+            while written.sending:
+                if written.changed is None or written.changed.done():
+                    written.changed = asyncio.get_running_loop().create_future()
+                await asyncio.shield(written.changed)
+        except BaseException:
+            self.end_cut(file)
+            raise
+        written.stored_end = min(written.stored_end, size)
+        written._find_end()
+
+    def end_cut(self, file: OpenInode) -> None:
+        written = file.written
+        if written is not None and written.paused:
+            written.paused -= 1
+            self._pump(written)
+
+    def _clip(self, written: WrittenFile, size: int) -> None:
+        freed = 0
+        for unit, segments in list(written.dirty.items()):
+            kept = []
+            for segment in segments:
+                if segment.start >= size:
+                    freed += segment.end - segment.start
+                    continue
+                if segment.end > size:
+                    freed += segment.end - size
+                    del segment.bytes()[size - segment.start:]
+                    segment.end = size
+                kept.append(segment)
+            if kept:
+                written.dirty[unit] = kept
+            else:
+                del written.dirty[unit]
+        written._find_end()
+        self._hold(written, -freed)
+
+    # -- reading one's own -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def overlay(file: OpenInode, start: int, end: int) -> list[tuple[int, int, bytes]]:
+        """Copies of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
+        found = []
+        written = file.written
+        bits = written.unit_bits
+        units = range(start >> bits, (end - 1 >> bits) + 1)
+        for held in (written.sending, written.dirty):
+            if not held:
+                continue
+            for unit in units if len(units) <= len(held) else [u for u in held if u in units]:
+                for segment in held.get(unit, ()):
+                    a, b = max(start, segment.start), min(end, segment.end)
+                    if a < b:
+                        found.append((a, b, _slice(segment, a - segment.start, b - segment.start)))
+        return found
+
+    # -- background ------------------------------------------------------------------------------------------------------
+
+    async def run_once(self) -> None:
+        """Send and report what is older than `write_age_s`, and let go of files that are closed and clean."""
+        oldest_s = self._clock.boottime_s() - self._options.write_age_s
+        for inode, written in list(self._files.items()):
+            file = written.file
+            for segments in written.dirty.values():
+                for segment in segments:
+                    if segment.born_s <= oldest_s:
+                        segment.due = True
+            if written.dirty:
+                self._pump(written)
+            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s) and not written.reporting.locked():
+                task = asyncio.create_task(self._settle_quietly(file))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif written.clean and not file.handles:
+                del self._files[inode]
+                if file.written is written:
+                    file.written = None
+
+    async def _settle_quietly(self, file: OpenInode) -> None:
+        try:
+            await self.settle(file)
+        except NvpoolError:
+            pass  # kept, and told again with the next flush or in a second
+
+    def forget(self, file: OpenInode) -> None:
+        """The last handle is closed: nothing of the file is kept here any more, stored or not."""
+        written = self._files.get(file.inode)
+        if written is not None and written is file.written:
+            del self._files[file.inode]
+            freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
+            written.dirty.clear()
+            self._hold(written, -freed)
+
+    async def close(self, deadline_s: float) -> None:
+        """Send and report all, as far as that is done by `deadline_s`; then stop."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                for written in list(self._files.values()):
+                    await self.store(written.file)
+                    await self._settle_quietly(written.file)
+        except TimeoutError:
+            pass
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=1.0)
+
+    def held_bytes(self) -> int:
+        return self._held
+
+
+def _kept(data):
+    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, or a copy."""
+    if len(data) >= _KEEP_BYTES:
+        if type(data) is bytes:
+            return data
+        if type(data) is memoryview and type(data.obj) is bytes:
+            return data
+        return bytes(data)
+    return bytearray(data)
+
+
+def _slice(segment: Segment, first: int, last: int) -> bytes:
+    found = []
+    place = 0
+    for part in segment.parts:
+        after = place + len(part)
+        if after > first and place < last:
+            found.append(bytes(memoryview(part)[max(0, first - place):last - place]))
+        place = after
+    return found[0] if len(found) == 1 else b"".join(found)
+
+
+def _prepared(segment: Segment) -> tuple[list, bytes]:
+    """The parts of a segment as they are to be sent, and the checksums of the pieces that block borders make of them."""
+    if len(segment.parts) == 1:
+        return segment.parts, piece_checksums(segment.parts[0], segment.start)
+    place = segment.start
+    for part in segment.parts[:-1]:
+        if (place + len(part)) % BLOCK_BYTES:
+            whole = segment.bytes()
+            return [whole], piece_checksums(whole, segment.start)
+        place += len(part)
+    place = segment.start
+    checksums = []
+    for part in segment.parts:
+        checksums.append(piece_checksums(part, place))
+        place += len(part)
+    return segment.parts, b"".join(checksums)
