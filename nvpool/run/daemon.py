@@ -25,9 +25,9 @@ from pathlib import Path
 
 import uvloop
 
-import nvpool
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import Bug, Damaged, InUse, NvpoolError, Refused, Unavailable
+from nvpool.base.version import VERSION
 
 EXIT_OK = 0
 EXIT_REFUSED = 1
@@ -121,7 +121,7 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
             loop.add_signal_handler(number, stop.ask, signal.Signals(number).name)
         for number in (signal.SIGHUP, signal.SIGUSR1):
             loop.add_signal_handler(number, lambda number=number: stop.on_signal.get(number, _nothing)())
-        log.info("nvpool %s starts", nvpool.__version__)
+        log.info("nvpool %s starts", VERSION)
         await main(stop)
 
     try:

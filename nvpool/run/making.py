@@ -9,6 +9,7 @@ did not make itself, or that holds anything, is ever overwritten. Never starts a
     {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": TOML
     text}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
+    {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
     {"verb": "store", "path", "capacity_bytes", "target", "pool_id", "known": [paths]} -> {"path", "capacity_bytes"}
     any -> {"error": text, "code": exit code}
 """
@@ -23,6 +24,7 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Network, parse
@@ -35,6 +37,7 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.wire.endpoint import host_port_url
 
 CAPACITY_BYTES_MIN = 64 * MIB
 MARKER = "being-made"
@@ -46,7 +49,10 @@ _SHARE_OF_FREE = 0.9
 _PORT_FIRST, _PORT_LAST = 17000, 32000
 """Below the ports that the kernel gives to outgoing connections, so that a restarted daemon finds its own free."""
 
-_OF_A_POOL = ("node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "targets")
+_HEAD_BYTES = MIB
+"""Of a block device; the superblocks of a store lie in it."""
+
+_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "targets")
 
 
 def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
@@ -71,9 +77,8 @@ def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
 
 def endpoints_for(directory: PoolDirectory, name: str, host: str, ports: list[int]) -> tuple[str, ...]:
     """Where a process listens: unix socket, framed TCP, gRPC."""
-    shown = f"[{host}]" if ":" in host else host
-    return (f"stream+unix://{directory.socket_directory() / name}.sock", f"stream://{shown}:{ports[0]}",
-            f"grpc://{shown}:{ports[1]}")
+    return (f"stream+unix://{quote(str(directory.socket_directory() / name))}.sock", host_port_url("stream", host, ports[0]),
+            host_port_url("grpc", host, ports[1]))
 
 
 def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Path:
@@ -158,6 +163,8 @@ async def make_pool(request: dict) -> dict:
         directory.grant_key.parent.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
         write_whole(directory.node_toml, request["config"].encode())
+        if request.get("throw_away"):
+            write_whole(directory.path / "throw-away", b"made by `nvpool dev up`; removed, with all in it, by `nvpool dev down`\n")
 
         ports = free_ports(2 * (len(drives) + 2), config.network, set())
         host = config.network.host
@@ -232,9 +239,23 @@ def _answer_store(request: dict) -> tuple[Path, int]:
     return place, capacity_for(place, int(request.get("capacity_bytes") or 0))
 
 
+def _erase_head(path: str, pool_id: str) -> None:
+    """Zeros where a store of this pool begins, so that nobody takes the device for one. InvalidRequest for anything else."""
+    with open(path, "r+b", buffering=0) as device:
+        head = device.read(_HEAD_BYTES)
+        if pool_id.encode() not in head and bytes.fromhex(pool_id) not in head:
+            raise InvalidRequest(f"{path} does not begin like a store of this pool; nothing was erased")
+        device.seek(0)
+        device.write(bytes(len(head)))
+        os.fsync(device.fileno())
+
+
 async def _answer(request: dict) -> dict:
     if request["verb"] == "pool":
         return await make_pool(request)
+    if request["verb"] == "erase":
+        _erase_head(request["path"], request["pool_id"])
+        return {}
     place, capacity = _answer_store(request)
     await make_store(place, capacity, request["target"], request["pool_id"],
                      place.name == f"nvpool-{request['pool_id'][:8]}-target-{request['target']}")

@@ -14,15 +14,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import CorruptRecord, Fenced, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
+from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run.daemon import Stop, exit_code, keep_supervised, run, start_log
 from nvpool.wire.dial import Dialer
+from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
@@ -58,7 +59,7 @@ class Opened:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
-        """What is stored can not be vouched for any more: end the process, so that it begins again from what the drive holds."""
+        """What is stored can not be vouched for any more: end the process, so that it starts from what the drive holds."""
         if not self.failed.done():
             self.failed.set_exception(Fenced(reason))
 
@@ -82,7 +83,7 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
 
 def _remove_socket(endpoint: str) -> None:
     if endpoint.startswith("stream+unix://"):
-        Path(endpoint.removeprefix("stream+unix://")).unlink(missing_ok=True)
+        Path(parse_endpoint(endpoint).path).unlink(missing_ok=True)
 
 
 async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None]) -> list[Listener]:
@@ -126,7 +127,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             directory.make_socket_directory()
             own = endpoints(pool_map)
             listeners = await listen_on(own, Greeting(name, pool_map.fingerprint), service.handle)
-            directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {nvpool.__version__}",
+            directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
                                                   now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             keep_supervised(directory, stop)
             log.info("serving at %s", ", ".join(own))

@@ -17,12 +17,12 @@ from collections.abc import Awaitable
 
 import msgspec
 
-import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, InvalidRequest, NvpoolError, Refused, Unavailable
 from nvpool.base.host import host_id
+from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map
 from nvpool.run.child import Child
@@ -230,7 +230,7 @@ class Supervisor:
         return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
-                         "software": f"nvpool {nvpool.__version__}", "state": "degraded" if problems else "serving"},
+                         "software": f"nvpool {VERSION}", "state": "degraded" if problems else "serving"},
                 "processes": processes, "drives": drives, "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:

@@ -1,0 +1,56 @@
+"""`nvpool config show|sample|check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from nvpool.base import config as configuration
+from nvpool.base.directory import PoolDirectory
+from nvpool.cli.render import json_option, print_json, print_table
+
+
+@click.group()
+def config() -> None:
+    """Show, check and explain the configuration of a node (node.toml in the pool directory)."""
+
+
+def _file(path: str) -> Path:
+    return PoolDirectory(path).node_toml if Path(path).is_dir() else Path(path)
+
+
+@config.command(epilog="example: nvpool config show /srv/pool --json")
+@click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
+@json_option
+def show(path: str, as_json: bool) -> None:
+    """Show every setting that holds on a node, defaults included."""
+    values = configuration.as_dict(configuration.load(_file(path)))
+    if as_json:
+        print_json(values)
+    else:
+        print_table(("setting", "value"), [(f"{section}.{key}", value) for section, keys in values.items()
+                                           for key, value in keys.items()])
+
+
+@config.command(epilog="example: nvpool config sample > node.toml")
+@json_option
+def sample(as_json: bool) -> None:
+    """Print a configuration with every setting, what it means and its default."""
+    if as_json:
+        print_json(configuration.as_dict(configuration.Config()))
+    else:
+        click.echo(configuration.sample(), nl=False)
+
+
+@config.command(epilog="example: nvpool config check /srv/pool/node.toml && systemctl restart nvpoold@srv-pool")
+@click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
+@json_option
+def check(path: str, as_json: bool) -> None:
+    """Check a configuration; all that is wrong is said at once, with line and reason (exit code 2)."""
+    file = _file(path)
+    configuration.load(file)
+    if as_json:
+        print_json({"file": str(file), "ok": True})
+    else:
+        click.echo(f"{file} is right")

@@ -1,0 +1,124 @@
+"""`nvpool dev up|down`: a throw-away pool on this machine, all of it under one directory."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nvpool.base import config as configuration
+from nvpool.base.directory import BEING_MADE_TEXT, PoolDirectory
+from nvpool.base.errors import InvalidRequest, NotFound
+from nvpool.base.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes
+from nvpool.cli.drive import Size
+from nvpool.cli.render import json_option, print_json, say
+
+
+@click.group()
+def dev() -> None:
+    """A throw-away pool on this machine, all of it under one directory."""
+
+
+def default_sizes(count: int, free_bytes: int) -> list[int]:
+    """8 and 16 GiB in turn, the files are sparse; less where that is more than four fifths of what is free."""
+    sizes = [8 * GIB if number % 2 == 0 else 16 * GIB for number in range(count)]
+    share = min(1.0, 0.8 * free_bytes / sum(sizes))
+    return [max(128 * MIB, int(size * share) // MIB * MIB) for size in sizes]
+
+
+@dev.command(epilog="""\b
+examples:
+  nvpool dev up /tmp/pool
+  nvpool dev up /tmp/pool --drives 4 --mount /mnt/pool
+  nvpool dev up /tmp/pool --size 1G --size 3G
+""")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
+@click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
+@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
+@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
+@json_option
+def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: str | None, config_file: str | None,
+       as_json: bool) -> None:
+    """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for.
+
+    Returns when it serves. May be repeated: what is there stays as it is.
+    """
+    from nvpool.cli import pool_life
+    from nvpool.cli.mount import log_of
+    from nvpool.cli.mounts import mount_at, mount_pool
+    from nvpool.cli.pool import name_of
+    where = PoolDirectory(directory)
+    if being_made(where) or not where.exists():
+        wanted = list(sizes) or default_sizes(drives or 2, free_bytes(where))
+        if drives is not None and len(wanted) < drives:
+            wanted += [wanted[-1]] * (drives - len(wanted))
+        config = configuration.load(config_file) if config_file else configuration.Config()
+        pool_life.make({"verb": "pool", "directory": str(where.path), "name": name_of(directory), "throw_away": True,
+                        "drives": [{"path": str(where.target(number)), "capacity_bytes": size}
+                                   for number, size in enumerate(wanted, 1)],
+                        "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": 1, "config": configuration.sample(config)})
+        say(f"made a pool in {where.path} with drives of {', '.join(map(format_bytes, wanted))}")
+    seen = pool_life.start(where)
+    if mountpoint is not None:
+        found = mount_at(mountpoint)
+        if found is None or not found.ours:
+            os.makedirs(mountpoint, exist_ok=True)
+            mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)))
+            seen = pool_life.start(where)
+        elif not any(process.get("mountpoint") == found.path for process in seen["processes"]):
+            raise InvalidRequest(f"{mountpoint} is the mount of another pool, or a dead one; first: nvpool umount {mountpoint}")
+    if as_json:
+        print_json(seen)
+        return
+    click.echo(f"pool {seen['pool']['name']} serves in {where.path}"
+               + (f" and is mounted at {mountpoint}" if mountpoint else ""))
+    say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
+
+
+def being_made(directory: PoolDirectory) -> bool:
+    try:
+        return directory.format.read_text() == BEING_MADE_TEXT
+    except OSError:
+        return False
+
+
+def free_bytes(directory: PoolDirectory) -> int:
+    place = next(path for path in (directory.path, *directory.path.parents) if path.exists())
+    free = os.statvfs(place)
+    return free.f_bavail * free.f_frsize
+
+
+@dev.command(epilog="example: nvpool dev down /tmp/pool")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@json_option
+def down(directory: str, as_json: bool) -> None:
+    """Unmount and stop the pool under DIR and remove DIR with all that is in it.
+
+    Refused for anything that `dev up` did not make, and while something else is mounted below. Nothing there is nothing to do.
+    """
+    from nvpool.cli import pool_life
+    from nvpool.cli.mounts import mountpoints_of, unmount
+    where = PoolDirectory(directory)
+    if not os.path.lexists(where.path):
+        say(f"{where.path} does not exist; nothing to do")
+        return
+    if not being_made(where):
+        try:
+            where.check()
+        except NotFound as error:
+            raise NotFound(f"{error}. Nothing was removed") from None
+        if not (where.path / "throw-away").exists():
+            raise InvalidRequest(f"{where.path} was not made by `nvpool dev up`; nothing was removed. To destroy that pool: "
+                                 f"nvpool pool destroy {where.path}")
+    pool_life.check_removable(where)
+    unmounted = mountpoints_of(where)
+    for place in unmounted:
+        unmount(place)
+        say(f"unmounted {place}")
+    lock = pool_life.stop(where)
+    pool_life.remove(where, lock)
+    if as_json:
+        print_json({"directory": str(where.path), "unmounted": unmounted})
+    else:
+        click.echo(f"removed {where.path}")

@@ -1,0 +1,118 @@
+"""The command `nvpool`: nouns, then verbs. Loads a noun's file only when that noun is used, so that it starts at once.
+
+Called by people and scripts. Guarantees: exit codes as in EXIT_CODES for every command, one line of error on stderr with the
+remedy
+where there is one, no traceback for anything but a bug, an end at once on Ctrl-C. To add a command, write nvpool/cli/NOUN.py
+with a
+click command or group in it and name it in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "pool": ("nvpool.cli.pool:pool", "Make and destroy pools."),
+    "status": ("nvpool.cli.status:status", "Show a pool: its processes, drives and problems."),
+    "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
+    "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
+    "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
+    "drive": ("nvpool.cli.drive:drive", "List drives and add them to a running pool."),
+    "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
+    "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
+    "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
+    "fsck": ("nvpool.cli.fsck:fsck", "Check a pool, and repair it."),
+    "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
+    "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
+    "bench": ("nvpool.cli.bench:bench", "Measure a pool."),
+    "config": ("nvpool.cli.config:config", "Show, check and explain the configuration of a node."),
+    "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),
+    "completion": ("nvpool.cli.completion:completion", "Print the completion script of a shell."),
+    "version": ("nvpool.cli.version:version", "Print the version."),
+}
+"""Name of the command -> where it is, and its line in `nvpool --help`."""
+
+EXIT_CODES = """\b
+exit codes:
+  0    done
+  1    refused or failed, with the reason on stderr
+  2    the command line or a configuration is wrong
+  3    the pool, or a part of it that is needed, is not available
+  4    something stored is damaged (fsck: problems were found)
+  70   a bug of nvpool
+  130  interrupted
+"""
+
+
+class Nouns(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def resolve_command(self, context: click.Context, arguments: list[str]):
+        if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+            from difflib import get_close_matches
+            near = get_close_matches(arguments[0], COMMANDS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"there is no command {arguments[0]!r}{hint}", context)
+        return super().resolve_command(context, arguments)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def shell_complete(self, context: click.Context, incomplete: str):
+        from click.shell_completion import CompletionItem
+        return [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+
+
+@click.command(cls=Nouns, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def cli() -> None:
+    """One fast, shared file system from the NVMe drives of ordinary servers.
+
+    POOL is the pool's directory on this node, or the address HOST:PORT of any of its nodes; where it may be left out, the
+    environment
+    variable NVPOOL_POOL names it. All that prints has --json.
+
+    \b
+    examples:
+      nvpool dev up /tmp/pool --drives 2 --mount /mnt/pool    try it on this machine
+      nvpool status /tmp/pool                                 what runs, and what is wrong
+      nvpool dev down /tmp/pool                               and nothing is left
+    """
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    try:
+        result = cli.main(arguments, prog_name="nvpool", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
+    except click.exceptions.Exit as wish:
+        return wish.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python flushes at its end has nowhere to go
+        return 1
+    except Exception as error:
+        from nvpool.cli.render import show_error
+        return show_error(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""`nvpool mount` and `nvpool umount`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from nvpool.cli.render import json_option, print_json, say
+
+
+@click.command(epilog="""\b
+examples:
+  nvpool mount /srv/pool /mnt/pool
+  nvpool mount 10.0.0.1:17512 /mnt/pool
+  nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see what it says
+""")
+@click.argument("pool", metavar="POOL")
+@click.argument("mountpoint", metavar="MOUNTPOINT")
+@click.option("--foreground", is_flag=True, help="Stay in the foreground until the pool is unmounted.")
+@click.option("--log", type=click.Path(dir_okay=False),
+              help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
+@click.option("--wait", "wait_s", type=click.FloatRange(1, 3600), default=60.0, show_default=True,
+              help="Seconds until the pool must be there.")
+@json_option
+def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, as_json: bool) -> None:
+    """Mount a pool at the empty directory MOUNTPOINT.
+
+    Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
+    """
+    from nvpool.cli.mounts import check_mountpoint, mount_pool
+    from nvpool.cli.reach import directory_of
+    directory = directory_of(pool)
+    if directory is not None:
+        pool = str(directory.path)
+    place = check_mountpoint(mountpoint)
+    if foreground:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", pool, place])
+    pid = mount_pool(pool, place, Path(log) if log else log_of(pool, place), wait_s=wait_s)
+    if as_json:
+        print_json({"pool": pool, "mountpoint": place, "pid": pid})
+    else:
+        click.echo(f"{pool} is mounted at {place} (process {pid})")
+
+
+def log_of(pool: str, place: str) -> Path:
+    """The file for the words of the mount daemon at `place`; its directory is made."""
+    from nvpool.cli.reach import directory_of
+    directory = directory_of(pool)
+    if directory is not None:
+        kept = directory.log
+    elif os.geteuid() == 0:
+        kept = Path("/var/log/nvpool")
+    else:
+        kept = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nvpool"
+    kept.mkdir(parents=True, exist_ok=True)
+    return kept / f"mount{place.replace('/', '-')[-100:]}.log"
+
+
+@click.command(epilog="""\b
+examples:
+  nvpool umount /mnt/pool
+  nvpool umount --lazy /mnt/pool      although it is in use: the name is free at once
+""")
+@click.argument("mountpoint", metavar="MOUNTPOINT")
+@click.option("--lazy", is_flag=True, help="Take it out of sight even while files are open in it.")
+@click.option("--wait", "wait_s", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
+              help="Seconds that the daemon may take to store what was written.")
+@json_option
+def umount(mountpoint: str, lazy: bool, wait_s: float, as_json: bool) -> None:
+    """Unmount the pool at MOUNTPOINT. Returns when everything written is stored.
+
+    A mount whose daemon is dead or does not answer is unmounted lazily, so this always works.
+    """
+    from nvpool.cli.mounts import unmount
+    was_lazy = unmount(mountpoint, lazy, wait_s)
+    if as_json:
+        print_json({"mountpoint": mountpoint, "lazy": was_lazy})
+    elif was_lazy and not lazy:
+        say(f"{mountpoint}: its daemon did not answer; unmounted lazily")

@@ -1,0 +1,100 @@
+"""`nvpool pool create|destroy`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nvpool.base import config as configuration
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import InUse
+from nvpool.base.units import CHUNK_BYTES_DEFAULT, format_bytes
+from nvpool.cli.drive import Size
+from nvpool.cli.render import json_option, print_json, say
+
+
+@click.group()
+def pool() -> None:
+    """Make and destroy pools."""
+
+
+def drive_of(text: str) -> dict:
+    """PATH or PATH:SIZE; a path that exists is taken whole, colons and all."""
+    path, colon, size = text.rpartition(":")
+    if not colon or os.path.exists(text):
+        return {"path": os.path.abspath(text), "capacity_bytes": 0}
+    return {"path": os.path.abspath(path), "capacity_bytes": Size().convert(size, None, None)}
+
+
+@pool.command(epilog="""\b
+examples:
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1:500G
+  nvpool pool create /srv/pool --drive /dev/nvme0n1 --name training
+then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
+""")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
+              help="A directory on a drive, or a block device (what is on it is lost), and how much of it to use. Repeat it.")
+@click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
+@click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
+@click.option("--replicas", type=click.IntRange(1, 8), default=1, show_default=True, help="Copies of each chunk; fixed.")
+@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
+              help="Configuration of this node; default: that of `nvpool config sample`.")
+@json_option
+def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, config_file: str | None,
+           as_json: bool) -> None:
+    """Make a pool of one node, with its directory at DIR.
+
+    DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
+    Interrupted,
+    the same command begins again. A DIR that holds a pool, or anything else, is refused.
+    """
+    from nvpool.cli.pool_life import make
+    config = configuration.load(config_file) if config_file else configuration.Config()
+    made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
+                 "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
+                 "config": configuration.sample(config)})
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"pool {made['pool_id'][:8]} made in {made['directory']}")
+    for drive in made["drives"]:
+        click.echo(f"drive {drive['path']}: {format_bytes(drive['capacity_bytes'])}")
+    say(f"start it with: nvpool serve {directory}")
+
+
+def name_of(directory: str) -> str:
+    """A name for a pool in `directory`: the last part of its path, without what no name may have."""
+    last = "".join(c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_"))
+    return last.strip("-_")[:63] or "pool"
+
+
+@pool.command(epilog="example: nvpool pool destroy /srv/pool")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def destroy(directory: str, yes: bool, as_json: bool) -> None:
+    """Stop a pool and destroy all that is stored in it, on this node.
+
+    Refused while it is mounted here, or when anything else is mounted below DIR.
+    """
+    from nvpool.cli import pool_life
+    from nvpool.cli.mounts import mountpoints_of
+    where = PoolDirectory(directory)
+    where.check()
+    pool_life.check_removable(where)
+    if mounted := mountpoints_of(where):
+        raise InUse(f"the pool is mounted at {', '.join(mounted)}; first: nvpool umount {mounted[0]}")
+    pool_map = pool_life.read_map(where)
+    if not yes:
+        what = f"the pool {pool_map.name}" if pool_map else "the pool"
+        click.confirm(f"Destroy {what} in {where.path} and everything stored in it?", abort=True, err=True)
+    lock = pool_life.stop(where)
+    done = pool_life.erase_stores(where, pool_map) if pool_map else []
+    pool_life.remove(where, lock)
+    if as_json:
+        print_json({"directory": str(where.path), "done": done})
+    else:
+        for line in [*done, f"removed {where.path}"]:
+            click.echo(line)

@@ -1,0 +1,210 @@
+"""A pool's beginning and end on this node: making, starting, stopping, removing it.
+
+Called by `pool create|destroy` and `dev up|down`. Guarantees for the end: nothing is removed while anything is mounted below,
+while a
+process of the pool runs, or across the border of a file system, and FORMAT goes last, so that an interrupted removal can be
+repeated. Never follows a symbolic link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import Flock, PoolDirectory, holder_of
+from nvpool.base.errors import (
+    BadConfiguration,
+    Bug,
+    Damaged,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    NvpoolError,
+    Refused,
+    Unavailable,
+)
+from nvpool.base.host import Identity, runs
+from nvpool.cli.mounts import mounts_below, pause
+from nvpool.cli.reach import status_of
+from nvpool.logic.poolmap import PoolMap, decode_map
+
+START_S = 60.0
+_MAKE_S = 300.0
+_DRAIN_S = 40.0
+"""Longer than the supervisor gives its children (supervisor.drain_s, and five seconds for the kill)."""
+
+_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug, 75: InUse}
+
+
+def make(request: dict[str, Any]) -> dict[str, Any]:
+    """Have run/making make what is asked; its answer. Its error is raised here."""
+    try:
+        done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(request).encode(),
+                              stdout=subprocess.PIPE, timeout=_MAKE_S, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
+    except ValueError:
+        raise Bug(f"nvpool.run.making ended with exit code {done.returncode} and no answer; its words are above") from None
+    if "error" in answer:
+        raise _FAMILY_OF_EXIT_CODE.get(answer.get("code", 1), Refused)(answer["error"])
+    return answer
+
+
+def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
+    """Start the supervisor in the background where none runs, and wait until every process serves; the status then.
+
+    Unavailable, with the last errors of the logs, when that takes longer than wait_s.
+    """
+    directory.check()
+    supervisor = None
+    if directory.supervisor() is None:
+        directory.log.mkdir(exist_ok=True)
+        with open(directory.log / "nvpoold.log", "ab") as log:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(directory.path), "--log", "file"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    seen: dict[str, Any] = {}
+    while SYSTEM_CLOCK.boottime_s() < deadline_s:
+        try:
+            seen = asyncio.run(status_of(str(directory.path), 1.0))
+            if all(process["state"] == "serving" for process in seen["processes"] if process["role"] in ("meta", "store")):
+                return seen
+        except Unavailable:
+            pass
+        if supervisor is not None and supervisor.poll() is not None and directory.supervisor() is None:
+            raise Unavailable(f"the supervisor ended at once:{_last_errors(directory)}")
+        pause(0.1)
+    waits = [f"{process.get('name')} is {process['state']}" for process in seen.get("processes", ())
+             if process["state"] != "serving"]
+    raise Unavailable(f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
+                      f"{_last_errors(directory)}")
+
+
+def _last_errors(directory: PoolDirectory) -> str:
+    told = []
+    for path in sorted(directory.log.glob("*.log")):
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+        told += [f"\n  {path.name}: {line}" for line in lines if " ERROR " in line or "Error: " in line][-2:]
+    return "".join(told) + f"\n  (logs: {directory.log})"
+
+
+def stop(directory: PoolDirectory) -> Flock:
+    """End every process of the pool on this node, in order; the lock of the directory, so that none comes back.
+
+    Handles what a crash leaves too: children without a supervisor, and a supervisor that one of them is just starting.
+    Unavailable when something does not end even when it is killed.
+    """
+    deadline_s = SYSTEM_CLOCK.boottime_s() + 2 * _DRAIN_S
+    while SYSTEM_CLOCK.boottime_s() < deadline_s:
+        holder = directory.supervisor()
+        if holder is not None:
+            _end(holder, _DRAIN_S)
+            continue
+        try:
+            lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
+        except InUse:
+            pause(0.05)
+            continue
+        for path in sorted(directory.run.glob("*.lock")):
+            if (child := holder_of(path)) is not None:
+                _end(child, _DRAIN_S)
+        return lock
+    raise Unavailable(f"the pool {directory.path} could not be stopped; `ps` shows its processes")
+
+
+def _end(identity: Identity, drain_s: float) -> None:
+    try:
+        pidfd = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number, wait_s in ((signal.SIGTERM, drain_s), (signal.SIGKILL, 10.0)):
+            if not runs(identity):
+                return
+            try:
+                signal.pidfd_send_signal(pidfd, number)
+            except ProcessLookupError:
+                return
+            if select.select([pidfd], [], [], wait_s)[0]:
+                return
+        raise Unavailable(f"process {identity.pid} can not be ended; it waits for a drive, perhaps")
+    finally:
+        os.close(pidfd)
+
+
+def read_map(directory: PoolDirectory) -> PoolMap | None:
+    try:
+        return decode_map(directory.poolmap.read_bytes())
+    except (OSError, NvpoolError):
+        return None
+
+
+def check_removable(directory: PoolDirectory) -> None:
+    """InUse, and nothing done, when something that is not ours is mounted below, or another file system begins there."""
+    foreign = [mount for mount in mounts_below(str(directory.path)) if not mount.ours]
+    if foreign:
+        raise InUse(f"{foreign[0].path} is a mount of type {foreign[0].kind} in the pool directory; unmount it first. "
+                    f"Nothing was removed")
+
+
+def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
+    """Remove the directory `path` and what is in it, the entries `last` after all others. InUse, and nothing removed, when a
+    mount or another file system is below."""
+    if mounts := mounts_below(str(path)):
+        raise InUse(f"{mounts[0].path} is mounted below {path}; unmount it first. Nothing was removed")
+    device = os.lstat(path).st_dev
+    for root, names, _ in os.walk(path):
+        for name in names:
+            place = os.path.join(root, name)
+            if os.lstat(place).st_dev != device:
+                raise InUse(f"{place} is on another file system; nothing was removed")
+    for entry in sorted(path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    path.rmdir()
+
+
+def remove(directory: PoolDirectory, lock: Flock) -> None:
+    """Remove a stopped pool directory; `lock` is what `stop` gave."""
+    check_removable(directory)
+    sockets = directory.socket_directory()
+    if sockets != directory.run and sockets.is_dir():
+        remove_tree(sockets)
+    remove_tree(directory.path, last=("lock", "throw-away", "FORMAT"))
+    lock.release()
+
+
+def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
+    """Remove the chunk stores that lie outside the pool directory; what was done, as sentences."""
+    done = []
+    inside = directory.path / "targets"
+    for drive in pool_map.drives:
+        place = Path(drive.path)
+        if place.parent == inside or not place.exists():
+            continue
+        if place.is_dir():
+            if not place.name.startswith(f"nvpool-{pool_map.pool_id[:8]}-target-"):
+                raise InvalidRequest(f"{place} does not look like a store of this pool; remove it by hand")
+            remove_tree(place)
+            done.append(f"removed {place}")
+        elif place.is_block_device():
+            make({"verb": "erase", "path": str(place), "pool_id": pool_map.pool_id})
+            done.append(f"erased the head of {place}")
+        else:
+            raise NotFound(f"{place} is neither a directory nor a block device; remove it by hand")
+    return done

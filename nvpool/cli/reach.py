@@ -1,0 +1,90 @@
+"""How a command reaches a pool that was named by its directory or by the address of a node.
+
+Called by the files of nvpool/cli that ask a supervisor. Every question has a deadline; what may be repeated is, until then,
+because a supervisor that died is back in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import DeadlineExceeded, InvalidRequest, NvpoolError, Unavailable, Unreachable, from_os_error
+from nvpool.logic.poolmap import decode_map
+
+
+def directory_of(pool: str) -> PoolDirectory | None:
+    """The pool directory that `pool` names, checked; None when `pool` is an address."""
+    if "://" in pool or (":" in pool and not Path(pool).exists()):
+        return None
+    directory = PoolDirectory(pool)
+    directory.check()
+    return directory
+
+
+def endpoints_of(pool: str) -> tuple[str, ...]:
+    """Where the supervisor of the named node listens."""
+    directory = directory_of(pool)
+    if directory is not None:
+        try:
+            return decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints
+        except OSError as error:
+            raise from_os_error(error, f"read {directory.poolmap}") from error
+    if "://" in pool:
+        return (pool,)
+    host, _, port = pool.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"{pool!r} is neither a pool directory nor the address of a node (HOST:PORT, as `nvpool "
+                             f"status` shows it)")
+    return (f"stream://{pool}", f"grpc://{pool}")
+
+
+async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True) -> Any:
+    """The supervisor's answer. Unavailable, with the remedy, when it gives none within `wait_s`."""
+    from nvpool.base.host import host_id
+    from nvpool.wire.dial import Dialer
+    from nvpool.wire.transport import Greeting
+    endpoints = endpoints_of(pool)
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    dialer = Dialer(Greeting("nvpool"), host_id=host_id())
+    try:
+        while True:
+            try:
+                reply = await dialer.call(endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+                return reply_type.FromString(bytes(reply.message))
+            except Unavailable as error:
+                if isinstance(error, DeadlineExceeded) or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
+                    if isinstance(error, Unreachable):
+                        raise Unreachable(f"nobody answers for the pool {pool}{_remedy(pool)}") from error
+                    raise
+            await asyncio.sleep(0.1)
+    finally:
+        await dialer.close()
+
+
+def _remedy(pool: str) -> str:
+    try:
+        directory = directory_of(pool)
+    except NvpoolError:
+        return ""
+    if directory is None:
+        return "; is the node up, and the port right?"
+    return f"; start it with: nvpool serve {directory.path}"
+
+
+async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
+    from nvpool.wire.v1 import pool_pb2, wire_pb2
+    reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s)
+    return json.loads(reply.status)
+
+
+async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float = 180.0) -> dict[str, Any]:
+    """Ask for a change of the pool. Not repeated: after Unavailable look whether it was made."""
+    from nvpool.wire.v1 import pool_pb2, wire_pb2
+    request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
+    reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False)
+    return json.loads(reply.result)

@@ -1,0 +1,100 @@
+"""How the CLI shows things: rich tables on a terminal, plain lines in a pipe, JSON on request; errors and exit codes.
+
+Called by every file of nvpool/cli. Guarantees that stdout holds the result and nothing else, and stderr everything that is
+said on the way; rich is imported for a terminal only. The one place where our errors become exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Stale, Unavailable
+
+EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def pool_argument(function):
+    """The argument POOL, which NVPOOL_POOL stands in for."""
+    return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL")(function)
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, BadConfiguration):
+        return EXIT_USAGE
+    for families, code in (((Unavailable, Stale), EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG),
+                           (Refused, EXIT_REFUSED), (OSError, EXIT_REFUSED), (KeyboardInterrupt, EXIT_INTERRUPTED)):
+        if isinstance(error, families):
+            return code
+    return EXIT_BUG
+
+
+def show_error(error: BaseException) -> int:
+    """Say on stderr what went wrong; the exit code for it. Only a bug shows a traceback."""
+    code = exit_code(error)
+    if code == EXIT_BUG:
+        import traceback
+        traceback.print_exception(error)
+        click.echo("nvpool: this is a bug of nvpool; please report it with the lines above", err=True)
+        return code
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, NvpoolError):
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    click.echo(f"nvpool: {text}", err=True)
+    return code
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def say(text: str) -> None:
+    """Tell the user what happens; on stderr, so that a pipe gets results only."""
+    click.echo(text, err=True)
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
+    """A table on a terminal; in a pipe one line a row, columns divided by tabs, headed by their names."""
+    shown = [[_cell(value) for value in row] for row in rows]
+    if not on_terminal():
+        for row in ([column.upper() for column in columns], *shown):
+            click.echo("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    table = Table(*columns, title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for row in shown:
+        table.add_row(*[Text(cell, style=_STYLES.get(cell, "")) for cell in row])
+    Console().print(table)
+
+
+_STYLES = {"serving": "green", "starting": "yellow", "restarting": "yellow", "draining": "yellow", "silent": "red",
+           "fenced": "red", "stopped": "red", "degraded": "red"}
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def ago(milliseconds: int, now_ms: int) -> str:
+    """How long ago a wall-clock time was, in two units at most: '3d 4h'."""
+    seconds = max(0, (now_ms - milliseconds) // 1000)
+    for size, name, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size}{name} {seconds % size // below}{smaller}"
+    return f"{seconds}s"

@@ -1,0 +1,76 @@
+"""`nvpool status [POOL]`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from nvpool.base.units import format_bytes
+from nvpool.cli.render import ago, json_option, print_json, print_table, say
+
+
+@click.command(epilog="""\b
+--json prints one object:
+  pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
+  processes   role (supervisor, meta, store, mount, holder), pid (0: it does not run), state (starting, serving, restarting,
+              draining, fenced, silent: it runs but does not answer, stopped), restarts, since_ms, endpoints, counters;
+              of a shard inodes, sessions, to_collect; of a target drive, path, used_bytes, read_path, bad_blocks
+  drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
+  problems    sentences; none when all is well
+
+examples:
+  nvpool status /srv/pool
+  nvpool status 10.0.0.1:17512 --json | jq '.processes[] | select(.role == "store").pid'
+  nvpool status /srv/pool --check || echo something is wrong
+""")
+@click.argument("pool", envvar="NVPOOL_POOL", required=False)
+@click.option("--wait", "wait_s", type=click.FloatRange(0.1, 600), default=5.0, show_default=True,
+              help="Seconds to wait for an answer.")
+@click.option("--check", is_flag=True, help="Exit with 3 unless every process serves and there is no problem.")
+@json_option
+def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
+    """Show a pool: its processes, drives and problems.
+
+    POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
+    """
+    from nvpool.cli.reach import status_of
+    seen = asyncio.run(status_of(pool or ".", wait_s))
+    if as_json:
+        print_json(seen)
+    else:
+        _show(seen)
+    if check and (seen["problems"] or any(process["state"] != "serving" for process in seen["processes"])):
+        return 3
+    return 0
+
+
+def _show(seen: dict[str, Any]) -> None:
+    from nvpool.base.clock import SYSTEM_CLOCK
+    now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
+    pool = seen["pool"]
+    click.echo(f"pool {pool['name']} ({pool['id'][:8]}): {pool['state']}, map epoch {pool['epoch']}, "
+               f"{format_bytes(pool['chunk_bytes'])} chunks, {pool['replicas']} replica{'s' if pool['replicas'] > 1 else ''}")
+    click.echo()
+    print_table(("role", "name", "pid", "state", "for", "restarts", "what"), [
+        (process["role"], process.get("name"), process["pid"] or None, process["state"],
+         ago(process["since_ms"], now_ms) if process["since_ms"] else None, process.get("restarts"), _what(process))
+        for process in seen["processes"]])
+    click.echo()
+    print_table(("drive", "target", "state", "used", "capacity", "path"), [
+        (drive["drive"], drive["target"], drive["state"] if drive["in_use"] else f"{drive['state']}, not used yet",
+         format_bytes(drive["used_bytes"]) if drive["used_bytes"] is not None else None, format_bytes(drive["capacity_bytes"]),
+         drive["path"]) for drive in seen["drives"]])
+    for problem in seen["problems"]:
+        say(f"problem: {problem}")
+
+
+def _what(process: dict[str, Any]) -> str:
+    if process["role"] == "meta" and "inodes" in process:
+        return f"{process['inodes']:,} inodes, {process['sessions']} sessions"
+    if process["role"] == "store" and "read_path" in process:
+        return f"{process['chunks']:,} chunks, {process['kind']}, {process['read_path']}"
+    if process["role"] == "supervisor":
+        return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
+    return process.get("mountpoint") or process.get("reason") or ""
