@@ -1,0 +1,150 @@
+"""Frames of the stream transport: their bytes, and what a reader makes of any bytes at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvpool.base.errors import CorruptFrame
+from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "frames.json").read_text())
+
+frames = st.tuples(st.sampled_from([HELLO, REQUEST, REPLY, CANCEL]), st.integers(0, 65535), st.integers(0, 2**32 - 1),
+                   st.integers(0, 2**32 - 1), st.binary(max_size=300),
+                   st.one_of(st.binary(max_size=500), st.integers(60_000, 200_000).map(lambda n: bytes([n % 251]) * n)))
+
+
+def packed(frame) -> bytes:
+    kind, code, number, deadline_ms, message, payload = frame
+    return pack_head(kind, code, number, deadline_ms, message, len(payload)) + payload
+
+
+def read(stream: bytes, cuts, place=lambda *_: None) -> list:
+    """The frames that a reader finds when `stream` comes in pieces of the sizes in `cuts`, repeated."""
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), place)
+    at, turn = 0, 0
+    while at < len(stream):
+        buffer = reader.get_buffer(-1)
+        assert len(buffer) > 0
+        count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
+        buffer[:count] = stream[at:at + count]
+        del buffer
+        reader.buffer_updated(count)
+        at += count
+        turn += 1
+    return found
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["what"])
+def test_a_frame_has_the_bytes_that_it_has_always_had(case):
+    frame = (case["kind"], case["code"], case["number"], case["deadline_ms"], bytes.fromhex(case["message"]),
+             bytes.fromhex(case["payload"]))
+    assert packed(frame).hex() == case["bytes"]
+    assert read(bytes.fromhex(case["bytes"]), [1]) == [frame]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(frames, min_size=1, max_size=8), st.lists(st.integers(1, 200_000), min_size=1, max_size=5))
+def test_frames_come_out_as_they_went_in_however_they_are_cut(sent, cuts):
+    assert read(b"".join(map(packed, sent)), cuts) == sent
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames, st.data())
+def test_a_flipped_bit_in_header_or_message_is_always_found(frame, data):
+    stream = bytearray(packed(frame))
+    bit = data.draw(st.integers(0, (HEADER.size + len(frame[4])) * 8 - 1))
+    stream[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CorruptFrame):
+        read(bytes(stream), [len(stream)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=HEADER.size, max_size=2000), st.integers(1, 2000))
+def test_bytes_that_are_no_frame_are_refused(noise, cut):
+    with pytest.raises(CorruptFrame):
+        read(noise, [cut])
+
+
+@pytest.mark.parametrize(("message_bytes", "payload_bytes"), [(MESSAGE_BYTES_MAX + 1, 0), (0, PAYLOAD_BYTES_MAX + 1)])
+def test_a_frame_that_is_too_long_is_refused_before_its_body_comes(message_bytes, payload_bytes):
+    head = pack_head(REQUEST, 1, 1, 1, bytes(message_bytes), payload_bytes)[:HEADER.size]
+    with pytest.raises(CorruptFrame, match="too long"):
+        read(head, [HEADER.size])
+
+
+@pytest.mark.parametrize("kind", [0, 5, 255])
+def test_a_frame_of_unknown_kind_is_refused(kind):
+    with pytest.raises(CorruptFrame, match="unknown kind"):
+        read(pack_head(kind, 0, 1, 0, b"", 0), [HEADER.size])
+
+
+def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
+    long, short = (REQUEST, 1, 1, 1, bytes(range(256)) * 4096, b"tail"), (REQUEST, 1, 2, 1, b"short", b"")
+    stream = packed(long) + packed(short) * 3
+    at = 0
+    while at < len(stream):
+        buffer = reader.get_buffer(-1)
+        count = min(len(buffer), len(stream) - at)
+        buffer[:count] = stream[at:at + count]
+        del buffer
+        reader.buffer_updated(count)
+        at += count
+    assert found == [long, short, short, short]
+    assert len(reader.get_buffer(-1)) == LINEAR_BYTES
+
+
+@pytest.mark.parametrize("size", [10, 4096, 65536, 65537, 500_000])
+def test_a_payload_goes_where_the_reader_is_told_to_put_it(size):
+    place = memoryview(bytearray(size))
+    content = bytes([7]) * size
+    (*_, payload), = read(packed((REPLY, 0, 9, 0, b"m", content)), [1000], lambda kind, number, count: place)
+    assert payload is place and place == content
+
+
+def test_a_place_that_is_abandoned_is_not_written_to_any_more():
+    place = memoryview(bytearray(200_000))
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: place)
+    stream = packed((REPLY, 0, 9, 0, b"", b"x" * 200_000)) + packed((REPLY, 0, 10, 0, b"next", b""))
+    first = 50_000
+    reader.get_buffer(-1)[:first] = stream[:first]
+    reader.buffer_updated(first)
+    before = bytes(place)
+    reader.abandon(9)
+    at = first
+    while at < len(stream):
+        buffer = reader.get_buffer(-1)
+        count = min(len(buffer), len(stream) - at)
+        buffer[:count] = stream[at:at + count]
+        del buffer
+        reader.buffer_updated(count)
+        at += count
+    assert place == before
+    assert found[1][4] == b"next"
+
+
+def test_a_stalled_reader_keeps_frames_until_it_is_told_to_go_on():
+    found = []
+
+    def deliver(*frame):
+        found.append(frame[2])
+        reader.stalled = frame[2] % 2 == 1
+
+    reader = FrameReader(deliver, lambda *_: None)
+    stream = b"".join(packed((REQUEST, 1, number, 1, b"", b"")) for number in range(1, 6))
+    reader.get_buffer(-1)[:len(stream)] = stream
+    reader.buffer_updated(len(stream))
+    assert found == [1]
+    for expected in ([1, 2, 3], [1, 2, 3, 4, 5]):
+        reader.stalled = False
+        reader.parse()
+        assert found == expected
+    assert EMPTY == b""
