@@ -1,0 +1,84 @@
+"""Birth of a file, directory, symlink or device node under a name; or the opening of the file that has the name."""
+
+from __future__ import annotations
+
+import stat
+
+from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NameTooLong
+from nvpool.base.grants import WRITE
+from nvpool.base.units import SYMLINK_BYTES_MAX
+from nvpool.logic.partition import partition_of_directory
+from nvpool.meta import records
+from nvpool.meta.view import Draft, View, fill_attr
+from nvpool.wire.v1 import meta_pb2
+
+KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK))
+
+
+def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
+    """A new inode has the caller's uid and gid; in a set-gid directory the directory's gid, a directory there also the
+    bit. Layout comes from the directory. An existing file is opened (and cut, where asked) unless `exclusive`."""
+    draft = Draft(view, now_ns)
+    parent = draft.entered(request.parent)
+    partition, name_hash, key = view.place(parent, request.name)
+    mode = request.mode
+    kind = mode & 0o170000
+    if kind not in KINDS or mode > 0o177777:
+        raise InvalidRequest(f"no file has the mode {mode:#o}")
+    raw = view.get(key)
+    if raw is not None:
+        return _open_existing(draft, request, records.decode_dentry(partition, raw)[0])
+    change = request.change
+    gid = change.gid
+    if parent.mode & stat.S_ISGID:
+        gid = parent.gid
+        if kind == stat.S_IFDIR:
+            mode |= stat.S_ISGID
+    flags = 0
+    if kind == stat.S_IFREG:
+        if request.open and request.rights & WRITE:
+            flags = records.TOUCHED
+        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, table=parent.table,
+                           chunk_bits=parent.chunk_bits, flags=flags)
+    elif kind == stat.S_IFDIR:
+        born = draft.birth(partition_of_directory(name_hash), mode=mode, links=2, uid=change.uid, gid=gid,
+                           table=parent.table, chunk_bits=parent.chunk_bits, parent=parent.number,
+                           flags=records.WIDE if request.wide else 0)
+        parent.links += 1
+    elif kind == stat.S_IFLNK:
+        target = request.target
+        if not target or b"\0" in target:
+            raise InvalidRequest("a symlink needs a target without NUL")
+        if len(target) > SYMLINK_BYTES_MAX:
+            raise NameTooLong(f"the target of a symlink has {SYMLINK_BYTES_MAX} bytes at most, not {len(target)}")
+        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target))
+    else:
+        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev)
+    draft.effects[key] = records.encode_dentry(partition, born.number, kind >> 12)
+    parent.size += 1
+    draft.stamp(parent, content=True)
+    reply = draft.reply = meta_pb2.CreateReply(created=True)
+    fill_attr(reply.entry.attr, born)
+    if request.open and kind == stat.S_IFREG:
+        draft.opened = born.number
+        reply.entry.grant = draft.grant(born, request.rights, change.session)
+    return draft
+
+
+def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int) -> Draft:
+    if request.exclusive or request.mode & 0o170000 != stat.S_IFREG:
+        raise AlreadyExists(f"{request.name!r} exists already")
+    found = draft.inode(number)
+    if found.is_directory:
+        raise IsADirectory(f"{request.name!r} is a directory")
+    if found.is_symlink:
+        raise AlreadyExists(f"{request.name!r} is a symlink; open what it points to")
+    reply = draft.reply = meta_pb2.CreateReply()
+    if found.is_file:
+        if request.truncate:
+            draft.cut(found, 0)
+        if request.open:
+            draft.opened = number
+            reply.entry.grant = draft.grant(found, request.rights, request.change.session)
+    fill_attr(reply.entry.attr, found)
+    return draft

@@ -1,0 +1,32 @@
+"""One more name for an inode that has one."""
+
+from __future__ import annotations
+
+from nvpool.base.errors import AlreadyExists, NotFound, NotPermitted, TooManyLinks
+from nvpool.base.units import LINK_COUNT_MAX
+from nvpool.meta import records
+from nvpool.meta.view import Draft, View, fill_attr
+from nvpool.wire.v1 import meta_pb2
+
+
+def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    inode = draft.inode(request.inode)
+    parent = draft.entered(request.parent)
+    partition, _, key = view.place(parent, request.name)
+    if inode.is_directory:
+        raise NotPermitted("a directory has one name only")
+    if view.get(key) is not None:
+        raise AlreadyExists(f"{request.name!r} exists already")
+    if not inode.links:
+        raise NotFound(f"inode {inode.number} has lost its last name")
+    if inode.links >= LINK_COUNT_MAX:
+        raise TooManyLinks(f"a file has {LINK_COUNT_MAX} names at most")
+    inode.links += 1
+    draft.stamp(inode)
+    draft.effects[key] = records.encode_dentry(partition, inode.number, inode.kind)
+    parent.size += 1
+    draft.stamp(parent, content=True)
+    draft.reply = meta_pb2.AttrReply()
+    fill_attr(draft.reply.attr, inode)
+    return draft

@@ -1,0 +1,87 @@
+"""Truncations that are decided: tell every target, again and again until it has cut, then drop the intent.
+
+The cut is durable before the first target hears of it, so that no byte goes that a loss of power would bring back into
+the file; the caller is answered, and new grants are given, when all targets have it. After a restart the intents are
+finished from their records. Owned by `meta/service`, which spawns the tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from nvpool.base.errors import NvpoolError
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.kv.contract import Kv
+from nvpool.meta import records
+from nvpool.meta.records import Intent
+from nvpool.meta.targets import Targets
+from nvpool.meta.view import View
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+_log = logging.getLogger(__name__)
+
+PAUSE_S, PAUSE_S_MAX = 0.02, 1.0
+"""Between two attempts at a target that does not answer."""
+
+
+class Cuts:
+    """What is being cut is in `view.cutting`: inode -> future that is done when all targets have cut."""
+
+    def __init__(self, kv: Kv, view: View, targets: Targets, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+        self._kv = kv
+        self._view = view
+        self._targets = targets
+        self._spawn = spawn
+
+    def begin(self, inode: int, intent: Intent) -> asyncio.Future:
+        """The intent is applied: act on it. The future never fails; it is cancelled when the service closes."""
+        done = self._view.cutting[inode] = asyncio.get_running_loop().create_future()
+        self._spawn(self._finish(inode, intent, done))
+        return done
+
+    async def resume(self) -> None:
+        """Find the intents that a restart left, and act on them."""
+        for partition in range(PARTITION_COUNT):
+            if not partition % 64:
+                await asyncio.sleep(0)
+            first, end = records.prefix(partition, records.INTENT), records.prefix(partition, records.INTENT + 1)
+            while pairs := self._kv.scan(first, end, 1000):
+                for key, raw in pairs:
+                    inode = records.inode_of_key(key)
+                    try:
+                        intent = records.decode_intent(raw)
+                    except NvpoolError as error:
+                        _log.error("the intent of inode %d is damaged, run fsck: %s", inode, error)
+                        continue
+                    self.begin(inode, intent)
+                first = pairs[-1][0] + b"\0"
+
+    async def _finish(self, inode: int, intent: Intent, done: asyncio.Future) -> None:
+        try:
+            await self._kv.sync()
+            request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits)
+            await self._tell_all(inode, intent, request)
+            while self._kv.full:
+                await self._kv.room()
+            self._kv.apply([(records.numbered_key(records.INTENT, inode), None)], reclaims=True)
+            del self._view.cutting[inode]
+            done.set_result(None)
+        finally:
+            done.cancel()  # no-op where it is done; nobody may be told that the targets have cut when they have not
+
+    async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> None:
+        told: set[int] = set()
+        pause = PAUSE_S
+        while True:
+            wanted = (await self._targets.of_table(intent.table)) - told
+            if not wanted:
+                return
+            failed = await self._targets.tell(wanted, wire_pb2.DATA_CUT, request)
+            told |= wanted - failed.keys()
+            if failed:
+                level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
+                _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed), next(iter(failed.values())))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, PAUSE_S_MAX)

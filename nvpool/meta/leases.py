@@ -1,0 +1,155 @@
+"""Sessions of clients: leases, slots with their kept answers, and who has which inode open.
+
+Sessions and slots are records, so that a client takes them up again after a restart of the shard; open files and ends of
+leases are in memory only: after a restart each session gets a full lease, in which it names its open files again. Leases
+are measured on boottime. Used by `meta/service`; keeps books, decides nothing, never waits.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
+from nvpool.base.units import SLOTS_PER_SESSION
+from nvpool.kv.contract import Kv
+from nvpool.meta import records
+
+SESSIONS_MAX = 10_000
+OPEN_INODES_MAX = 1_000_000
+"""Inodes that one session may hold open, and sessions of a shard: bounds for memory, far above what a node uses."""
+
+
+class Slot:
+    """One request place: the last sequence that was decided, with its answer or its refusal."""
+
+    __slots__ = ("sequence", "waits_for", "answer", "error")
+
+    def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"") -> None:
+        self.sequence = sequence
+        self.waits_for = waits_for
+        self.answer = answer
+        self.error: NvpoolError | None = None
+        """A refusal is kept in memory only: after a restart nothing is under way that could come late."""
+
+
+class Session:
+    __slots__ = ("number", "secret", "client", "opened_ns", "expires_s", "slots", "opens")
+
+    def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
+        self.number = number
+        self.secret = record.secret
+        self.client = record.client
+        self.opened_ns = record.opened_ns
+        self.expires_s = expires_s
+        self.slots: list[Slot | None] = [None] * SLOTS_PER_SESSION
+        self.opens: dict[int, int] = {}
+        """Handles by inode."""
+
+
+class Sessions:
+    """All sessions of a shard, and the count of handles on each open inode."""
+
+    def __init__(self, kv: Kv, lease_s: float) -> None:
+        self._kv = kv
+        self.lease_s = lease_s
+        self.by_number: dict[int, Session] = {}
+        self.holders: dict[int, int] = {}
+        """Sessions that have the inode open."""
+
+    def load(self, now_s: float) -> None:
+        """Take up what the records say; a session that can not be read is left to fsck."""
+        self.by_number.clear()
+        self.holders.clear()
+        first, end = records.session_key(0), records.session_key((1 << 64) - 1)
+        while pairs := self._kv.scan(first, end, 1000):
+            for key, raw in pairs:
+                try:
+                    record = records.decode_session(raw)
+                except NvpoolError:
+                    continue
+                number = records.session_of_key(key)
+                self.by_number[number] = Session(number, record, now_s + self.lease_s)
+            first = pairs[-1][0] + b"\0"
+
+    def get(self, number: int) -> Session:
+        session = self.by_number.get(number)
+        if session is None:
+            raise StaleSession(f"session {number:#x} is unknown or has ended; open a new one")
+        return session
+
+    def slot(self, session: Session, index: int) -> Slot:
+        if index >= SLOTS_PER_SESSION:
+            raise InvalidRequest(f"a session has {SLOTS_PER_SESSION} slots; there is no slot {index}")
+        slot = session.slots[index]
+        if slot is None:
+            raw = self._kv.get(records.slot_key(session.number, index))
+            slot = session.slots[index] = Slot() if raw is None else Slot(*records.decode_slot(raw))
+        return slot
+
+    def opening(self, number: int, record: records.SessionRecord, now_s: float) -> tuple[Session, list]:
+        """A new session that begins to count with `add`, and the effects that keep it."""
+        if len(self.by_number) >= SESSIONS_MAX:
+            raise TooManyOpen(f"the shard has {SESSIONS_MAX} sessions already")
+        return (Session(number, record, now_s + self.lease_s),
+                [(records.session_key(number), records.encode_session(record))])
+
+    def add(self, session: Session) -> None:
+        self.by_number[session.number] = session
+
+    def take_up(self, number: int, secret: bytes, now_s: float) -> Session:
+        session = self.get(number)
+        if not hmac.compare_digest(session.secret, secret):
+            raise StaleSession(f"session {number:#x} belongs to somebody else; open a new one")
+        session.expires_s = now_s + self.lease_s
+        return session
+
+    def open(self, session: Session, inode: int) -> None:
+        count = session.opens.get(inode, 0)
+        if not count:
+            self.holders[inode] = self.holders.get(inode, 0) + 1
+        session.opens[inode] = count + 1
+
+    def close(self, session: Session, inode: int) -> bool:
+        """One handle less. Whether nobody has the inode open any more. What was not open is ignored: after a restart
+        of the shard a close can come before the list of open files."""
+        count = session.opens.get(inode)
+        if count is None:
+            return False
+        if count > 1:
+            session.opens[inode] = count - 1
+            return False
+        del session.opens[inode]
+        return self._let_go(inode)
+
+    def _let_go(self, inode: int) -> bool:
+        left = self.holders[inode] - 1
+        if left:
+            self.holders[inode] = left
+            return False
+        del self.holders[inode]
+        return True
+
+    def check_room(self, session: Session) -> None:
+        if len(session.opens) >= OPEN_INODES_MAX:
+            raise TooManyOpen(f"a session holds {OPEN_INODES_MAX} inodes open at most; close some")
+
+    def ending(self, session: Session) -> list:
+        """The effects by which the session's records go."""
+        effects: list = [(records.session_key(session.number), None)]
+        effects += [(key, None) for key, _ in self._kv.scan(*records.slot_range(session.number), SLOTS_PER_SESSION)]
+        return effects
+
+    def drop(self, session: Session) -> list[int]:
+        """Forget the session; the inodes that nobody has open any more."""
+        self.by_number.pop(session.number, None)
+        let_go = [inode for inode in session.opens if self._let_go(inode)]
+        session.opens.clear()
+        return let_go
+
+    def expired(self, now_s: float) -> list[Session]:
+        return [session for session in self.by_number.values() if session.expires_s < now_s]
+
+    def lengthen(self, seconds: float) -> None:
+        """The shard itself stood still: no session is to blame for that."""
+        for session in self.by_number.values():
+            session.expires_s += seconds

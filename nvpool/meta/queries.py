@@ -1,0 +1,134 @@
+"""Questions that change nothing, but for the mark that a first write grant leaves on an inode.
+
+Pure, as decisions are: (view, request, now in ns) -> Draft; listings in bounded steps. Called by `meta/service` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nvpool.base.errors import CorruptRecord, InvalidRequest, NoAttribute
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.logic.partition import EQUAL_MAX, cursor_behind, cursor_parts, partition_of_name
+from nvpool.meta import records
+from nvpool.meta.changes.xattr import XATTRS_MAX, check_name
+from nvpool.meta.records import HASH_AT, NAME_AT, Inode
+from nvpool.meta.view import Draft, View, fill_attr
+from nvpool.wire.v1 import meta_pb2
+
+LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
+"""Entries in a reply: with attributes a thousand of them hold the event loop for about ten milliseconds."""
+WIDE_STEP = 64
+"""Partitions of a wide directory that are looked through before others get their turn."""
+
+
+def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
+    parent = view.directory(request.parent)
+    return _entry(view, view.named(parent, request.name)[1], request, now_ns)
+
+
+def getattr(view: View, request: meta_pb2.GetAttrRequest, now_ns: int) -> Draft:
+    return _entry(view, request.inode, request, now_ns)
+
+
+def _entry(view: View, number: int, request, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    inode = draft.inode(number)
+    reply = draft.reply = meta_pb2.Entry()
+    if request.rights:
+        reply.grant = draft.grant(inode, request.rights, request.session)
+    fill_attr(reply.attr, inode)
+    return draft
+
+
+def readlink(view: View, request: meta_pb2.ReadLinkRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    inode = draft.inode(request.inode)
+    if not inode.is_symlink:
+        raise InvalidRequest(f"inode {inode.number} is not a symlink")
+    draft.reply = meta_pb2.ReadLinkReply(target=inode.target)
+    return draft
+
+
+def getxattr(view: View, request: meta_pb2.GetXattrRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    inode = draft.inode(request.inode)
+    check_name(request.name)
+    raw = view.get(records.xattr_key(request.inode, request.name)) if inode.flags & records.HAS_XATTRS else None
+    if raw is None:
+        raise NoAttribute(f"inode {request.inode} has no attribute {request.name!r}")
+    draft.reply = meta_pb2.GetXattrReply(value=records.decode_xattr(raw))
+    return draft
+
+
+def listxattr(view: View, request: meta_pb2.ListXattrRequest, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    reply = draft.reply = meta_pb2.ListXattrReply()
+    if draft.inode(request.inode).flags & records.HAS_XATTRS:
+        reply.names.extend(key[9:] for key, _ in view.scan(*records.xattr_range(request.inode), XATTRS_MAX))
+    return draft
+
+
+def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.ListDirReply | None]:
+    """The entries behind the cursor, as one reply at the end; None where others should get their turn before it.
+
+    Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
+    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's).
+    """
+    directory = view.directory(request.inode)
+    from_hash, leave_out = cursor_parts(request.cursor)
+    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+    wide = bool(directory.flags & records.WIDE)
+    partition = partition_of_name(directory.number, wide, from_hash)
+    last = PARTITION_COUNT - 1 if wide else partition
+    found: list[tuple[bytes, bytes]] = []
+    skipped = leave_out
+    start, end = records.dentry_range(partition, directory.number, from_hash)
+    steps = 0
+    while True:
+        found += view.scan(start, end, limit + 1 + skipped - len(found))
+        if len(found) > limit + skipped or partition == last:
+            break
+        steps += 1
+        if not steps % WIDE_STEP:
+            yield None
+        partition += 1
+        start, end = records.dentry_range(partition, directory.number)
+    yield _listed(view, request, found, from_hash, leave_out, limit)
+
+
+def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
+            leave_out: int, limit: int) -> meta_pb2.ListDirReply:
+    reply = meta_pb2.ListDirReply()
+    add = reply.entries.add
+    before, equal = from_hash, 0
+    taken = 0
+    for key, raw in found:
+        name_hash = key[HASH_AT:NAME_AT]
+        if name_hash == before:
+            equal += 1
+        else:
+            before, equal = name_hash, 1
+        if equal <= leave_out and name_hash == from_hash:
+            continue
+        if taken >= limit:
+            reply.more = True
+            break
+        taken += 1
+        try:
+            number, kind = records.decode_dentry(records.partition_of_key(key), raw)
+            inode = _decoded(view, number) if request.attrs else None
+        except CorruptRecord:
+            continue
+        entry = add(name=key[NAME_AT:], cursor=cursor_behind(name_hash, min(equal, EQUAL_MAX)), inode=number, kind=kind)
+        if inode is not None:
+            fill_attr(entry.attr, inode)
+    return reply
+
+
+def _decoded(view: View, number: int) -> Inode:
+    raw = view.get(records.inode_key(number))
+    if raw is None:
+        raise CorruptRecord(f"the name of inode {number} is there, the inode is not")
+    return records.decode_inode(number, raw)
+

@@ -1,0 +1,484 @@
+"""Keys and values of a metadata shard: packed, versioned, part of the format (golden values in tests/golden).
+
+Every key begins with 16 bits big-endian: partition (12) and kind (3) of what belongs to a partition, so that a partition
+is one range of keys that can be copied; or the top bit and a kind of what belongs to the shard. Every value begins with
+its version. Decoding what makes no sense raises CorruptRecord, never anything else.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from nvpool.base.errors import CorruptRecord
+from nvpool.base.ids import COUNTER_BITS, COUNTER_MASK
+from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION, SYMLINK_BYTES_MAX
+from nvpool.logic.layout import Layout
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
+"""Kinds of a partition's records. LOCK and OTHER (a second kind byte follows: volumes, quotas) are not in use yet."""
+SHARD = 0x8000
+IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED = range(SHARD, SHARD + 6)
+"""Kinds of the shard's own records."""
+
+_KIND_BITS = 3
+_DENTRY_KEY = struct.Struct(">HQ")
+_PREFIX = struct.Struct(">H")
+IDENTITY_KEY = _PREFIX.pack(IDENTITY)
+BOUNDS_KEY = _PREFIX.pack(BOUNDS)
+COUNTS_KEY = _PREFIX.pack(COUNTS)
+END_OF_KEYS = b"\xff\xff"
+HASH_AT = 10
+NAME_AT = 17
+
+
+def prefix(partition: int, kind: int) -> bytes:
+    """Where the keys of this kind of a partition begin. They end before prefix(partition, kind + 1)."""
+    return _PREFIX.pack(partition << _KIND_BITS | kind)
+
+
+def kind_of(key: bytes) -> int:
+    """The kind: 0..7 for a partition's record, above SHARD for the shard's own."""
+    head = key[0] << 8 | key[1]
+    return head if head & SHARD else head & (1 << _KIND_BITS) - 1
+
+
+def partition_of_key(key: bytes) -> int:
+    return (key[0] << 8 | key[1]) >> _KIND_BITS
+
+
+def numbered_key(kind: int, inode: int) -> bytes:
+    """9 bytes: 16 bits of partition and kind, 56 of the inode's counter."""
+    return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | inode & COUNTER_MASK).to_bytes(9, "big")
+
+
+def inode_key(inode: int) -> bytes:
+    return ((inode >> COUNTER_BITS) << 59 | inode & COUNTER_MASK).to_bytes(9, "big")
+
+
+def inode_of_key(key: bytes) -> int:
+    """The inode number in the key of any record but a dentry."""
+    return partition_of_key(key) << COUNTER_BITS | int.from_bytes(key[2:9], "big")
+
+
+def dentry_key(partition: int, directory: int, name_hash: bytes, name: bytes) -> bytes:
+    """17 bytes and the name: prefix, directory u64, hash of the name (7 bytes)."""
+    return _DENTRY_KEY.pack(partition << _KIND_BITS | DENTRY, directory) + name_hash + name
+
+
+def dentry_range(partition: int, directory: int, from_hash: bytes = b"") -> tuple[bytes, bytes]:
+    head = partition << _KIND_BITS | DENTRY
+    return _DENTRY_KEY.pack(head, directory) + from_hash, _DENTRY_KEY.pack(head, directory + 1)
+
+
+def directory_of_key(key: bytes) -> int:
+    return int.from_bytes(key[2:HASH_AT], "big")
+
+
+def xattr_key(inode: int, name: bytes) -> bytes:
+    return numbered_key(XATTR, inode) + name
+
+
+def xattr_range(inode: int) -> tuple[bytes, bytes]:
+    return numbered_key(XATTR, inode), numbered_key(XATTR, inode) + END_OF_KEYS
+
+
+def session_key(session: int) -> bytes:
+    return _DENTRY_KEY.pack(SESSION, session)
+
+
+def slot_key(session: int, slot: int) -> bytes:
+    return (SLOT << 72 | session << 8 | slot).to_bytes(11, "big")
+
+
+def slot_range(session: int) -> tuple[bytes, bytes]:
+    return slot_key(session, 0), slot_key(session, 255)
+
+
+def session_of_key(key: bytes) -> int:
+    return int.from_bytes(key[2:10], "big")
+
+
+def damaged_key(key: bytes) -> bytes:
+    """Where fsck lays the raw value of a record that it can not read."""
+    return _PREFIX.pack(DAMAGED) + key
+
+
+# -- inodes ----------------------------------------------------------------------------------------------------------
+
+HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE = 1, 2, 4, 8, 16
+TOUCHED = 1 << 8
+"""A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
+SHOWN_FLAGS = 0xFF
+
+_VERSION = 1
+_DEFAULT_LAYOUT = Layout()
+_S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
+_SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE = (1 << bit for bit in range(17, 24))
+_KNOWN = (1 << 24) - 1
+_HEAD = struct.Struct("<I")
+_SIZE_CODES = ("", "H", "I", "Q")
+_OWNER_CODES = ("", "HH", "II")
+_TIME_CODES = ("", "I", "q")
+_structs: dict[int, struct.Struct] = {}
+
+
+def blocks_of(size: int) -> int:
+    """512-byte blocks of a file of this size without holes."""
+    return (size + 4095 >> 12) << 3
+
+
+class Inode:
+    """One inode, to be read, changed and encoded again. Times are ns since 1970, blocks are of 512 bytes.
+
+    `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
+    `change` grows with each change, `cut` with each truncation that may have had something to cut.
+    """
+
+    __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target")
+
+    def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
+                 blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
+                 rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
+                 target: bytes = b"") -> None:
+        self.number = number
+        self.mode = mode
+        self.links = links
+        self.uid = uid
+        self.gid = gid
+        self.size = size
+        self.blocks = blocks
+        self.atime_ns = atime_ns
+        self.mtime_ns = mtime_ns
+        self.ctime_ns = ctime_ns
+        self.change = change
+        self.cut = cut
+        self.rdev = rdev
+        self.table = table
+        self.chunk_bits = chunk_bits
+        self.flags = flags
+        self.parent = parent
+        self.target = target
+
+    @property
+    def is_directory(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFDIR
+
+    @property
+    def is_file(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFREG
+
+    @property
+    def is_symlink(self) -> bool:
+        return self.mode & _S_IFMT == _S_IFLNK
+
+    @property
+    def kind(self) -> int:
+        """File type as in a directory entry: the S_IFMT bits, 4 bits."""
+        return self.mode >> 12
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.table, self.chunk_bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inode) and all(getattr(self, f) == getattr(other, f) for f in self.__slots__)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return "Inode(" + ", ".join(f"{f}={getattr(self, f)!r}" for f in self.__slots__) + ")"
+
+
+def _inode_struct(head: int) -> struct.Struct:
+    """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
+    size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
+    if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or owner > 2 or ctime > 2 or atime > 2:
+        raise CorruptRecord(f"no inode record begins with {head:#010x}")
+    code = "<IHq" + ("Q" if head & _CHANGE else "H") + _SIZE_CODES[size] + _OWNER_CODES[owner]
+    code += "I" if head >> _LINKS & 1 else ""
+    code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
+    code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
+    code += "Q" if head & _PARENT else ""
+    made = _structs[head] = struct.Struct(code)
+    return made
+
+
+def encode_inode(i: Inode) -> bytes:
+    """Fields that have their usual value take no room: about 30 bytes for a file."""
+    head = _VERSION
+    mtime, size, uid, gid = i.mtime_ns, i.size, i.uid, i.gid
+    if i.change > 0xFFFF:
+        head |= _CHANGE
+    values = [0, i.mode, mtime, i.change]
+    add = values.append
+    if size:
+        head |= (1 if size < 1 << 16 else 2 if size < 1 << 32 else 3) << _SIZE
+        add(size)
+    if uid or gid:
+        head |= (1 if uid < 1 << 16 and gid < 1 << 16 else 2) << _OWNER
+        add(uid)
+        add(gid)
+    if i.links != 1:
+        head |= 1 << _LINKS
+        add(i.links)
+    later = i.ctime_ns - mtime
+    if later:
+        if 0 < later < 1 << 32:
+            head |= 1 << _CTIME
+            add(later)
+        else:
+            head |= 2 << _CTIME
+            add(i.ctime_ns)
+    earlier = mtime - i.atime_ns
+    if earlier:
+        if 0 < earlier < 1 << 32:
+            head |= 1 << _ATIME
+            add(earlier)
+        else:
+            head |= 2 << _ATIME
+            add(i.atime_ns)
+    if i.cut:
+        head |= _CUT
+        add(i.cut)
+    if i.blocks != (blocks_of(size) if i.mode & _S_IFMT == _S_IFREG else 0):
+        head |= _BLOCKS
+        add(i.blocks)
+    if i.rdev:
+        head |= _RDEV
+        add(i.rdev)
+    if i.table != 1 or i.chunk_bits != 20:
+        head |= _LAYOUT
+        add(i.table)
+        add(i.chunk_bits)
+    if i.flags:
+        head |= _FLAGS
+        add(i.flags)
+    if i.parent:
+        head |= _PARENT
+        add(i.parent)
+    values[0] = head
+    return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
+
+
+def decode_inode(number: int, raw: bytes) -> Inode:
+    try:
+        head, = _HEAD.unpack_from(raw)
+        layout = _structs.get(head) or _inode_struct(head)
+        values = layout.unpack_from(raw)
+    except struct.error:
+        raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
+    mode, mtime, change = values[1], values[2], values[3]
+    at = 4
+    size = uid = gid = cut = rdev = flags = parent = 0
+    links = 1
+    ctime = atime = mtime
+    table, chunk_bits = _DEFAULT_LAYOUT
+    if head >> _SIZE & 3:
+        size = values[at]
+        at += 1
+    if head >> _OWNER & 3:
+        uid, gid = values[at], values[at + 1]
+        at += 2
+    if head >> _LINKS & 1:
+        links = values[at]
+        at += 1
+    if code := head >> _CTIME & 3:
+        ctime = values[at] + mtime if code == 1 else values[at]
+        at += 1
+    if code := head >> _ATIME & 3:
+        atime = mtime - values[at] if code == 1 else values[at]
+        at += 1
+    if head & _CUT:
+        cut = values[at]
+        at += 1
+    kind = mode & _S_IFMT
+    if head & _BLOCKS:
+        blocks = values[at]
+        at += 1
+    else:
+        blocks = (size + 4095 >> 12) << 3 if kind == _S_IFREG else 0
+    if head & _RDEV:
+        rdev = values[at]
+        at += 1
+    if head & _LAYOUT:
+        table, chunk_bits = values[at], values[at + 1]
+        at += 2
+    if head & _FLAGS:
+        flags = values[at]
+        at += 1
+    if head & _PARENT:
+        parent = values[at]
+    target = raw[layout.size:]
+    if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
+        raise CorruptRecord(f"the record of inode {number} contradicts itself")
+    return Inode(number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits,
+                 flags, parent, bytes(target))
+
+
+# -- dentries --------------------------------------------------------------------------------------------------------
+
+KINDS = frozenset((1, 2, 4, 6, 8, 10, 12))
+"""Of directory entries: FIFO, character device, directory, block device, file, symlink, socket."""
+
+
+def encode_dentry(partition: int, inode: int, kind: int) -> bytes:
+    """Version (4 bits) and kind (4), then the inode number: only the significant bytes of its counter where it is of
+    the dentry's own partition, else all eight."""
+    counter = inode & COUNTER_MASK
+    if inode >> COUNTER_BITS == partition:
+        return (_VERSION << 4 | kind).to_bytes() + counter.to_bytes((counter.bit_length() + 7) >> 3, "big")
+    return (_VERSION << 4 | kind).to_bytes() + inode.to_bytes(8, "big")
+
+
+def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
+    """(inode, kind)."""
+    head = raw[0] if raw else 0
+    kind = head & 15
+    number = int.from_bytes(raw[1:], "big")
+    if head >> 4 != _VERSION or kind not in KINDS or not 2 <= len(raw) <= 9 or not 0 < number < 1 << 63:
+        raise CorruptRecord("a directory entry can not be read")
+    return (number, kind) if len(raw) == 9 else (partition << COUNTER_BITS | number, kind)
+
+
+# -- the others ------------------------------------------------------------------------------------------------------
+
+
+class Intent(NamedTuple):
+    """A truncation that is decided: every target of the table has to cut the inode to `size` under the number `cut`."""
+
+    cut: int
+    size: int
+    table: int
+    chunk_bits: int
+
+
+class Collect(NamedTuple):
+    """An inode that is gone: its chunks wait to be removed from the targets of the table."""
+
+    table: int
+    chunk_bits: int
+
+
+class SessionRecord(NamedTuple):
+    secret: bytes
+    opened_ns: int
+    client: str
+
+
+class SlotRecord(NamedTuple):
+    """The last change of a slot. The answer waits while the inode `waits_for` (0: none) is being cut."""
+
+    sequence: int
+    waits_for: int
+    answer: bytes
+
+
+class Identity(NamedTuple):
+    """Of a shard: its number, the pool's name key, and whether a load has begun and not ended."""
+
+    shard: int
+    name_key: bytes
+    loading: bool = False
+
+
+class Bounds(NamedTuple):
+    """Numbers below these may have been given; a start begins with them."""
+
+    inode: int
+    session: int
+
+
+_INTENT = struct.Struct("<BQQBB")
+_COLLECT = struct.Struct("<BBB")
+_SESSION = struct.Struct("<B16sq")
+_SLOT = struct.Struct("<BQQ")
+_IDENTITY = struct.Struct("<BI16sB")
+_BOUNDS = struct.Struct("<BQQ")
+_COUNTS = struct.Struct("<BQ")
+ORPHAN_VALUE = bytes((_VERSION,))
+XATTR_HEAD = bytes((_VERSION,))
+SESSION_SECRET_BYTES = 16
+
+
+def _fields(layout: struct.Struct, raw: bytes, what: str, exact: bool = True) -> tuple:
+    if len(raw) < layout.size or exact and len(raw) != layout.size or raw[0] != _VERSION:
+        raise CorruptRecord(f"{what} can not be read")
+    return layout.unpack_from(raw)[1:]
+
+
+def encode_intent(intent: Intent) -> bytes:
+    return _INTENT.pack(_VERSION, *intent)
+
+
+def decode_intent(raw: bytes) -> Intent:
+    return Intent(*_fields(_INTENT, raw, "the intent of a truncation"))
+
+
+def encode_collect(collect: Collect) -> bytes:
+    return _COLLECT.pack(_VERSION, *collect)
+
+
+def decode_collect(raw: bytes) -> Collect:
+    return Collect(*_fields(_COLLECT, raw, "an entry of the collect queue"))
+
+
+def decode_orphan(raw: bytes) -> None:
+    if raw != ORPHAN_VALUE:
+        raise CorruptRecord("the record of an orphan can not be read")
+
+
+def decode_xattr(raw: bytes) -> bytes:
+    if raw[:1] != XATTR_HEAD:
+        raise CorruptRecord("an extended attribute can not be read")
+    return raw[1:]
+
+
+def encode_session(record: SessionRecord) -> bytes:
+    return _SESSION.pack(_VERSION, record.secret, record.opened_ns) + record.client.encode()[:255]
+
+
+def decode_session(raw: bytes) -> SessionRecord:
+    secret, opened_ns = _fields(_SESSION, raw, "a session", exact=False)
+    return SessionRecord(secret, opened_ns, raw[_SESSION.size:].decode(errors="replace"))
+
+
+def encode_slot(sequence: int, waits_for: int, answer: bytes) -> bytes:
+    return _SLOT.pack(_VERSION, sequence, waits_for) + answer
+
+
+def decode_slot(raw: bytes) -> SlotRecord:
+    sequence, waits_for = _fields(_SLOT, raw, "a slot", exact=False)
+    return SlotRecord(sequence, waits_for, raw[_SLOT.size:])
+
+
+def encode_identity(identity: Identity) -> bytes:
+    return _IDENTITY.pack(_VERSION, *identity)
+
+
+def decode_identity(raw: bytes) -> Identity:
+    shard, name_key, loading = _fields(_IDENTITY, raw, "the shard's identity")
+    return Identity(shard, name_key, bool(loading))
+
+
+def encode_bounds(bounds: Bounds) -> bytes:
+    return _BOUNDS.pack(_VERSION, *bounds)
+
+
+def decode_bounds(raw: bytes) -> Bounds:
+    return Bounds(*_fields(_BOUNDS, raw, "the bounds of numbers"))
+
+
+def encode_counts(inodes: int) -> bytes:
+    return _COUNTS.pack(_VERSION, inodes)
+
+
+def decode_counts(raw: bytes) -> int:
+    return _fields(_COUNTS, raw, "the count of inodes")[0]
+
+
+assert PARTITION_COUNT << _KIND_BITS == SHARD and SLOTS_PER_SESSION < 255

@@ -1,0 +1,550 @@
+"""The metadata service of one shard: requests in, decisions made and applied, answers out.
+
+What is decided is decided and applied without a wait in between, on one thread: so every change sees all before it. A
+request is answered in the call of `handle` unless something really waits (a truncation at the targets, a sync, room in the
+engine); then a task that the service owns takes it. Changes are made once per (session, slot, sequence), however often they
+come. Called by the transports; started and stopped by `run/meta_daemon`. It never sees a byte of a file.
+
+Answers: Entry to LOOKUP, GETATTR, SETATTR and OPEN; AttrReply to LINK, REPORT, SETXATTR and REMOVEXATTR; RMDIR is asked
+with UnlinkRequest; the others have a message of their own name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import stat
+import struct
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    Busy,
+    DeadlineExceeded,
+    Draining,
+    Fenced,
+    InvalidRequest,
+    NotSupported,
+    NvpoolError,
+    Refused,
+    StaleSequence,
+    WrongFormat,
+)
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import SLOTS_PER_SESSION
+from nvpool.kv.contract import Kv
+from nvpool.logic.layout import Layout, layout_of
+from nvpool.logic.partition import NAME_KEY_BYTES
+from nvpool.logic.poolmap import PoolMap
+from nvpool.meta import queries, records
+from nvpool.meta.changes.attributes import setattr as decide_setattr
+from nvpool.meta.changes.create import create
+from nvpool.meta.changes.link import link
+from nvpool.meta.changes.open import open_inode, report, reserve
+from nvpool.meta.changes.rename import rename
+from nvpool.meta.changes.unlink import rmdir, unlink
+from nvpool.meta.changes.xattr import removexattr, setxattr
+from nvpool.meta.cuts import Cuts
+from nvpool.meta.gc import Collector
+from nvpool.meta.leases import Session, Sessions, Slot
+from nvpool.meta.numbers import Numbers
+from nvpool.meta.targets import Dialer, Targets
+from nvpool.meta.view import CutInProgress, Draft, View
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+_log = logging.getLogger(__name__)
+
+WAITING_MAX = 4096
+"""Requests that wait for something at once; more are told Busy."""
+
+
+class MetaOptions(NamedTuple):
+    session_lease_s: float = 60.0
+    grant_s: float = 120.0
+    linger_s: float = 5.0
+    """How long an unlinked inode stays for opens that asked nobody: a client tells of those within less."""
+    tick_s: float = 1.0
+    """Between two looks at leases and at the collector's work."""
+    files_max: int = 1 << 40
+    """What statfs shows where the engine has no limit."""
+
+
+class MetaService:
+    def __init__(self, kv: Kv, *, shard: int = 1, grant_secret: bytes, dialer: Dialer | None = None,
+                 clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008 (immutable)
+        self._kv = kv
+        self._shard = shard
+        self._secret = grant_secret
+        self._clock = clock
+        self._options = options
+        self._map: PoolMap | None = None
+        self._state = "starting"
+        self._incarnation = 0
+        self._sessions = Sessions(kv, options.session_lease_s)
+        self._numbers = Numbers(kv)
+        self._targets = Targets(dialer, clock, grant_secret, shard)
+        self._waiting: set[asyncio.Task] = set()
+        self._background: set[asyncio.Task] = set()
+        self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0, "waited": 0}
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when the service can not go on (a fenced engine, a background task that broke): the daemon ends then."""
+        self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
+        self._routes: dict[int, Callable[[Call], None]] = self._make_routes()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Make the root where the shard is empty, reserve numbers, take up sessions, orphans and intents; then serve.
+
+        WrongFormat when the records are those of another shard, or of a load that did not end (load again).
+        """
+        identity = self._identity()
+        self._view = View(self._kv, identity, self._secret, self._options.grant_s)
+        self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
+        self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
+                                    self._sessions.holders.__contains__)
+        if self._map is not None:
+            self._view.use_map(self._map)
+        self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
+        if identity.loading:
+            self._state = "loading"
+            return
+        await self._take_up()
+        self._own(self._run_background())
+
+    async def _take_up(self) -> None:
+        """Memory from the records."""
+        self._view.next_number = await self._numbers.begin()
+        raw = self._kv.get(records.COUNTS_KEY)
+        self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
+        self._sessions.load(self._clock.boottime_s())
+        if self._sessions.by_number:
+            self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
+        await self._collector.load()
+        await self._cuts.resume()
+        self._state = "serving"
+
+    def _identity(self) -> records.Identity:
+        raw = self._kv.get(records.IDENTITY_KEY)
+        if raw is None:
+            # Kept from here on: a new grant secret must not change where names are.
+            key = hashlib.blake2b(self._secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest()
+            identity = records.Identity(self._shard, key)
+            self._kv.apply(self._first_records(identity))
+            return identity
+        identity = records.decode_identity(raw)
+        if identity.shard != self._shard:
+            raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {self._shard}")
+        return identity
+
+    def _first_records(self, identity: records.Identity) -> list[tuple[bytes, bytes | None]]:
+        layout = Layout()
+        if self._map is not None:
+            settings = self._map.settings
+            layout = layout_of(settings.chunk_bytes, settings.replicas)
+        now = self._clock.wall_ns()
+        root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now, mtime_ns=now, ctime_ns=now,
+                             table=layout.table, chunk_bits=layout.chunk_bits, parent=ROOT_INODE)
+        return [(records.IDENTITY_KEY, records.encode_identity(identity)),
+                (records.inode_key(ROOT_INODE), records.encode_inode(root)),
+                (records.COUNTS_KEY, records.encode_counts(1))]
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Take a newer map; an older one is ignored."""
+        if self._map is not None and pool_map.epoch <= self._map.epoch:
+            return
+        self._map = pool_map
+        self._targets.use_map(pool_map)
+        if self._incarnation:
+            self._view.use_map(pool_map)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
+        self._state = "draining"
+        if self._waiting and drain_s > 0:
+            await asyncio.wait(self._waiting, timeout=drain_s)
+        tasks = [*self._waiting, *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _own(self, work: Coroutine) -> asyncio.Task:
+        """A background task; when it breaks, the service dies with it, loudly."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    def _background_ended(self, task: asyncio.Task) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._die(task.exception())
+
+    def _die(self, error: BaseException) -> None:
+        if self._state != "fenced":
+            _log.critical("the metadata service of shard %d stops serving: %s", self._shard, error, exc_info=error)
+            self._state = "fenced"
+            if not self.died.done():
+                self.died.set_exception(error)
+
+    async def _run_background(self) -> None:
+        last_s = self._clock.boottime_s()
+        while True:
+            await asyncio.sleep(self._options.tick_s)
+            now_s = self._clock.boottime_s()
+            stood_still_s = now_s - last_s - 2 * self._options.tick_s
+            if stood_still_s > 0:
+                self._sessions.lengthen(stood_still_s)
+            last_s = now_s
+            await self.run_once()
+
+    async def run_once(self) -> tuple[int, int]:
+        """What the background does at each tick: end leases that are over, reserve numbers, collect."""
+        now_s = self._clock.boottime_s()
+        for session in self._sessions.expired(now_s):
+            while self._kv.full:
+                await self._kv.room()
+            _log.warning("session %#x (%s) has not been renewed and ends", session.number, session.client)
+            self._end_session(session, now_s + self._options.grant_s)
+            await asyncio.sleep(0)
+        if self._numbers.low(self._view.next_number):
+            await self._numbers.more()
+        return await self._collector.run_once()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        """Answer at once, or keep the call and answer later."""
+        try:
+            route = self._routes.get(call.method)
+            if route is None:
+                raise NotSupported(f"a metadata service does not answer method {call.method}")
+            if self._state != "serving" and call.method not in _ALWAYS:
+                self._refuse_by_state(call.method)
+            route(call)
+        except NvpoolError as error:
+            if isinstance(error, Refused):
+                self._counters["refused"] += 1
+            elif isinstance(error, Fenced):
+                self._die(error)
+            call.fail(error)
+        except DecodeError as error:
+            call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
+        except Exception as error:
+            call.fail(error)
+
+    def _refuse_by_state(self, method: int) -> None:
+        if self._state == "fenced":
+            raise Fenced(f"shard {self._shard} has stopped serving; it will be started again")
+        if self._state != "loading" or method != wire.META_LOAD:
+            raise Draining(f"shard {self._shard} is {self._state}")
+
+    def _make_routes(self) -> dict[int, Callable[[Call], None]]:
+        routes: dict[int, Callable[[Call], None]] = {
+            wire.META_OPEN_SESSION: self._open_session,
+            wire.META_RENEW_SESSION: self._renew_session,
+            wire.META_CLOSE_SESSION: self._close_session,
+            wire.META_RELEASE: self._release,
+            wire.META_LIST: self._list,
+            wire.META_STATFS: self._statfs,
+            wire.META_SYNC: self._sync,
+            wire.META_STATUS: self._status,
+            wire.META_COLLECT: self._collect,
+        }
+        for method, (request_class, decide) in _CHANGES.items():
+            routes[method] = self._change_route(request_class, decide)
+        for method, (request_class, decide) in _QUERIES.items():
+            routes[method] = self._query_route(request_class, decide)
+        return routes
+
+    def _query_route(self, request_class: Any, decide: Callable[[View, Any, int], Draft]) -> Callable[[Call], None]:
+        parse = request_class.FromString
+
+        def answer(call: Call) -> None:
+            self._counters["requests"] += 1
+            request = parse(call.message)
+            if request.session not in self._sessions.by_number:
+                self._sessions.get(request.session)
+            try:
+                draft = decide(self._view, request, self._clock.wall_ns())
+            except CutInProgress as wait:
+                self._wait_for_cut(call, wait.inode)
+                return
+            if draft.dirty:
+                if self._kv.full:
+                    self._later(call, self._kv.room)
+                    return
+                self._kv.apply(list(draft.finish().items()))
+            call.reply(draft.reply.SerializeToString())
+
+        return answer
+
+    def _change_route(self, request_class: Any, decide: Callable[[View, Any, int], Draft]) -> Callable[[Call], None]:
+        parse = request_class.FromString
+
+        def answer(call: Call) -> None:
+            self._counters["requests"] += 1
+            request = parse(call.message)
+            change = request.change
+            session = self._sessions.get(change.session)
+            index, sequence = change.slot, change.sequence
+            slot = session.slots[index] if index < SLOTS_PER_SESSION else None
+            if slot is None:
+                slot = self._sessions.slot(session, index)
+            if sequence <= slot.sequence:
+                self._repeat(call, request, slot, sequence)
+                return
+            if self._kv.full:
+                self._later(call, self._kv.room)
+                return
+            if self._view.next_number >= self._numbers.bounds.inode:
+                self._later(call, self._numbers.more)
+                return
+            try:
+                # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
+                draft = decide(self._view, request, self._clock.wall_ns())
+                self._commit(call, draft, session, slot, index, sequence)
+            except CutInProgress as wait:
+                self._wait_for_cut(call, wait.inode)
+            except Refused as error:
+                slot.sequence, slot.waits_for, slot.answer = sequence, 0, b""
+                slot.error = error.with_traceback(None)
+                raise
+
+        return answer
+
+    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int) -> None:
+        """Apply the draft with its slot's record; then what lives in memory; then the answer, now or when it may go."""
+        answer = draft.reply.SerializeToString()
+        waits_for = draft.intent[0] if draft.intent is not None else 0
+        if draft.opened:
+            self._sessions.check_room(session)
+        effects = draft.finish()
+        if effects:
+            effects[records.slot_key(session.number, index)] = records.encode_slot(sequence, waits_for, answer)
+            self._kv.apply(list(effects.items()), reclaims=draft.reclaims)
+            self._counters["changes"] += 1
+        slot.sequence, slot.waits_for, slot.answer, slot.error = sequence, waits_for, answer, None
+        if draft.born:
+            self._view.next_number += 1
+            self._view.inode_count += 1
+        if draft.opened:
+            self._sessions.open(session, draft.opened)
+        if draft.closed:
+            self._sessions.close(session, draft.closed)
+        for orphan in draft.orphans:
+            self._collector.add(orphan)
+        if draft.intent is not None:
+            self._answer_later(call, self._cuts.begin(*draft.intent), answer)
+        elif draft.sync or effects and self._kv.sync_before_answer:
+            self._answer_later(call, self._kv.sync(self._kv.sequence), answer)
+        else:
+            call.reply(answer)
+
+    def _repeat(self, call: Call, request: Any, slot: Slot, sequence: int) -> None:
+        """A change that was decided: its kept answer, when that may be given."""
+        self._counters["repeated"] += 1
+        if sequence < slot.sequence:
+            raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
+        if not sequence:
+            raise InvalidRequest("sequences begin with 1")
+        if slot.error is not None:
+            call.fail(slot.error)
+        elif slot.waits_for in self._view.cutting:
+            self._answer_later(call, asyncio.shield(self._view.cutting[slot.waits_for]), slot.answer)
+        elif self._kv.sync_before_answer or getattr(request, "sync", False):
+            self._answer_later(call, self._kv.sync(), slot.answer)
+        else:
+            call.reply(slot.answer)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _wait_for_cut(self, call: Call, inode: int) -> None:
+        done = self._view.cutting[inode]
+        self._later(call, lambda: asyncio.shield(done))
+
+    def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
+        """Handle the call anew when the wait is over: nothing of it is decided yet."""
+        self._task(call, wait, lambda: call.cancelled or self.handle(call))
+
+    def _answer_later(self, call: Call, done: Awaitable, answer: bytes) -> None:
+        """The change is made; its answer goes when `done`. A caller that can not wait so long may ask again."""
+        self._task(call, lambda: done, lambda: call.reply(answer), may_be_applied=True)
+
+    def _task(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False) -> None:
+        if len(self._waiting) >= WAITING_MAX and not may_be_applied:
+            raise Busy(f"{WAITING_MAX} requests wait already")
+        self._counters["waited"] += 1
+        task = asyncio.ensure_future(self._wait(call, wait, then, may_be_applied))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
+                await wait()
+        except TimeoutError:
+            call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
+        except asyncio.CancelledError:
+            call.fail(Draining(f"shard {self._shard} is stopping", may_be_applied=may_be_applied))
+            raise
+        except NvpoolError as error:
+            if isinstance(error, Fenced):
+                self._die(error)
+            call.fail(error)
+        else:
+            then()
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def _open_session(self, call: Call) -> None:
+        request = pb.OpenSessionRequest.FromString(call.message)
+        now_s = self._clock.boottime_s()
+        if request.session:
+            session = self._sessions.take_up(request.session, request.secret, now_s)
+        else:
+            if self._kv.full:
+                self._later(call, self._kv.room)
+                return
+            if self._numbers.next_session >= self._numbers.bounds.session:
+                self._later(call, self._numbers.more)
+                return
+            number = self._shard << 48 | self._numbers.next_session
+            record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
+                                           request.client)
+            session, effects = self._sessions.opening(number, record, now_s)
+            self._kv.apply(effects)
+            self._sessions.add(session)
+            self._numbers.next_session += 1
+        reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
+                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
+        if request.session:
+            reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
+        call.reply(reply.SerializeToString())
+
+    def _renew_session(self, call: Call) -> None:
+        request = pb.RenewSessionRequest.FromString(call.message)
+        session = self._sessions.get(request.session)
+        session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
+        for inode in _inodes(request.opened):
+            self._sessions.check_room(session)
+            self._sessions.open(session, inode)
+        for inode in _inodes(request.released):
+            self._sessions.close(session, inode)
+        call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
+                                        map_epoch=self._map.epoch if self._map else 0).SerializeToString())
+
+    def _close_session(self, call: Call) -> None:
+        request = pb.CloseSessionRequest.FromString(call.message)
+        session = self._sessions.by_number.get(request.session)
+        if session is not None:
+            if self._kv.full:
+                self._later(call, self._kv.room)
+                return
+            self._end_session(session, 0.0)
+        call.reply(pb.CloseSessionReply().SerializeToString())
+
+    def _end_session(self, session: Session, hold_until_s: float) -> None:
+        self._kv.apply(self._sessions.ending(session), reclaims=True)
+        self._collector.hold(self._sessions.drop(session), hold_until_s)
+
+    def _release(self, call: Call) -> None:
+        request = pb.ReleaseRequest.FromString(call.message)
+        session = self._sessions.get(request.session)
+        for inode in _inodes(request.inodes):
+            self._sessions.close(session, inode)
+        call.reply(b"")
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _list(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.ListDirRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        steps = queries.listing(self._view, request)
+        reply = next(steps)
+        if reply is not None:
+            call.reply(reply.SerializeToString())
+            return
+
+        async def go_on() -> None:
+            for found in steps:
+                if found is not None:
+                    call.reply(found.SerializeToString())
+                await asyncio.sleep(0)
+
+        self._task(call, go_on, lambda: None)
+
+    def _statfs(self, call: Call) -> None:
+        self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
+        files = self._view.inode_count
+        statistics = self._kv.statistics()
+        free_bytes = statistics.get("map_bytes_max", 0) - statistics.get("used_bytes", 0)
+        files_max = files + int(free_bytes / _BYTES_PER_FILE) if statistics.get("map_bytes_max") else self._options.files_max
+        call.reply(pb.StatFsReply(files=files, files_max=max(files, files_max)).SerializeToString())
+
+    def _sync(self, call: Call) -> None:
+        self._sessions.get(pb.SyncRequest.FromString(call.message).session)
+        self._answer_later(call, self._kv.sync(), pb.SyncReply().SerializeToString())
+
+    def _collect(self, call: Call) -> None:
+        async def run() -> None:
+            removed, left = await self._collector.run_once()
+            call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
+
+        self._task(call, run, lambda: None)
+
+    def _status(self, call: Call) -> None:
+        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid())
+        if self._incarnation:
+            reply.inodes = self._view.inode_count
+            reply.sessions = len(self._sessions.by_number)
+            reply.orphans = len(self._collector.orphans)
+            reply.to_collect = self._collector.queue_length
+            counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting))
+            counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
+            for name, value in counters.items():
+                reply.counters[name] = value
+        call.reply(reply.SerializeToString())
+
+
+_ALWAYS = frozenset((wire.META_STATUS,))
+_BYTES_PER_FILE = 300
+"""Of LMDB, cautiously: 150 with short names."""
+
+_CHANGES: dict[int, tuple[Any, Callable[[View, Any, int], Draft]]] = {
+    wire.META_SETATTR: (pb.SetAttrRequest, decide_setattr),
+    wire.META_CREATE: (pb.CreateRequest, create),
+    wire.META_UNLINK: (pb.UnlinkRequest, unlink),
+    wire.META_RMDIR: (pb.UnlinkRequest, rmdir),
+    wire.META_RENAME: (pb.RenameRequest, rename),
+    wire.META_LINK: (pb.LinkRequest, link),
+    wire.META_OPEN: (pb.OpenRequest, open_inode),
+    wire.META_REPORT: (pb.ReportRequest, report),
+    wire.META_RESERVE: (pb.ReserveRequest, reserve),
+    wire.META_SETXATTR: (pb.SetXattrRequest, setxattr),
+    wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
+}
+_QUERIES: dict[int, tuple[Any, Callable[[View, Any, int], Draft]]] = {
+    wire.META_LOOKUP: (pb.LookupRequest, queries.lookup),
+    wire.META_GETATTR: (pb.GetAttrRequest, queries.getattr),
+    wire.META_READLINK: (pb.ReadLinkRequest, queries.readlink),
+    wire.META_GETXATTR: (pb.GetXattrRequest, queries.getxattr),
+    wire.META_LISTXATTR: (pb.ListXattrRequest, queries.listxattr),
+}
+
+
+def _inodes(packed: bytes) -> tuple[int, ...]:
+    if len(packed) % 8:
+        raise InvalidRequest("a list of inodes is 8 bytes for each")
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+

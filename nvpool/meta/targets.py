@@ -1,0 +1,84 @@
+"""The chunk stores as the metadata service sees them: which hold the chunks of a table, and telling them something.
+
+Used by `meta/cuts` and `meta/gc`. Without a dialer (unit tests, offline tools) there are no targets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError, WrongTarget
+from nvpool.base.grants import SERVICE, Grant, sign
+from nvpool.logic.poolmap import PoolMap
+
+CALL_S = 5.0
+"""An answer that takes longer is asked for again: cutting and removing may be repeated."""
+AUTHORITY_S = 600.0
+
+
+class Dialer(Protocol):
+    async def call(self, endpoints: tuple[str, ...], method: int, message: bytes, payload=(), *, deadline_s: float,
+                   into: memoryview | None = None) -> Any: ...
+
+
+class Targets:
+    """Waits for a pool map where there is none yet."""
+
+    def __init__(self, dialer: Dialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
+        self._dialer = dialer
+        self._clock = clock
+        self._secret = grant_secret
+        self._shard = shard
+        self._map: PoolMap | None = None
+        self._has_map = asyncio.Event()
+        self._of_table: dict[int, frozenset[int]] = {}
+        self._authority = b""
+        self._authority_ends_ms = 0
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        self._of_table = {table.id: frozenset(target for chain in table.chains for target in chain.targets)
+                          for table in pool_map.tables}
+        self._has_map.set()
+
+    async def of_table(self, table: int) -> frozenset[int]:
+        """Targets that can hold chunks of files with this table; none where the table is gone from the map."""
+        if self._dialer is None:
+            return frozenset()
+        await self._has_map.wait()
+        return self._of_table.get(table, frozenset())
+
+    def authority(self) -> bytes:
+        """The service's own right over all inodes of a store, renewed at half of its life."""
+        now_ms = self._clock.wall_ns() // 1_000_000
+        if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
+            self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
+            self._authority = sign(Grant(SERVICE, 0, self._shard, 0, 0, self._authority_ends_ms), self._secret)
+        return self._authority
+
+    async def ask(self, target: int, method: int, request: Any) -> Any:
+        """The Reply of one target; any NvpoolError."""
+        pool_map = self._map
+        known = pool_map.target_by_id.get(target) if pool_map is not None else None
+        if known is None or self._dialer is None:
+            raise WrongTarget(f"the pool map has no target {target}")
+        request.target, request.map_epoch = target, pool_map.epoch
+        if hasattr(request, "authority"):
+            request.authority = self.authority()
+        return await self._dialer.call(known.endpoints, method, request.SerializeToString(),
+                                       deadline_s=self._clock.boottime_s() + CALL_S)
+
+    async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any) -> dict[int, NvpoolError]:
+        """Send one request to all; those that have not carried it out, with the reason."""
+        failed: dict[int, NvpoolError] = {}
+
+        async def one(target: int) -> None:
+            try:
+                await self.ask(target, method, request)
+            except NvpoolError as error:
+                failed[target] = error
+
+        await asyncio.gather(*(one(target) for target in targets))
+        return failed

@@ -1,0 +1,243 @@
+"""What decisions read and what they produce: a View of the shard, a Draft of one change.
+
+A decision is a plain function (view, request, now) -> Draft with the reply in it. It reads through the view, changes inodes
+in the draft, and touches nothing else: the service applies the draft's effects in one step, or none of them. Nothing here
+or in `changes` waits; what has to wait first is said by CutInProgress, which only the service sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nvpool.base.errors import (
+    InvalidRequest,
+    NameTooLong,
+    NotADirectory,
+    NotFound,
+    WrongShard,
+)
+from nvpool.base.grants import WRITE, Grant, sign
+from nvpool.base.ids import COUNTER_BITS, inode_number
+from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.kv.contract import Kv
+from nvpool.logic.partition import name_hasher, partition_of_name
+from nvpool.logic.poolmap import PoolMap
+from nvpool.meta import records
+from nvpool.meta.records import Inode, Intent
+from nvpool.wire.v1 import meta_pb2
+
+GRANT_RIGHTS = 3
+"""Read and write: what a client may ask for. The right over all inodes is the service's own."""
+
+
+class CutInProgress(Exception):
+    """The decision needs the inode's truncation to end first. For the service only; it waits and decides anew."""
+
+    def __init__(self, inode: int) -> None:
+        self.inode = inode
+
+
+class View:
+    """Typed reads of one shard, as of now, and what decisions have to know beside the records."""
+
+    def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float) -> None:
+        self.get = kv.get
+        self.scan = kv.scan
+        self.shard = identity.shard
+        self.name_hash = name_hasher(identity.name_key)
+        self.grant_secret = grant_secret
+        self.grant_ms = int(grant_s * 1000)
+        self.next_number = 0
+        """The counter that the next inode gets. Moved on by the service when a draft that used it is applied."""
+        self.inode_count = 0
+        self.cutting: dict[int, Any] = {}
+        """Inodes whose truncation is decided and not yet done by all targets."""
+        self.owners: tuple[int, ...] = ()
+        self.tables: frozenset[int] = frozenset((1,))
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        owners = pool_map.shard_of_partition
+        self.owners = () if all(owner == self.shard for owner in owners) else owners
+        self.tables = frozenset(pool_map.table_by_id) or self.tables
+
+    def inode(self, number: int) -> Inode:
+        """NotFound when there is none, WrongShard when another shard would know."""
+        raw = self.get(records.inode_key(number)) if 0 < number < 1 << 63 else None
+        if raw is None:
+            self._check_owner(number >> COUNTER_BITS)
+            raise NotFound(f"there is no inode {number}")
+        return records.decode_inode(number, raw)
+
+    def _check_owner(self, partition: int) -> None:
+        if self.owners and partition < len(self.owners) and self.owners[partition] != self.shard:
+            raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
+
+    def directory(self, number: int) -> Inode:
+        """NotADirectory when it is something else. One that was removed is there while it is held open: see `entered`."""
+        found = self.inode(number)
+        if not found.is_directory:
+            raise NotADirectory(f"inode {number} is not a directory")
+        return found
+
+    def place(self, directory: Inode, name: bytes) -> tuple[int, bytes, bytes]:
+        """(partition, hash, key) of a name, whether it exists or not. Refuses what can be no name."""
+        if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
+            raise InvalidRequest(f"{name!r} can not be a name")
+        if len(name) > NAME_BYTES_MAX:
+            raise NameTooLong(f"a name has {NAME_BYTES_MAX} bytes at most, not {len(name)}")
+        name_hash = self.name_hash(directory.number, name)
+        partition = partition_of_name(directory.number, bool(directory.flags & records.WIDE), name_hash)
+        if self.owners:
+            self._check_owner(partition)
+        return partition, name_hash, records.dentry_key(partition, directory.number, name_hash, name)
+
+    def named(self, directory: Inode, name: bytes) -> tuple[bytes, int]:
+        """(key, inode number) of an existing name; NotFound."""
+        partition, _, key = self.place(directory, name)
+        raw = self.get(key)
+        if raw is None:
+            raise NotFound(f"there is no {name!r} in directory {directory.number}")
+        return key, records.decode_dentry(partition, raw)[0]
+
+    def grant(self, inode: Inode, rights: int, session: int, now_ns: int) -> bytes:
+        """A signed right to the chunks of a file; waits for a truncation, since its number must not be given before the
+        stores know it. An inode whose flag TOUCHED is not set may not get WRITE: the caller sets it first."""
+        if inode.number in self.cutting:
+            raise CutInProgress(inode.number)
+        ends_ms = now_ns // 1_000_000 + self.grant_ms
+        return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms), self.grant_secret)
+
+
+class Draft:
+    """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
+
+    __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
+                 "orphans", "reclaims", "sync")
+
+    def __init__(self, view: View, now_ns: int) -> None:
+        self.view = view
+        self.now_ns = now_ns
+        self.inodes: dict[int, Inode] = {}
+        self.dirty: dict[int, Inode] = {}
+        self.effects: dict[bytes, bytes | None] = {}
+        self.reply: Any = None
+        self.opened = 0
+        """Inode of which the session gets one more handle."""
+        self.closed = 0
+        self.intent: tuple[int, Intent] | None = None
+        """A truncation that the targets have to be told of before the answer is given."""
+        self.born = False
+        self.orphans: list[int] = []
+        self.reclaims = False
+        self.sync = False
+
+    def inode(self, number: int) -> Inode:
+        found = self.inodes.get(number)
+        if found is None:
+            found = self.inodes[number] = self.view.inode(number)
+        return found
+
+    def directory(self, number: int) -> Inode:
+        found = self.inode(number)
+        if not found.is_directory:
+            raise NotADirectory(f"inode {number} is not a directory")
+        return found
+
+    def entered(self, number: int) -> Inode:
+        """A directory that can take names: one that was removed can not, though somebody has it open."""
+        found = self.directory(number)
+        if not found.links:
+            raise NotFound(f"directory {number} was removed")
+        return found
+
+    def stamp(self, inode: Inode, content: bool = False) -> None:
+        """The inode changes now: ctime (mtime too where its content does) and the change counter. Never backwards."""
+        now = self.now_ns if self.now_ns > inode.ctime_ns else inode.ctime_ns
+        inode.ctime_ns = now
+        if content:
+            inode.mtime_ns = now
+        inode.change += 1
+        self.dirty[inode.number] = inode
+
+    def birth(self, partition: int, **fields) -> Inode:
+        """A new inode with the next number; all its times are now."""
+        number = inode_number(partition, self.view.next_number)
+        self.born = True
+        now = self.now_ns
+        born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, **fields)
+        self.inodes[number] = self.dirty[number] = born
+        self.effects[records.COUNTS_KEY] = records.encode_counts(self.view.inode_count + 1)
+        return born
+
+    def drop_name(self, inode: Inode) -> None:
+        """The inode loses a name (a directory its only one); with the last it becomes an orphan, kept while it is open."""
+        inode.links = 0 if inode.is_directory else inode.links - 1
+        self.stamp(inode)
+        if not inode.links:
+            self.effects[records.numbered_key(records.ORPHAN, inode.number)] = records.ORPHAN_VALUE
+            self.orphans.append(inode.number)
+        self.reclaims = True
+
+    def grant(self, inode: Inode, rights: int, session: int) -> bytes:
+        """A grant for a file, b"" where none is wanted or there is nothing to grant."""
+        if not rights & GRANT_RIGHTS or not inode.is_file:
+            return b""
+        if rights & WRITE and not inode.flags & records.TOUCHED:
+            inode.flags |= records.TOUCHED
+            self.dirty[inode.number] = inode
+        if self.intent is not None and self.intent[0] == inode.number:
+            # The answer that carries it is given only when all targets have cut.
+            ends_ms = self.now_ns // 1_000_000 + self.view.grant_ms
+            return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms),
+                        self.view.grant_secret)
+        return self.view.grant(inode, rights, session, self.now_ns)
+
+    def cut(self, inode: Inode, size: int) -> None:
+        """End the file at `size`, which is not above its present one. Where there may be chunks, this raises the cut
+        number and leaves an intent, by which the targets are told also after a crash."""
+        if inode.number in self.view.cutting:
+            raise CutInProgress(inode.number)
+        inode.size = size
+        inode.blocks = min(inode.blocks, records.blocks_of(size))
+        if inode.flags & records.TOUCHED:
+            inode.cut += 1
+            intent = Intent(inode.cut, size, inode.table, inode.chunk_bits)
+            self.effects[records.numbered_key(records.INTENT, inode.number)] = records.encode_intent(intent)
+            self.intent = inode.number, intent
+        self.stamp(inode, content=True)
+
+    def finish(self) -> dict[bytes, bytes | None]:
+        """All effects; the changed inodes are encoded here, once each."""
+        effects = self.effects
+        for number, inode in self.dirty.items():
+            effects[records.inode_key(number)] = records.encode_inode(inode)
+        return effects
+
+
+Decision = Callable[[View, Any, int], Draft]
+
+
+def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
+    """Write an inode into a message in place: no message is made twice on the hot path."""
+    attr.inode = inode.number
+    attr.mode = inode.mode
+    attr.links = inode.links
+    attr.uid = inode.uid
+    attr.gid = inode.gid
+    attr.size = inode.size
+    attr.blocks = inode.blocks
+    attr.atime_ns = inode.atime_ns
+    attr.mtime_ns = inode.mtime_ns
+    attr.ctime_ns = inode.ctime_ns
+    attr.table = inode.table
+    attr.chunk_bits = inode.chunk_bits
+    attr.change = inode.change
+    if inode.cut:
+        attr.cut = inode.cut
+    if inode.flags & records.SHOWN_FLAGS:
+        attr.flags = inode.flags & records.SHOWN_FLAGS
+    if inode.rdev:
+        attr.rdev = inode.rdev
+    if inode.parent:
+        attr.parent = inode.parent
