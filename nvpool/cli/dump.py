@@ -1,0 +1,41 @@
+"""`nvpool dump POOL FILE`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.render import json_option, pool_argument, print_json
+
+
+@click.command(epilog="""\b
+The format is in ARCHITECTURE.md. A dump holds names, attributes and layouts, no contents.
+
+example: nvpool dump /srv/pool /backup/pool-metadata.dump
+""")
+@pool_argument
+@click.argument("path", metavar="FILE", type=click.Path(dir_okay=False))
+@json_option
+def dump(pool: str, path: str, as_json: bool) -> None:
+    """Write all metadata of one moment to FILE, while the pool serves."""
+    from nvpool.sdk.dumpfile import dump
+    move_records(pool, path, "dump", dump, as_json)
+
+
+def move_records(pool: str, path: str, verb: str, move, as_json: bool) -> None:
+    """Run `move` with a session and show how it goes."""
+    from nvpool.cli.place import session
+    from nvpool.cli.progress import Look, shown
+    done = [0]
+
+    async def run() -> int:
+        async with session(pool, verb) as client:
+            return await shown(verb, move(client, path, lambda count: done.__setitem__(0, count)),
+                               lambda: Look(done[0], None, "records", in_bytes=False), quiet=as_json)
+
+    records = asyncio.run(run())
+    if as_json:
+        print_json({"file": path, "records": records})
+    else:
+        click.echo(f"{records:,} records: {path}")

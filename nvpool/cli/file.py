@@ -1,0 +1,65 @@
+"""`nvpool file info`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+
+from nvpool.cli.place import Place, PlaceType
+from nvpool.cli.render import json_option, print_json, print_table, say
+
+ROWS_MAX = 64
+"""What a person looks at; --json has all."""
+
+
+@click.group()
+def file() -> None:
+    """Show where the bytes of a file lie."""
+
+
+@file.command(epilog="""\b
+--json prints one object: inode, kind, mode, uid, gid, size, links, partition, shard, map_epoch; of a file also chunk_bytes,
+chain_table, cut, allocated_bytes and chunks: index, offset, chain, chain_targets, copies (target, version, allocated_bytes,
+extents, cut, end, misplaced).
+
+examples:
+  nvpool file info /srv/pool:/models/m.safetensors
+  nvpool file info /srv/pool:/models/m.safetensors --json | jq '.chunks[].copies[].target' | sort | uniq -c
+""")
+@click.argument("place", metavar="POOL:/path", type=PlaceType())
+@json_option
+def info(place: Place, as_json: bool) -> None:
+    """Show a file's inode, layout and chunks, and which targets have them."""
+    found = asyncio.run(_describe(place))
+    if as_json:
+        print_json(found)
+        return
+    _show(place, found)
+
+
+async def _describe(place: Place) -> dict[str, Any]:
+    from nvpool.cli.place import find, session
+    from nvpool.sdk.describe import describe
+    async with session(place.pool, "file info") as client:
+        return await describe(client, await find(client.vfs, place.path))
+
+
+def _show(place: Place, found: dict[str, Any]) -> None:
+    from nvpool.base.units import format_bytes
+    click.echo(f"{place}: {found['kind']}, {found['mode']}, owner {found['uid']}:{found['gid']}, links {found['links']}")
+    click.echo(f"inode {found['inode']} (partition {found['partition']}, shard {found['shard']}), size {found['size']:,} bytes")
+    if "chunks" not in found:
+        return
+    holes = found["chunks_max"] - len(found["chunks"])
+    click.echo(f"{format_bytes(found['chunk_bytes'])} chunks, chain table {found['chain_table']}, cut {found['cut']}: "
+               f"{len(found['chunks']):,} chunks{f' and {holes:,} holes' if holes > 0 else ''}, "
+               f"{format_bytes(found['allocated_bytes'])} allocated")
+    click.echo()
+    rows = [(chunk["index"], chunk["offset"], chunk["chain"], copy["target"], copy["version"],
+             format_bytes(copy["allocated_bytes"]), copy["extents"], "misplaced" if copy["misplaced"] else "")
+            for chunk in found["chunks"] for copy in chunk["copies"]]
+    print_table(("chunk", "offset", "chain", "target", "version", "allocated", "extents", ""), rows[:ROWS_MAX])
+    if len(rows) > ROWS_MAX:
+        say(f"and {len(rows) - ROWS_MAX:,} more; --json lists them")

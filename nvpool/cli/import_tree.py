@@ -1,0 +1,85 @@
+"""`nvpool import SRC POOL:/path`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.place import Place, PlaceType
+from nvpool.cli.render import json_option
+
+parallel_option = click.option("--parallel", type=click.IntRange(1, 512), default=32, show_default=True,
+                               help="Files at once.")
+verify_option = click.option("--verify/--no-verify", default=True, show_default=True,
+                             help="Read back what was written and compare checksums.")
+
+
+@click.command("import", epilog="""\b
+Left out is what is there already with the size and modification time of its source: files get their times last, when
+their bytes are synced and compared. So after an interruption the same command goes on.
+
+exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
+
+examples:
+  nvpool import /data/imagenet /srv/pool:/imagenet
+  nvpool import ./model.safetensors 10.0.0.1:17512:/models/ --json
+""")
+@click.argument("source", metavar="SRC", type=click.Path(exists=True))
+@click.argument("place", metavar="POOL:/path", type=PlaceType())
+@parallel_option
+@verify_option
+@json_option
+def import_tree(source: str, place: Place, parallel: int, verify: bool, as_json: bool) -> int:
+    """Copy the tree or file SRC into a pool.
+
+    What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
+    symbolic and hard links, holes, extended attributes and special files.
+    """
+    from nvpool.sdk.transfer import import_tree
+    return transfer("import", place, as_json, parallel, verify,
+                    lambda vfs, **more: import_tree(vfs, source, place.path, **more))
+
+
+def transfer(verb: str, place: Place, as_json: bool, parallel: int, verify: bool, move) -> int:
+    """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
+    from nvpool.base.clock import SYSTEM_CLOCK
+    from nvpool.base.units import format_bytes
+    from nvpool.cli.place import session
+    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.render import print_json, say
+    from nvpool.sdk.transfer import Tally, TransferOptions
+    tally = Tally()
+    options = TransferOptions()._replace(parallel=parallel, verify=verify)
+
+    def look() -> Look:
+        return Look(tally.bytes, tally.bytes_total if tally.counted else None, f"{tally.files:,} files")
+
+    async def run() -> None:
+        async with session(place.pool, verb) as client:
+            await shown(verb, move(client.vfs, tally=tally, options=options), look, quiet=as_json)
+
+    began_s = SYSTEM_CLOCK.boottime_s()
+    try:
+        asyncio.run(run())
+    except (KeyboardInterrupt, Exception):
+        if tally.files and not as_json:
+            say(f"stopped after {tally.files:,} files ({format_bytes(tally.bytes)}); the same command goes on from there")
+        raise
+    seconds = SYSTEM_CLOCK.boottime_s() - began_s
+    if as_json:
+        print_json(tally.summary() | {"seconds": seconds})
+    else:
+        moved = tally.bytes - tally.skipped_bytes
+        click.echo(f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
+                   f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s "
+                   f"({format_bytes(moved / seconds)}/s)")
+        if tally.skipped_files:
+            say(f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already")
+        if tally.attributes_not_kept:
+            say(f"note: {tally.attributes_not_kept:,} extended attributes could not be kept")
+        for failure in tally.failures[:20]:
+            say(f"failed: {failure.path}: {failure.text}")
+        if tally.failed > 20:
+            say(f"failed: and {tally.failed - 20:,} more; --json lists them")
+    return 1 if tally.failed else 0

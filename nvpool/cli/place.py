@@ -1,0 +1,67 @@
+"""POOL:/path on the command line, and a client session for as long as a command needs one.
+
+Called by the commands that work inside a pool's tree. Decides nothing about the pool itself: whether it is there shows when
+the session opens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import click
+
+DEADLINE_S = 60.0
+
+
+class Place(NamedTuple):
+    pool: str
+    path: bytes
+
+    def __str__(self) -> str:
+        return f"{self.pool}:{os.fsdecode(self.path)}"
+
+
+class PlaceType(click.ParamType):
+    """POOL:/path. POOL may hold colons of its own (HOST:PORT, a URL), so the first ':/' behind a URL's '://' divides."""
+
+    name = "POOL:/path"
+
+    def convert(self, value, parameter, context):
+        if isinstance(value, Place):
+            return value
+        scheme = re.match(r"[a-z][a-z+]*://", value)
+        at = value.find(":/", scheme.end() if scheme else 0)
+        if at <= 0:
+            self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:7511:/data",
+                      parameter, context)
+        return Place(value[:at], os.fsencode(value[at + 1:]))
+
+
+@asynccontextmanager
+async def session(pool: str, doing: str, *, deadline_s: float = DEADLINE_S) -> AsyncIterator:
+    """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
+    from nvpool.client.options import ClientOptions
+    from nvpool.client.session import Client
+    client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}", options=ClientOptions(deadline_s=deadline_s))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def find(vfs, path: bytes):
+    """The Attr of what lies at `path`, symbolic links not followed. NotFound names the first part that is missing."""
+    from nvpool.base.errors import NotFound
+    from nvpool.base.ids import ROOT_INODE
+    attr, walked = await vfs.getattr(ROOT_INODE), b""
+    for name in filter(None, path.split(b"/")):
+        walked += b"/" + name
+        try:
+            attr = await vfs.lookup(attr.inode, name)
+        except NotFound:
+            raise NotFound(f"{os.fsdecode(walked)} does not exist in the pool") from None
+    return attr

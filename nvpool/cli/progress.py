@@ -1,0 +1,69 @@
+"""What a long command has done so far: a bar on a terminal, a plain line now and then in a pipe, both on stderr.
+
+Called by the commands that move or check much. The work knows nothing of it: it is looked at from outside, ten times a
+second. With --json nothing is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.units import format_bytes
+from nvpool.cli.render import say
+
+LOOK_S = 0.1
+LINE_S = 5.0
+"""In a pipe: often enough to see that it lives, seldom enough for a log."""
+
+
+class Look(NamedTuple):
+    """One look at the work. `total` is None, or still growing, until it is known."""
+
+    done: int
+    total: int | None
+    text: str = ""
+    in_bytes: bool = True
+
+
+async def shown(title: str, work: Awaitable[Any], look: Callable[[], Look], *, quiet: bool = False) -> Any:
+    """Await `work` and show what `look` says meanwhile. Cancelled with its caller."""
+    task = asyncio.ensure_future(work)
+    if quiet:
+        return await task
+    try:
+        return await (_bar if sys.stderr.isatty() else _lines)(title, task, look)
+    finally:
+        task.cancel()
+
+
+async def _lines(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+    began_s = SYSTEM_CLOCK.boottime_s()
+    while not task.done():
+        await asyncio.wait([task], timeout=LINE_S)
+        seen = look()
+        share = f"{100 * seen.done // seen.total}%, " if seen.total else ""
+        amount = format_bytes(seen.done) if seen.in_bytes else f"{seen.done:,}"
+        seconds = SYSTEM_CLOCK.boottime_s() - began_s
+        say(f"{title}: {share}{amount} in {seconds:.0f} s{', ' + seen.text if seen.text else ''}")
+    return await task
+
+
+async def _bar(title: str, task: asyncio.Future, look: Callable[[], Look]) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    in_bytes = look().in_bytes
+    amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed:,}"),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),
+               TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(title, total=None, text="")
+        while True:
+            done, _ = await asyncio.wait([task], timeout=LOOK_S)
+            seen = look()
+            progress.update(bar, completed=seen.done, total=seen.total or None, text=seen.text)
+            if done:
+                return await task

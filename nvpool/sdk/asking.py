@@ -1,0 +1,44 @@
+"""Questions to one shard or target of a pool by its number: for checks and inspection, which concern daemons and not files.
+
+Called by checkup, dumpfile and describe. Nothing is repeated here: each of these works in steps with a cursor, ends with the
+error of the step that failed, and is begun again by whoever wanted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NotFound
+
+STEP_S = 60.0
+"""For one step: the longest reads 64 MiB from a drive that also serves others."""
+
+
+class Asking:
+    def __init__(self, client):
+        self._client = client
+
+    @property
+    def pool_map(self):
+        return self._client.pool_map
+
+    async def shard(self, shard: int, method: int, request: Any, reply_type: Any,
+                    payload: Sequence = ()) -> tuple[Any, memoryview]:
+        """(answer, its payload). Errors as the shard says; Unreachable, DeadlineExceeded, Disconnected."""
+        return await self._ask(self.pool_map.shard_by_id.get(shard), f"shard {shard}", method, request, reply_type, payload)
+
+    async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
+        """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""
+        found = await self._ask(self.pool_map.target_by_id.get(target), f"target {target}", method, request, reply_type, ())
+        return found[0]
+
+    async def _ask(self, daemon: Any, name: str, method: int, request: Any, reply_type: Any,
+                   payload: Sequence) -> tuple[Any, memoryview]:
+        if daemon is None:
+            raise NotFound(f"the pool has no {name}")
+        deadline_s = SYSTEM_CLOCK.boottime_s() + STEP_S
+        reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), payload,
+                                               deadline_s=deadline_s)
+        return reply_type.FromString(bytes(reply.message)), reply.payload

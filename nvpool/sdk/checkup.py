@@ -1,0 +1,219 @@
+"""fsck of a whole pool, while it serves: the metadata, the metadata against the stores, and every block of the stores.
+
+Three passes. *Metadata*: each shard checks its own records in steps. *Chunks*: each target names the inodes that it has chunks
+of; they must exist, lie in a chain of this target, and not know a later cut than their inode. What belongs to no inode may be
+waiting for the collector, so that is run before anything is called a problem. *Blocks*: each target reads everything and
+compares checksums, and its index with its free map.
+
+Called by `nvpool fsck`. Without `repair` nothing is changed (the collector only does what it would do anyway). With it shards
+mend what they can, and chunks of files that are gone for certain are removed; a bad block can not be mended from one replica:
+the file has to be restored. Memory is bounded by the problems found, of which the first are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from nvpool.base import grants
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Disconnected, NotFound, NvpoolError
+from nvpool.logic.layout import chain_of
+from nvpool.sdk.asking import Asking
+from nvpool.sdk.describe import chunks_on, names_of
+from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
+
+RECORDS_A_STEP = 5000
+INODES_A_STEP = 1000
+BLOCKS_A_STEP = 4096
+"""16 MiB: a step that a store can answer between two requests of others."""
+ASKED_AT_ONCE = 32
+PROBLEMS_KEPT_MAX = 10_000
+COLLECTIONS_MAX = 100
+REMOVAL_GRANT_MS = 60_000
+
+
+class Problem(NamedTuple):
+    kind: str
+    where: str
+    text: str
+    repaired: bool = False
+    inode: int = 0
+    """Of the file that is damaged, where one is."""
+
+
+@dataclass
+class Checkup:
+    """What was looked at and found; written by `check`, read by whoever shows progress."""
+
+    stage: str = "metadata"
+    records: int = 0
+    inodes_on_stores: int = 0
+    chunks: int = 0
+    blocks: int = 0
+    blocks_total: int = 0
+    """Of all targets, as they were at the start."""
+    problems: list[Problem] = field(default_factory=list)
+    found: int = 0
+    unrepaired: int = 0
+
+    def note(self, problem: Problem) -> None:
+        self.found += 1
+        self.unrepaired += not problem.repaired
+        if len(self.problems) < PROBLEMS_KEPT_MAX:
+            self.problems.append(problem)
+
+    def summary(self) -> dict:
+        found = asdict(self)
+        del found["stage"], found["blocks_total"]
+        found["problems"] = [problem._asdict() for problem in self.problems]
+        return found
+
+
+async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
+                grant_secret: bytes | None = None) -> None:
+    """Run all passes and note every problem in `checkup`. `grant_secret` (secret/grant.key of a node) is what repairs of the
+    stores need; without it they are left and said to be.
+
+    Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; what was noted before holds. May be repeated.
+    """
+    await _Check(client, checkup, repair, grant_secret).run(scrub)
+
+
+class _Check:
+    def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
+        self._vfs = client.vfs
+        self._asking = Asking(client)
+        self._map = client.pool_map
+        self._checkup = checkup
+        self._repair = repair
+        self._secret = grant_secret
+
+    async def run(self, scrub: bool) -> None:
+        targets = [target.id for target in self._map.targets if target.state != "gone"]
+        for target in targets:
+            status = await self._asking.target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
+                                               data_pb2.DataStatusReply)
+            self._checkup.blocks_total += status.used_bytes >> 12
+        for shard in self._map.shards:
+            await self._metadata(shard.id)
+        self._checkup.stage = "chunks"
+        for target in targets:
+            await self._chunks(target)
+        if scrub:
+            self._checkup.stage = "blocks"
+            for target in targets:
+                await self._blocks(target)
+            await self._name_files()
+
+    async def _metadata(self, shard: int) -> None:
+        cursor, done = b"", False
+        while not done:
+            request = meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP, repair=self._repair)
+            reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
+            self._checkup.records += reply.checked
+            for problem in reply.problems:
+                self._checkup.note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+            cursor, done = reply.cursor, reply.done
+
+    # -- metadata against stores -------------------------------------------------------------------------------------------
+
+    async def _chunks(self, target: int) -> None:
+        after, more, gone = 0, True, []
+        while more:
+            reply = await self._asking.target(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(
+                target=target, after=after, limit=INODES_A_STEP), data_pb2.ListReply)
+            inodes = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
+            for begin in range(0, len(inodes), ASKED_AT_ONCE):
+                gone += filter(None, await asyncio.gather(*(
+                    self._inode(target, inode) for inode in inodes[begin:begin + ASKED_AT_ONCE])))
+            self._checkup.inodes_on_stores += len(inodes)
+            more = reply.more and bool(inodes)
+            after = inodes[-1] if inodes else after
+        if gone:
+            await self._gone(target, gone)
+
+    async def _inode(self, target: int, inode: int) -> int | None:
+        """Compare what `target` holds of `inode` with its record; the inode when it has none."""
+        try:
+            attr = await self._vfs.getattr(inode)
+        except NotFound:
+            return inode
+        table = self._map.table_by_id.get(attr.table)
+        async for chunk in chunks_on(self._asking, target, inode):
+            self._checkup.chunks += 1
+            where = f"target {target}, chunk {chunk.index} of inode {inode}"
+            if table is None or target not in table.chains[chain_of(inode, chunk.index)].targets:
+                self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
+            if chunk.cut > attr.cut:
+                # A truncate may be under way: the shard's record is newer by now.
+                if chunk.cut > (await self._fresh(inode)).cut:
+                    self._checkup.note(Problem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
+                                                             f"back in time"))
+        return None
+
+    async def _fresh(self, inode: int):
+        request = meta_pb2.GetAttrRequest(inode=inode)
+        shard = self._map.shard_of_partition[inode >> 51]
+        reply, _ = await self._asking.shard(shard, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        return reply.attr
+
+    async def _gone(self, target: int, inodes: list[int]) -> None:
+        """Chunks without an inode: the collector's, or nobody's. An inode number is never given twice, so gone is for ever."""
+        for shard in self._map.shards:
+            for _ in range(COLLECTIONS_MAX):
+                await self._asking.shard(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
+                reply, _ = await self._asking.shard(shard.id, wire_pb2.META_COLLECT, meta_pb2.CollectRequest(),
+                                                    meta_pb2.CollectReply)
+                if not reply.left or not reply.inodes:
+                    break
+        for inode in inodes:
+            left = [chunk async for chunk in chunks_on(self._asking, target, inode)]
+            if not left:
+                continue
+            repaired = await self._remove(target, inode) if self._repair and self._secret else False
+            text = f"{len(left)} chunks ({sum(chunk.blocks for chunk in left) * 4} KiB) of a file that does not exist"
+            if self._repair and not self._secret:
+                text += "; run this on a node of the pool, with its directory as POOL, to remove them"
+            self._checkup.note(Problem("leaked", f"target {target}, inode {inode}", text, repaired))
+
+    async def _remove(self, target: int, inode: int) -> bool:
+        ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + REMOVAL_GRANT_MS
+        authority = grants.sign(grants.Grant(grants.SERVICE, 0, 0, 0, 0, ends_ms), self._secret)
+        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=authority,
+                                         inodes=struct.pack("<Q", inode))
+        try:
+            await self._asking.target(target, wire_pb2.DATA_REMOVE, request, data_pb2.RemoveReply)
+        except Disconnected:
+            raise
+        except NvpoolError:
+            return False
+        return not [chunk async for chunk in chunks_on(self._asking, target, inode)]
+
+    # -- every block -----------------------------------------------------------------------------------------------------
+
+    async def _blocks(self, target: int) -> None:
+        cursor, done = b"", False
+        while not done:
+            reply = await self._asking.target(target, wire_pb2.DATA_SCRUB, data_pb2.ScrubRequest(
+                target=target, cursor=cursor, blocks=BLOCKS_A_STEP), data_pb2.ScrubReply)
+            self._checkup.blocks += reply.blocks
+            for bad in reply.bad:
+                where = f"target {target}, chunk {bad.index} of inode {bad.inode}, block {bad.block}"
+                self._checkup.note(Problem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode))
+            for text in reply.problems:
+                self._checkup.note(Problem("index", f"target {target}", text))
+            cursor, done = reply.cursor, reply.done
+
+    async def _name_files(self) -> None:
+        """Say which files the bad blocks are of: a person restores files, not inodes."""
+        bad = {problem.inode for problem in self._checkup.problems if problem.inode}
+        if not bad:
+            return
+        names = await names_of(self._vfs, bad)
+        for at, problem in enumerate(self._checkup.problems):
+            if problem.inode:
+                name = names.get(problem.inode, "without a name")
+                self._checkup.problems[at] = problem._replace(text=f"{problem.text} (file {name})")

@@ -1,0 +1,100 @@
+"""Where the bytes of a file lie: its layout, and what each target holds of each of its chunks.
+
+Called by `nvpool file info` and, for the names of damaged files, by checkup. Only asks; changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nvpool.base.ids import ROOT_INODE, partition_of, version_parts
+from nvpool.base.units import BLOCK_BYTES
+from nvpool.logic.layout import chain_of
+from nvpool.sdk.asking import Asking
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+CHUNKS_AT_ONCE = 1000
+ENTRIES_AT_ONCE = 1000
+KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
+         stat.S_IFSOCK: "socket", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
+
+
+async def chunks_on(asking: Asking, target: int, inode: int) -> AsyncIterator[data_pb2.ChunkDescription]:
+    """What `target` holds of `inode`, in order."""
+    first, more = 0, True
+    while more:
+        request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE)
+        reply = await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)
+        for chunk in reply.chunks:
+            yield chunk
+        more = reply.more and bool(reply.chunks)
+        first = reply.chunks[-1].index + 1 if reply.chunks else 0
+
+
+async def describe(client, attr) -> dict[str, Any]:
+    """All of `nvpool file info --json`: attributes, layout, shard and partition, and the chunks with the targets that have
+    them.
+
+    A chunk that no target has is a hole. Unreachable when a target does not answer.
+    """
+    asking, pool_map = Asking(client), client.pool_map
+    found: dict[str, Any] = {
+        "inode": attr.inode, "kind": KINDS.get(stat.S_IFMT(attr.mode), "unknown"), "mode": stat.filemode(attr.mode),
+        "uid": attr.uid, "gid": attr.gid, "size": attr.size, "links": attr.links, "mtime_ns": attr.mtime_ns,
+        "partition": partition_of(attr.inode), "shard": pool_map.shard_of_partition[partition_of(attr.inode)],
+        "map_epoch": pool_map.epoch}
+    if not stat.S_ISREG(attr.mode):
+        return found
+    chunk_bytes = 1 << attr.chunk_bits
+    found |= {"chunk_bytes": chunk_bytes, "chain_table": attr.table, "cut": attr.cut,
+              "chunks_max": -(-attr.size // chunk_bytes)}
+    table = pool_map.table_by_id[attr.table]
+    chunks: dict[int, dict[str, Any]] = {}
+    for target in sorted({target for chain in table.chains for target in chain.targets}):
+        async for one in chunks_on(asking, target, attr.inode):
+            chain = chain_of(attr.inode, one.index)
+            epoch, counter = version_parts(one.version)
+            chunk = chunks.setdefault(one.index, {"index": one.index, "offset": one.index * chunk_bytes, "chain": chain,
+                                                  "chain_targets": list(table.chains[chain].targets), "copies": []})
+            chunk["copies"].append({
+                "target": target, "version": f"{epoch}.{counter}", "allocated_bytes": one.blocks * BLOCK_BYTES,
+                "extents": one.extents, "cut": one.cut, "end": one.end,
+                "misplaced": target not in table.chains[chain].targets})
+    found["chunks"] = [chunks[index] for index in sorted(chunks)]
+    found["allocated_bytes"] = sum(copy["allocated_bytes"] for chunk in found["chunks"] for copy in chunk["copies"])
+    return found
+
+
+async def tree(vfs, inode: int = ROOT_INODE) -> AsyncIterator[tuple[bytes, Any]]:
+    """(path, Attr) of everything below the directory `inode`, in no order; memory grows with the directories that wait."""
+    waiting = [(b"", inode)]
+    while waiting:
+        path, directory = waiting.pop()
+        handle = await vfs.opendir(directory)
+        try:
+            cursor, more = 0, True
+            while more:
+                entries, more = await vfs.readdir(handle, cursor, ENTRIES_AT_ONCE)
+                more = more and bool(entries)
+                for entry in entries:
+                    cursor = entry.cursor
+                    here = path + b"/" + entry.name
+                    if stat.S_ISDIR(entry.attr.mode):
+                        waiting.append((here, entry.inode))
+                    yield here, entry.attr
+        finally:
+            await vfs.releasedir(handle)
+
+
+async def names_of(vfs, inodes: set[int]) -> dict[int, str]:
+    """A path for each of `inodes` that still has one; walks the whole tree, so only where something is wrong."""
+    found: dict[int, str] = {}
+    async for path, attr in tree(vfs):
+        if attr.inode in inodes and attr.inode not in found:
+            found[attr.inode] = os.fsdecode(path)
+            if len(found) == len(inodes):
+                break
+    return found

@@ -1,0 +1,146 @@
+"""The file of `nvpool dump`: all metadata records of a pool at one moment, and back.
+
+    line 1     "nvpool dump 1\\n"
+    line 2     one JSON object: pool, name, settings, shards, software, made_ms
+    frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (as in ARCHITECTURE.md)
+    end        0xFFFFFFFF u32 · 8 u32 · CRC32C u32 · count of all records u64
+
+Written whole or not at all; checked whole before the first record of it is loaded. A dump holds no file contents.
+Called by `nvpool dump` and `nvpool load`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat, from_os_error
+from nvpool.base.version import VERSION
+from nvpool.sdk.asking import Asking
+from nvpool.wire.transport import PAYLOAD_BYTES_MAX
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+
+MAGIC = b"nvpool dump 1\n"
+_FRAME = struct.Struct("<III")
+_COUNT = struct.Struct("<Q")
+END_OF_FRAMES = 0xFFFFFFFF
+RECORDS_A_STEP = 5000
+HEADER_BYTES_MAX = 1 << 20
+
+
+async def dump(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
+    """Write all metadata of the pool to the file `path`; how many records. One moment for each shard, while it serves.
+
+    On return the file is whole and synced under its name; otherwise nothing is there under it. An existing file is replaced.
+    Errors of the shard; NoSpace, AccessDenied, DriveFailed of the local file.
+    """
+    part = f"{path}.part-{os.getpid()}"
+    pool_map, asking, count = client.pool_map, Asking(client), 0
+    header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
+              "shards": [shard.id for shard in pool_map.shards], "software": f"nvpool {VERSION}",
+              "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
+    try:
+        with open(part, "xb") as file:  # noqa: ASYNC230 - a process of its own that does nothing else
+            file.write(MAGIC + json.dumps(header).encode() + b"\n")
+            for shard in pool_map.shards:
+                cursor, done = b"", False
+                while not done:
+                    request = meta_pb2.DumpRequest(cursor=cursor, limit=RECORDS_A_STEP)
+                    reply, records = await asking.shard(shard.id, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
+                    if len(records):
+                        file.write(_FRAME.pack(shard.id, len(records), crc32c(records)))
+                        file.write(records)
+                    count += reply.records
+                    on_records(count)
+                    cursor, done = reply.cursor, reply.done
+            end = _COUNT.pack(count)
+            file.write(_FRAME.pack(END_OF_FRAMES, len(end), crc32c(end)) + end)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise from_os_error(error, f"writing {path}") from error
+    finally:
+        if os.path.exists(part):  # noqa: ASYNC240
+            os.unlink(part)
+    return count
+
+
+def frames(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(shard, records) of each frame, checked; then ends if the end mark is there. `file` stands behind the header.
+
+    CorruptRecord when the file is cut short or a frame is not as it was written.
+    """
+    while True:
+        head = file.read(_FRAME.size)
+        if len(head) < _FRAME.size:
+            raise CorruptRecord("the dump is cut short")
+        shard, length, checksum = _FRAME.unpack(head)
+        if length > PAYLOAD_BYTES_MAX:
+            raise CorruptRecord("the dump has a frame that is too long to be one")
+        records = file.read(length)
+        if len(records) < length:
+            raise CorruptRecord("the dump is cut short")
+        if crc32c(records) != checksum:
+            raise CorruptRecord(f"a frame of the dump is not as it was written (before byte {file.tell()})")
+        if shard == END_OF_FRAMES:
+            if length != _COUNT.size or file.read(1):
+                raise CorruptRecord("the dump does not end where it should")
+            return
+        yield shard, records
+
+
+def read_header(file: BinaryIO) -> dict[str, Any]:
+    """WrongFormat when `file` is no dump of a version that is known here."""
+    magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        known = MAGIC.decode().strip()
+        raise WrongFormat(f"{file.name} begins with {magic[:20]!r}; this nvpool knows {known!r}")
+    try:
+        header = json.loads(file.readline(HEADER_BYTES_MAX))
+        if not isinstance(header, dict) or not isinstance(header.get("shards"), list):
+            raise ValueError
+    except ValueError:
+        raise CorruptRecord(f"the second line of {file.name} can not be read") from None
+    return header
+
+
+async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
+    """Put the records of the dump `path` into the pool, which must be empty; how many.
+
+    The whole file is checked first: WrongFormat, CorruptRecord, or InvalidRequest when the pool has other shards or settings,
+    and nothing is changed. What the shard refuses (a pool that is not empty) comes as its error. When a load is broken off the
+    pool is half loaded: destroy it and begin again.
+    """
+    pool_map, asking, count = client.pool_map, Asking(client), 0
+    try:
+        with open(path, "rb") as file:  # noqa: ASYNC230
+            header = read_header(file)
+            begin = file.tell()
+            for what, here in (("shards", [shard.id for shard in pool_map.shards]),
+                               ("settings", msgspec.to_builtins(pool_map.settings))):
+                if header.get(what) != here:
+                    raise InvalidRequest(f"the dump is of a pool with the {what} {header.get(what)}, this one has {here}")
+            last: dict[int, int] = {}
+            for at, (shard, _) in enumerate(frames(file)):
+                last[shard] = at
+            if not set(last) <= set(header["shards"]):
+                raise CorruptRecord("the dump has records of a shard that its header does not name")
+            file.seek(begin)
+            seen: set[int] = set()
+            for at, (shard, records) in enumerate(frames(file)):
+                request = meta_pb2.LoadRequest(first=shard not in seen, last=last[shard] == at)
+                seen.add(shard)
+                reply, _ = await asking.shard(shard, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
+                count += reply.records
+                on_records(count)
+    except OSError as error:
+        raise from_os_error(error, f"reading {path}") from error
+    return count
