@@ -1,0 +1,239 @@
+"""Coding on the wire: errors, greetings, endpoints, batches; and that the generated code is that of the .proto files."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvpool.base import errors
+from nvpool.base.checksum import piece_checksums
+from nvpool.wire import codec, greeting, registry
+from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
+from nvpool.wire.status import decode_error, encode_error
+from nvpool.wire.transport import PAYLOAD_BYTES_MAX, Greeting
+from nvpool.wire.v1 import wire_pb2
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("cls", errors.every_error(), ids=lambda cls: cls.__name__)
+def test_every_error_comes_back_as_itself(cls):
+    for error in (cls(), cls("a text"), cls("ü" * 5000, may_be_applied=True, retry_after_s=1.5), cls("", may_be_applied=False)):
+        code, raw = encode_error(error)
+        found = decode_error(code, raw)
+        assert type(found) is cls and code == cls.wire_code
+        assert str(found) == str(error)[:2000]
+        assert (found.may_be_applied, found.retry_after_s) == (error.may_be_applied, error.retry_after_s)
+
+
+@pytest.mark.parametrize(("code", "family"), [(199, errors.Refused), (250, errors.Stale), (399, errors.Unavailable),
+                                              (499, errors.Damaged), (550, errors.Bug), (9999, errors.Bug), (1, errors.Bug)])
+def test_an_unknown_code_is_taken_for_its_family(code, family):
+    raw = wire_pb2.Error(code=code, may_be_applied=True).SerializeToString()
+    found = decode_error(code, raw)
+    assert type(found) is family and str(code) in str(found) and found.may_be_applied
+
+
+def test_an_error_that_can_not_be_read_keeps_its_class():
+    assert type(decode_error(101, b"\xff\xff\xff")) is errors.NotFound
+
+
+def test_a_foreign_error_becomes_a_bug_and_is_logged_with_its_traceback(caplog):
+    with caplog.at_level(logging.ERROR):
+        code, raw = encode_error(KeyError("k"))
+    assert type(decode_error(code, raw)) is errors.Bug and caplog.records[0].exc_info
+    code, raw = encode_error(asyncio.CancelledError())
+    assert type(decode_error(code, raw)) is errors.Cancelled
+
+
+def test_a_text_with_lone_surrogates_travels_too():
+    code, raw = encode_error(errors.NotFound("no file \udcff"))
+    assert "no file" in str(decode_error(code, raw))
+
+
+# -- greetings
+
+
+@pytest.mark.parametrize(("version_min", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 3, False), (0, 0, False)])
+def test_who_has_no_version_in_common_is_refused_with_both_names_and_versions(version_min, version, fits):
+    raw = wire_pb2.Hello(version_min=version_min, version=version, name="the other").SerializeToString()
+    if fits:
+        assert greeting.check_hello(raw, Greeting("we")).name == "the other"
+        return
+    with pytest.raises(errors.ProtocolMismatch) as caught:
+        greeting.check_hello(raw, Greeting("we"))
+    for word in ("the other", "we", str(version), "1"):
+        assert word in str(caught.value)
+
+
+def test_a_greeting_that_can_not_be_read_is_a_corrupt_frame():
+    with pytest.raises(errors.CorruptFrame):
+        greeting.check_hello(b"\xff\xff", Greeting("we"))
+
+
+def test_the_software_named_in_greetings_is_this_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"nvpool {project['version']}" == greeting.SOFTWARE
+
+
+# -- endpoints and the registry
+
+
+@pytest.mark.parametrize(("url", "endpoint"), [
+    ("stream://10.0.0.1:7711", Endpoint("stream", "10.0.0.1", 7711)),
+    ("grpc://[::1]:7712", Endpoint("grpc", "::1", 7712)),
+    ("stream+unix:///run/a%20b.sock?host=h1", Endpoint("stream+unix", path="/run/a b.sock", host_id="h1")),
+    ("inproc://target-1", Endpoint("inproc", path="target-1")),
+    ("rdma://node:1/x", Endpoint("rdma", "node", 1, "/x")),
+])
+def test_an_endpoint_is_read(url, endpoint):
+    assert parse_endpoint(url) == endpoint
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.text(max_size=30), st.text(max_size=20).map("stream://".__add__),
+                 st.text(max_size=20).map("stream+unix://".__add__)))
+def test_what_is_no_endpoint_is_refused_and_nothing_else(url):
+    try:
+        parse_endpoint(url)
+    except errors.InvalidRequest:
+        pass
+
+
+def test_a_unix_path_that_no_socket_can_have_is_refused():
+    with pytest.raises(errors.InvalidRequest, match="107"):
+        parse_endpoint("stream+unix:///" + "x" * 107)
+    assert host_port_url("stream", "::1", 5) == "stream://[::1]:5"
+
+
+def test_our_transports_are_the_installed_ones_with_inproc_best_first():
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
+    assert entries | {"inproc": registry.OURS["inproc"]} == registry.OURS
+    found = registry.transports()
+    assert list(found) == ["inproc", "stream+unix", "stream", "grpc"]
+    assert all(transport.scheme == scheme and registry.transport(scheme) is transport for scheme, transport in found.items())
+    assert registry.transport("carrier-pigeon") is None
+
+
+def test_speaking_stream_does_not_import_grpc():
+    program = ("import sys; from nvpool.wire import dial, registry; registry.transport('stream'); "
+               "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "False\n"
+
+
+# -- batches
+
+u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
+blocks = st.tuples(st.integers(0, 200), st.integers(1, 56)).map(lambda p: (p[0] * 4096, p[1] * 4096))
+reads = st.tuples(u64, u32, blocks, st.integers(0, 9), u16).map(lambda t: (t[0], t[1], *t[2], *t[3:]))
+writes = st.tuples(u64, u64, u64, u32, st.integers(0, 100_000), st.integers(1, 20_000), st.integers(0, 9), u16)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(reads, min_size=1, max_size=70))
+def test_reads_come_out_as_they_went_in(batch):
+    raw = codec.pack_reads(batch)
+    assert len(raw) == 24 * len(batch) and codec.unpack_reads(raw, 10) == batch
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(writes, min_size=1, max_size=20))
+def test_writes_come_out_as_they_went_in(batch):
+    raw = codec.pack_writes(batch)
+    payload = sum(entry[5] for entry in batch)
+    checksums = b"".join(piece_checksums(bytes(entry[5]), entry[4]) for entry in batch)
+    assert len(raw) == 40 * len(batch) and codec.unpack_writes(raw, 10, payload, checksums) == batch
+    for wrong in ((10, payload + 1, checksums), (10, payload, checksums[4:]), (max(e[6] for e in batch), payload, checksums)):
+        with pytest.raises(errors.InvalidRequest):
+            codec.unpack_writes(raw, *wrong)
+
+
+GOOD_READ = (1, 0, 4096, 8192, 0, 0)
+
+
+@pytest.mark.parametrize("wrong", [
+    (1, 0, 4095, 8192, 0, 0), (1, 0, 4096, 8191, 0, 0), (1, 0, 4096, 0, 0, 0), (1, 0, 16 << 20, 4096, 0, 0),
+    (1, 0, 0, 0xFFFFF000, 0, 0), (1, 0, 4096, 8192, 1, 0)])
+def test_a_read_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(errors.InvalidRequest):
+        codec.unpack_reads(codec.pack_reads([GOOD_READ, wrong]), 1)
+
+
+@pytest.mark.parametrize("raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (codec.BATCH_ENTRIES_MAX + 1))])
+def test_a_batch_of_no_whole_entries_or_too_many_is_refused(raw):
+    with pytest.raises(errors.InvalidRequest):
+        codec.unpack_reads(raw, 1)
+    with pytest.raises(errors.InvalidRequest):
+        codec.unpack_writes(raw, 1, 0, b"")
+    with pytest.raises(errors.CorruptFrame):
+        codec.unpack_read_results(raw, [4096], 0, b"")
+
+
+def test_reads_that_no_answer_can_hold_are_too_big():
+    many = PAYLOAD_BYTES_MAX // (1 << 20) + 1
+    with pytest.raises(errors.TooBig):
+        codec.unpack_reads(codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1)
+
+
+def test_answers_must_fit_what_was_asked():
+    results = [(0, 1, 4096, 7), (101, 0, 0, 0), (0, 0, 0, 8)]
+    raw = codec.pack_read_results(results)
+    assert codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
+    for lengths, payload_bytes, checksums in (([4096, 8192], 4096, bytes(4)), ([4096, 8192, 4096], 8192, bytes(4)),
+                                              ([4096, 8192, 4096], 4096, bytes(8)), ([0, 8192, 4096], 4096, bytes(4))):
+        with pytest.raises(errors.CorruptFrame):
+            codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
+    with pytest.raises(errors.CorruptFrame):
+        codec.unpack_read_results(codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4))
+    raw = codec.pack_write_results([(0, 0, 0, 7)])
+    assert codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
+    with pytest.raises(errors.CorruptFrame):
+        codec.unpack_write_results(raw, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(u64, max_size=20))
+def test_inodes_come_out_as_they_went_in(inodes):
+    assert codec.unpack_inodes(codec.pack_inodes(inodes)) == inodes
+    with pytest.raises(errors.InvalidRequest):
+        codec.unpack_inodes(codec.pack_inodes(inodes) + b"1234")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 5000), st.binary(max_size=16))
+def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums):
+    for unpack in (lambda: codec.unpack_reads(raw, grants), lambda: codec.unpack_writes(raw, grants, payload_bytes, checksums),
+                   lambda: codec.unpack_inodes(raw)):
+        try:
+            unpack()
+        except (errors.InvalidRequest, errors.TooBig):
+            pass
+    for unpack in (lambda: codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
+                   lambda: codec.unpack_write_results(raw, grants)):
+        try:
+            unpack()
+        except errors.CorruptFrame:
+            pass
+
+
+# -- generated code
+
+
+def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
+    subprocess.run([ROOT / "proto" / "generate.sh", tmp_path], env={**os.environ, "PYTHON": sys.executable}, check=True,
+                   timeout=120, capture_output=True)
+    made = sorted(path.name for path in tmp_path.iterdir())
+    kept = sorted(path.name for path in (ROOT / "nvpool/wire/v1").glob("*_pb2*"))
+    assert made == kept
+    for name in made:
+        assert (tmp_path / name).read_text() == (ROOT / "nvpool/wire/v1" / name).read_text(), "run proto/generate.sh"
