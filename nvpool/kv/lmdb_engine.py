@@ -124,6 +124,7 @@ class LmdbKv:
         self._loop = asyncio.get_running_loop()
         self._sync_thread = ThreadPoolExecutor(1, "kv-sync")
         self._checkpoint_thread = ThreadPoolExecutor(1, "kv-checkpoint")
+        self._record_bytes_max = self.options.journal_bytes // 8
         self._lock = -1
         self._journal: Journal | None = None
         self._tree: LmdbTree | None = None
@@ -289,6 +290,8 @@ class LmdbKv:
         journal = self._journal
         sequence = self._sequence + 1
         record = encode(self.options.term, journal.generation, sequence, changed)
+        if len(record) > self._record_bytes_max:
+            raise TooBig(f"a change of {len(record)} bytes is more than an eighth of the journal")
         if journal.offset + len(record) > (self._limit_reclaiming if reclaims else self._limit_adding):
             self._refuse(len(record), reclaims)
         try:
@@ -318,8 +321,6 @@ class LmdbKv:
             raise Fenced("the engine is closed")
         if self._fenced:
             raise Fenced(self._fenced)
-        if record_bytes > self.options.journal_bytes // 8:
-            raise TooBig(f"a change of {record_bytes} bytes is more than an eighth of the journal")
         if not reclaims:
             if self._drive_full:
                 raise NoSpace(self._drive_full)
@@ -480,7 +481,7 @@ class LmdbKv:
             self._freeze()
         if self._frozen.values and self._before_checkpoint is not None:
             await self._before_checkpoint()
-        self._step("data-synced")
+        self._step("data synced")
         mark = Mark(self._frozen_sequence, self._frozen_generation, self.options.term)
         full = ""
         try:

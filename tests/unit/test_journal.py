@@ -1,0 +1,182 @@
+"""The journal's records: what is written is read back, and nothing else ever is."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvpool.base.errors import DriveFailed, Fenced, NoSpace
+from nvpool.kv.journal import Journal, Record, decode, encode
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "kv-journal-record.hex"
+GOLDEN_RECORD = (7, 3, 42, {b"inode": b"\x01\x02\x03", b"\xff" * 3: None, b"empty": b""})
+
+EFFECTS = st.dictionaries(st.binary(min_size=1, max_size=20), st.none() | st.binary(max_size=40), max_size=5)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    made = Journal(tmp_path, 1 << 16)
+    made.begin(1)
+    yield made
+    made.close()
+
+
+def replayed(journal, generation=1, sequence=0):
+    return [(record.sequence, dict(record.effects)) for record in journal.replay(generation, sequence)]
+
+
+def golden_bytes():
+    lines = (line.split("#")[0] for line in GOLDEN.read_text().splitlines())
+    return bytes.fromhex("".join(lines))
+
+
+def test_a_record_has_the_bytes_of_the_golden_file():
+    assert encode(*GOLDEN_RECORD) == golden_bytes()
+    term, generation, sequence, effects = GOLDEN_RECORD
+    raw = golden_bytes()
+    assert decode(memoryview(raw), 0) == Record(term, generation, sequence, list(effects.items()), len(raw))
+
+
+@given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=50))
+def test_a_record_is_read_back_whatever_stands_around_it(effects, term, generation, sequence, around):
+    raw = encode(term, generation, sequence, effects)
+    record = decode(memoryview(around + raw + around), len(around))
+    assert record == Record(term, generation, sequence, list(effects.items()), len(raw))
+
+
+@given(st.binary(max_size=200), st.integers(0, 10))
+def test_bytes_that_are_no_record_are_none(raw, offset):
+    assert decode(memoryview(raw), offset) is None
+
+
+@given(EFFECTS, st.data())
+@settings(max_examples=200)
+def test_a_record_with_a_flipped_bit_or_cut_short_is_none(effects, data):
+    raw = bytearray(encode(1, 1, 1, effects))
+    cut = data.draw(st.integers(0, len(raw) - 1))
+    assert decode(memoryview(raw)[:cut], 0) is None
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert decode(memoryview(raw), 0) is None
+
+
+def fill(journal, count, first=1, generation=1):
+    ends = []
+    for sequence in range(first, first + count):
+        journal.append(encode(1, generation, sequence, {b"k%d" % sequence: b"v" * sequence}))
+        ends.append(journal.offset)
+    return ends
+
+
+def test_a_last_record_that_is_torn_at_any_byte_is_dropped_and_no_other(journal, tmp_path):
+    *_, start, end = fill(journal, 5)
+    path = tmp_path / "journal-1"
+    whole = path.read_bytes()
+    all_five = replayed(journal)
+    assert [sequence for sequence, _ in all_five] == [1, 2, 3, 4, 5] and replayed(journal) == all_five
+    for at in range(start, end):
+        garbled = whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1:]
+        for damaged in (whole[:at], whole[:at] + bytes(len(whole) - at), garbled):
+            path.write_bytes(damaged)
+            assert replayed(journal) == all_five[:4], at
+    path.write_bytes(whole)
+    assert replayed(journal) == all_five
+
+
+def test_replay_ends_at_a_hole_although_sound_records_follow(journal, tmp_path):
+    ends = fill(journal, 5)
+    with (tmp_path / "journal-1").open("r+b") as file:
+        file.seek(ends[1])
+        file.write(bytes(ends[2] - ends[1]))
+    assert [sequence for sequence, _ in replayed(journal)] == [1, 2]
+
+
+def test_only_records_of_the_generation_asked_for_and_of_following_numbers_are_replayed(journal):
+    fill(journal, 5)
+    journal.begin(2)
+    fill(journal, 2, first=6, generation=2)
+    journal.begin(3)
+    fill(journal, 2, first=8, generation=3)
+    assert [sequence for sequence, _ in replayed(journal, 2, 5)] == [6, 7]
+    assert [sequence for sequence, _ in replayed(journal, 3, 7)] == [8, 9]
+    assert replayed(journal, 1, 0) == [] == replayed(journal, 5, 9)
+    assert replayed(journal, 3, 6) == [] == replayed(journal, 3, 8)
+
+
+def test_a_journal_is_preallocated_and_may_be_opened_again(journal, tmp_path):
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {"journal-0": 1 << 16, "journal-1": 1 << 16}
+    fill(journal, 3)
+    again = Journal(tmp_path, 1 << 17)
+    assert len(replayed(again)) == 3 and (tmp_path / "journal-0").stat().st_size == 1 << 17
+    again.close()
+
+
+def test_both_files_are_synced_after_a_change_of_generation_and_none_twice(journal):
+    fill(journal, 1)
+    journal.begin(2)
+    fill(journal, 1, first=2, generation=2)
+    files = journal.take_unsynced()
+    assert len(files) == 2 and journal.take_unsynced() == []
+    for descriptor in files:
+        journal.sync_file(descriptor)
+
+
+@pytest.mark.parametrize("code, error", [(errno.ENOSPC, NoSpace), (errno.EIO, DriveFailed)])
+@pytest.mark.parametrize("written", [0, 3, 20, "all"])
+def test_a_failed_append_leaves_nothing_that_replay_could_find(journal, monkeypatch, code, error, written):
+    fill(journal, 2)
+    real = os.pwrite
+    calls = []
+
+    def pwrite(descriptor, buffer, offset):
+        calls.append(offset)
+        if len(calls) == 1 and written in (3, 20):
+            return real(descriptor, buffer[:written], offset)
+        if len(calls) == 1 and written == "all":
+            real(descriptor, buffer, offset)
+        if len(calls) == 1 or len(calls) == 2 and written in (3, 20):
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, buffer, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    before = journal.offset
+    with pytest.raises(error):
+        journal.append(encode(1, 1, 3, {b"lost": b"x" * 100}))
+    monkeypatch.undo()
+    assert journal.offset == before
+    assert [sequence for sequence, _ in replayed(journal)] == [1, 2]
+    fill(journal, 1, first=3)
+    assert [sequence for sequence, _ in replayed(journal)] == [1, 2, 3]
+
+
+def test_a_short_write_is_continued(journal, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, buffer, offset: real(descriptor, buffer[:7], offset))
+    fill(journal, 3)
+    assert len(replayed(journal)) == 3
+
+
+def test_an_append_that_can_not_be_wiped_says_fenced(journal, monkeypatch):
+    real = os.pwrite
+
+    def pwrite(descriptor, buffer, offset):
+        if offset == journal.offset and any(buffer):
+            return real(descriptor, buffer[:10], offset)
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(Fenced):
+        journal.append(encode(1, 1, 1, {b"a": b"b"}))
+    assert replayed(journal) == []
+
+
+def test_a_drive_without_room_for_the_journal_is_no_space(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(NoSpace):
+        Journal(tmp_path, 1 << 16)

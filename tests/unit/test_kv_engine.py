@@ -1,0 +1,569 @@
+"""The LMDB engine where the contract does not reach: deaths between two steps, full drives, damage, two owners."""
+
+import asyncio
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from nvpool.base.errors import Busy, CorruptRecord, DriveFailed, Fenced, InUse, InvalidRequest, NoSpace, TooBig, WrongFormat
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.testing.contracts.kv import everything
+
+QUIET = {"sync_interval_s": 30.0, "checkpoint_interval_s": 30.0}
+SMALL = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, **QUIET)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kv"
+
+
+@asynccontextmanager
+async def opened(path, options=SMALL, **hooks):
+    kv = await LmdbKv.open(path, options, **hooks)
+    try:
+        yield kv
+    finally:
+        await kv.abandon()
+
+
+def run(coroutine):
+    async def bounded():
+        async with asyncio.timeout(60):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def copy(path, to):
+    """The directory as a successor would find it if the process were killed now."""
+    shutil.copytree(path, to, ignore=shutil.ignore_patterns("lock", "lock.mdb"))
+
+
+# -- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_often_replay_is_repeated(path, tmp_path):
+    found = {}
+
+    async def expect(copied, state):
+        again = []
+
+        def step(name):  # die once more, at each step of the checkpoint that ends the replay
+            again.append(tmp_path / f"{copied.name}-{name}")
+            copy(copied, again[-1])
+
+        async with opened(copied, step=step) as kv:
+            assert (everything(kv), kv.sequence) == state, copied.name
+            kv.apply([(b"after", b"1")])
+        async with opened(copied) as kv:
+            assert kv.get(b"after") == b"1" and kv.sequence == state[1] + 1
+        for repeated in again:
+            async with opened(repeated) as kv:
+                assert (everything(kv), kv.sequence) == state, repeated.name
+        return {name.name.rsplit("-", 1)[1] for name in again}
+
+    async def main():
+        state = [{}, 0]
+
+        def change(kv, changes):
+            state[1] = kv.apply(list(changes.items()))
+            state[0] = {key: value for key, value in (state[0] | changes).items() if value is not None}
+
+        def step(name):
+            if kv is not None:
+                if name in ("frozen", "data synced", "stored", "dropped"):  # those on the loop's thread
+                    change(kv, {b"at " + name.encode(): b"%d" % len(found), b"%d" % len(found): None})
+                to = tmp_path / f"died{len(found)} {name}"
+                copy(path, to)
+                found[to] = (dict(state[0]), state[1])
+
+        kv = None
+        async with opened(path, step=step) as kv:  # noqa: F811 - what step sees before it is open
+            for round_ in range(3):
+                change(kv, {b"%d" % number: b"%d" % round_ * 50 for number in range(40)})
+                change(kv, {b"%d" % number: None for number in range(round_, 40, 7)})
+                await kv.checkpoint()
+        steps = {name.name.split(" ", 1)[1] for name in found}
+        assert steps == {"frozen", "data synced", "begun", "put", "committed", "stored", "dropped"}
+        for copied, then in found.items():
+            assert await expect(copied, then) >= {"frozen", "put", "committed", "dropped"}
+
+    run(main())
+
+
+def test_a_journal_whose_last_record_is_torn_or_garbled_at_any_byte_opens_without_it(path, tmp_path):
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"kept", b"1")])
+            start = kv._journal.offset
+            kv.apply([(b"torn", b"2")])
+            end = kv._journal.offset
+            half = kv._journal.generation & 1
+        whole = (path / f"journal-{half}").read_bytes()
+        for at in range(start, end):
+            for number, damaged in enumerate((whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])):
+                copied = tmp_path / f"{at}-{number}"
+                copy(path, copied)
+                (copied / f"journal-{half}").write_bytes(damaged)
+                async with opened(copied) as kv:
+                    assert everything(kv) == {b"kept": b"1"} and kv.sequence == 1
+                    assert kv.apply([(b"torn", b"3")]) == 2
+                async with opened(copied) as kv:
+                    assert everything(kv) == {b"kept": b"1", b"torn": b"3"}
+                shutil.rmtree(copied)
+
+    run(main())
+
+
+def test_what_stands_behind_a_lost_record_never_comes_back(path):
+    async def main():
+        async with opened(path) as kv:
+            half, ends = kv._journal.generation & 1, []
+            for number in range(1, 6):
+                kv.apply([(b"%d" % number, b"old")])
+                ends.append(kv._journal.offset)
+        with (path / f"journal-{half}").open("r+b") as file:  # the page of the third change was lost with the power
+            file.seek(ends[1])
+            file.write(bytes(ends[2] - ends[1]))
+        for length in range(1, 4):
+            async with opened(path) as kv:
+                assert kv.sequence == 1 + length
+                assert kv.apply([(b"%d" % (2 + length), b"new")]) == 2 + length
+        async with opened(path) as kv:
+            assert everything(kv) == {b"1": b"old", b"2": b"old", b"3": b"new", b"4": b"new", b"5": b"new"}
+
+    run(main())
+
+
+WRITER = """
+import asyncio, os, sys
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+
+async def main():
+    kv = await LmdbKv.open(sys.argv[1], LmdbOptions(journal_bytes=1 << 18, map_bytes=1 << 16, layer_entries_max=100,
+                                                    sync_interval_s=0.01, checkpoint_interval_s=0.02))
+    while True:
+        if kv.full:
+            await kv.room()
+        n = kv.sequence + 1
+        kv.apply([(b"n", b"%d" % n), (b"k%d" % (n % 97), b"%d" % n), (b"k%d" % (n % 89 + 97), None), (b"x%d" % n, b"")])
+        os.write(1, b".")
+        if n % 50 == 0:
+            await (kv.sync() if n % 100 else asyncio.sleep(0))
+
+asyncio.run(main())
+"""
+
+
+def state_after(count):
+    """What the writer's first `count` changes leave."""
+    values = {b"x%d" % n: b"" for n in range(1, count + 1)}
+    for n in range(max(1, count - 500), count + 1):  # the other keys return within 97 changes
+        values |= {b"n": b"%d" % n, b"k%d" % (n % 97): b"%d" % n}
+        values.pop(b"k%d" % (n % 89 + 97), None)
+    return values
+
+
+def kill_writers(path, kills, seed=0):
+    acknowledged = 0
+    for number in range(kills):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        wanted = (number * 7919 + seed) % 1500 + 1
+        while wanted > 0 and (piece := os.read(writer.stdout.fileno(), min(wanted, 4096))):
+            acknowledged, wanted = acknowledged + len(piece), wanted - len(piece)
+        assert wanted == 0, "the writer ended by itself"
+        writer.kill()
+        acknowledged += len(writer.stdout.read())
+        writer.stdout.close()
+        writer.wait()
+
+        acknowledged = run(check_killed(path, acknowledged))
+
+
+async def check_killed(path, acknowledged):
+    async with opened(path) as kv:
+        assert kv.sequence >= acknowledged
+        assert everything(kv) == state_after(kv.sequence)
+        return kv.sequence
+
+
+def test_no_acknowledged_change_is_lost_when_the_writer_is_killed(path):
+    kill_writers(path, 5)
+
+
+@pytest.mark.soak
+def test_no_acknowledged_change_is_lost_in_hundreds_of_kills(path):
+    kill_writers(path, 300, seed=4711)
+
+
+def test_the_background_syncs_and_checkpoints_without_being_asked(path):
+    async def main():
+        done = asyncio.Event()
+        steps = []
+
+        def step(name):
+            steps.append(name)
+            if name == "dropped" and steps.count(name) == 2:
+                done.set()
+
+        options = LmdbOptions(journal_bytes=1 << 16, sync_interval_s=0.005, checkpoint_interval_s=0.02)
+        async with opened(path, options, step=step) as kv:
+            kv.apply([(b"a", b"1")])
+            await done.wait()
+            assert kv.synced_sequence == 1 and kv.statistics()["stored_sequence"] == 1
+            while not kv.statistics()["syncs"]:
+                kv.apply([(b"a", b"2")])
+                await asyncio.sleep(0)
+
+    run(main())
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+def test_replay_asks_which_effects_stand(path):
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"stored", b"0"), (b"a", b"old")])
+            await kv.checkpoint()
+            kv.apply([(b"a", b"new"), (b"b", b"1")])
+            kv.apply([(b"c", b"2")])
+            kv.apply([(b"d", b"3")])
+        asked = []
+
+        def on_replay(sequence, effects):
+            asked.append((sequence, dict(effects)))
+            return None if sequence == 3 else [effect for effect in effects if effect[0] != b"a"]
+
+        async with opened(path, on_replay=on_replay) as kv:
+            assert asked == [(2, {b"a": b"new", b"b": b"1"}), (3, {b"c": b"2"}), (4, {b"d": b"3"})]
+            assert everything(kv) == {b"stored": b"0", b"a": b"old", b"b": b"1", b"d": b"3"} and kv.sequence == 4
+        asked.clear()
+        async with opened(path, on_replay=on_replay) as kv:
+            assert asked == [] and kv.get(b"a") == b"old"
+
+    run(main())
+
+
+def test_data_is_synced_before_the_layer_that_names_it_is_stored(path):
+    order = []
+
+    async def before_checkpoint():
+        order.append("data")
+        await asyncio.sleep(0)
+
+    async def main():
+        async with opened(path, before_checkpoint=before_checkpoint, step=order.append) as kv:
+            assert "data" not in order  # nothing was replayed, so nothing names any
+            order.clear()
+            kv.apply([(b"a", b"1")])
+            await kv.checkpoint()
+            kv.apply([(b"a", b"2")])
+        assert order == ["frozen", "data", "data synced", "begun", "put", "committed", "stored", "dropped"]
+        order.clear()
+        async with opened(path, before_checkpoint=before_checkpoint, step=order.append):
+            assert order[:3] == ["frozen", "data", "data synced"]
+
+    run(main())
+
+
+# -- fences -----------------------------------------------------------------------------------------------------------
+
+
+def test_data_that_can_not_be_synced_fences_the_engine_and_nothing_is_stored(path):
+    fenced = []
+
+    async def before_checkpoint():
+        raise DriveFailed("asked for by the test")
+
+    async def main():
+        async with opened(path, before_checkpoint=before_checkpoint, on_fence=fenced.append) as kv:
+            kv.apply([(b"a", b"1")])
+            with pytest.raises(Fenced):
+                await kv.checkpoint()
+            with pytest.raises(Fenced):
+                kv.apply([(b"b", b"1")])
+            assert len(fenced) == 1 and "asked for" in fenced[0] and kv.fenced == fenced[0]
+            assert kv.get(b"a") == b"1"
+            await kv.close()
+        async with opened(path) as kv:
+            assert everything(kv) == {b"a": b"1"}
+
+    run(main())
+
+
+def test_a_failed_append_changes_nothing_and_fences_unless_the_drive_is_only_full(path, monkeypatch):
+    def failing(code):
+        def pwrite(*_):
+            raise OSError(code, os.strerror(code))
+        return pwrite
+
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"a", b"1")])
+            monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
+            with pytest.raises(NoSpace):
+                kv.apply([(b"b", b"1")])
+            monkeypatch.undo()
+            assert kv.apply([(b"c", b"1")]) == 2
+            monkeypatch.setattr(os, "pwrite", failing(errno.EIO))
+            with pytest.raises(DriveFailed):
+                kv.apply([(b"d", b"1")])
+            monkeypatch.undo()
+            with pytest.raises(Fenced):
+                kv.apply([(b"e", b"1")])
+            assert everything(kv) == {b"a": b"1", b"c": b"1"}
+        async with opened(path) as kv:
+            assert everything(kv) == {b"a": b"1", b"c": b"1"} and kv.sequence == 2
+
+    run(main())
+
+
+# -- full -------------------------------------------------------------------------------------------------------------
+
+
+def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
+    async def main():
+        async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, map_bytes_max=1 << 20, **QUIET)) as kv:
+            added = 0
+            with pytest.raises(NoSpace):
+                while True:
+                    kv.apply([(b"%06d" % added, b"v" * 500)])
+                    added += 1
+                    if added % 50 == 0:
+                        await kv.checkpoint()
+            assert 300 < added < 2200
+            await kv.checkpoint()
+            with pytest.raises(NoSpace):
+                for _ in range(100):
+                    kv.apply([(os.urandom(8), b"v" * 5000)])
+            for number in range(0, added):
+                kv.apply([(b"%06d" % number, None), (b"note", b"%d" % number)], reclaims=True)
+            await kv.checkpoint()
+            assert everything(kv) == {b"note": b"%d" % (added - 1)} or kv.statistics()["entries"] < 110
+            for number in range(added // 2):
+                kv.apply([(b"%06d" % number, b"v" * 500)])
+            await kv.checkpoint()
+            assert kv.statistics()["used_bytes"] <= 1 << 20
+
+    run(main())
+
+
+def test_a_map_that_proves_too_small_grows_and_no_change_is_lost(path, monkeypatch):
+    monkeypatch.setattr("nvpool.kv.lmdb_tree.LmdbTree.prepare", lambda self, change_bytes: None)
+
+    async def main():
+        async with opened(path, LmdbOptions(journal_bytes=1 << 22, map_bytes=1 << 16, **QUIET)) as kv:
+            for round_ in range(4):
+                kv.apply([(b"%d %d" % (round_, number), b"v" * 1000) for number in range(100)])
+                await kv.checkpoint()
+            assert len(everything(kv)) == 400 and kv.statistics()["map_bytes"] >= 1 << 19
+        async with opened(path) as kv:
+            assert len(everything(kv)) == 400
+
+    run(main())
+
+
+def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(path):
+    async def main():
+        async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, **QUIET)) as kv:
+            kv.apply([(b"first", b"1")])
+            await kv.checkpoint()
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the kernel's EFBIG stands in for ENOSPC
+            try:
+                taken = 0
+                with pytest.raises(NoSpace):
+                    while True:
+                        kv.apply([(b"%06d %d" % (taken, number), b"v" * 500) for number in range(100)])
+                        taken += 1
+                        await kv.checkpoint()
+                assert taken and kv.statistics()["drive_full"]
+                with pytest.raises(NoSpace):
+                    kv.apply([(b"more", b"1")])
+                sequence = kv.apply([(b"first", None)], reclaims=True)
+                await kv.sync(sequence)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            assert len(everything(kv)) >= 100 * (taken - 1) and kv.get(b"first") is None
+            expected = everything(kv)
+            await kv.checkpoint()
+            assert everything(kv) == expected and not kv.statistics()["drive_full"]
+            kv.apply([(b"more", b"1")])
+        async with opened(path) as kv:
+            assert everything(kv) == expected | {b"more": b"1"}
+
+    run(main())
+
+
+def test_a_layer_that_is_full_makes_changes_wait_and_not_fail(path):
+    async def main():
+        options = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, layer_entries_max=10, **QUIET)
+        async with opened(path, options) as kv:
+            with pytest.raises(Busy):
+                for number in range(1000):
+                    kv.apply([(b"%d" % number, b"v")])
+            assert kv.full and 20 <= kv.sequence <= 40
+            for number in range(kv.sequence, 300):
+                if kv.full:
+                    await kv.room()
+                kv.apply([(b"%d" % number, b"v")])
+            with pytest.raises(TooBig):
+                kv.apply([(b"big", bytes(1 << 14))])
+            count = 0
+            for number in range(100):
+                if kv.full:
+                    await kv.room()
+                    count += 1
+                kv.apply([(b"%d" % number, b"v" * 6000)])
+            assert count > 5
+        async with opened(path, options) as kv:
+            assert len(everything(kv)) == 300 and kv.get(b"99") == b"v" * 6000
+
+    run(main())
+
+
+def test_reads_beside_checkpoints_and_a_growing_map_see_every_change(path):
+    async def main():
+        options = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, layer_entries_max=200, **QUIET)
+        async with opened(path, options) as kv:
+            for number in range(3000):
+                if kv.full:
+                    await kv.room()
+                kv.apply([(b"%05d" % number, b"%d" % number * 20), (b"newest", b"%d" % number)])
+                assert kv.get(b"newest") == b"%d" % number
+                assert kv.get(b"%05d" % (number * 7919 % (number + 1))) is not None
+                if number % 10 == 0:
+                    assert kv.scan_back(b"", b"9", 1)[0][0] == b"%05d" % number
+                    await asyncio.sleep(0)
+            assert kv.statistics()["map_bytes"] > 1 << 20 and kv.statistics()["checkpoints"] > 10
+
+    run(main())
+
+
+# -- owners, formats, damage ------------------------------------------------------------------------------------------
+
+
+def test_two_owners_of_one_directory_are_refused(path):
+    async def main():
+        async with opened(path):
+            with pytest.raises(InUse):
+                await LmdbKv.open(path, SMALL)
+            command = [sys.executable, "-c", WRITER, str(path)]
+            other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+            assert other.returncode and "InUse" in other.stderr
+        async with opened(path) as kv:
+            kv.apply([(b"a", b"1")])
+
+    run(main())
+
+
+def test_a_directory_of_another_version_or_another_program_is_refused_and_left_alone(path, tmp_path):
+    async def refused(error, options=SMALL):
+        before = (path / "data.mdb").read_bytes() if (path / "data.mdb").exists() else None
+        with pytest.raises(error):
+            await LmdbKv.open(path, options)
+        assert before is None or (path / "data.mdb").read_bytes() == before
+
+    async def main():
+        async with opened(path, LmdbOptions(term=3, journal_bytes=1 << 16)) as kv:
+            kv.apply([(b"a", b"1")])
+            await kv.close()
+        await refused(WrongFormat, LmdbOptions(term=2, journal_bytes=1 << 16))
+        (path / "FORMAT").write_text("nvpool kv 2\n")
+        await refused(WrongFormat)
+        (path / "FORMAT").unlink()
+        await refused(WrongFormat)
+        (path / "FORMAT").write_text("nvpool kv 1\n")
+        whole = (path / "data.mdb").read_bytes()
+        (path / "data.mdb").write_bytes(b"no database at all" * 1000)
+        await refused(WrongFormat)
+        (path / "data.mdb").unlink()
+        await refused(CorruptRecord)
+        (path / "data.mdb").write_bytes(whole)
+        async with opened(path, LmdbOptions(term=3)) as kv:
+            assert kv.get(b"a") == b"1"
+        with pytest.raises(Exception, match="No such"):
+            await LmdbKv.open(tmp_path / "no" / "kv")
+        shutil.rmtree(path)
+        path.mkdir()
+        with lmdb.open(str(path)) as environment, environment.begin(write=True) as transaction:
+            transaction.put(b"foreign", b"value")
+        await refused(WrongFormat)
+
+    run(main())
+
+
+def test_a_directory_whose_making_was_interrupted_is_made_again(path, tmp_path):
+    async def main():
+        copies = []
+
+        def step(name):
+            copies.append(tmp_path / name)
+            copy(path, copies[-1])
+
+        async with opened(path, step=step):
+            pass
+        for copied in copies:
+            assert not (copied / "FORMAT").exists()
+            async with opened(copied) as kv:
+                kv.apply([(b"a", b"1")])
+            async with opened(copied) as kv:
+                assert everything(kv) == {b"a": b"1"}
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", [b"key-50", b"value-50"])
+def test_a_flipped_bit_in_a_stored_key_or_value_is_never_taken_for_the_truth(path, what):
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"key-%d" % number, b"value-%d" % number) for number in range(10, 90)])
+            await kv.close()
+        raw = bytearray((path / "data.mdb").read_bytes())
+        at = raw.rindex(what + (b"" if what[:1] == b"v" else b"value-50"))
+        raw[at + len(what) - 1] ^= 0x40
+        (path / "data.mdb").write_bytes(raw)
+        async with opened(path) as kv:
+            assert kv.get(b"key-10") == b"value-10"
+            with pytest.raises(CorruptRecord):
+                kv.get(b"key-50")
+            with pytest.raises(CorruptRecord):
+                kv.scan(b"key-10", b"z", 100)
+            kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written anew")])
+
+    run(main())
+
+
+def test_options_that_make_no_sense_are_refused():
+    for wrong in ({"durability": "never"}, {"map_bytes": 0}, {"term": 0}, {"layer_entries_max": 0}, {"journal_bytes": 100},
+                  {"checkpoint_interval_s": -1.0}, {"map_bytes_max": 5}):
+        with pytest.raises(InvalidRequest):
+            LmdbOptions(**wrong)
+    assert LmdbOptions(durability="always").durability == "always"
+
+
+def test_stored_records_have_the_bytes_of_the_golden_file(path):
+    golden = Path(__file__).parents[1] / "golden" / "kv-stored-record.hex"
+    lines = [line.split("#")[0] for line in golden.read_text().splitlines()]
+    key, stored, mark = (bytes.fromhex(line) for line in lines if line.strip())
+
+    async def main():
+        async with opened(path, LmdbOptions(term=9, journal_bytes=1 << 16)) as kv:
+            kv.apply([(key, b"the value")])
+            await kv.checkpoint()
+            assert kv.sync_before_answer is False
+        with lmdb.open(str(path)) as environment, environment.begin() as transaction:
+            assert transaction.get(key) == stored
+            assert transaction.get(b"\xff" * 511) == mark
+
+    run(main())
