@@ -75,21 +75,24 @@ class StoreSection(msgspec.Struct, frozen=True):
     """Chunk stores."""
 
     direct: Annotated[bool, Meta(description="open drives with O_DIRECT: past the kernel's page cache")] = False
-    reads: Annotated[Literal["auto", "io_uring", "executor"], Meta(
-        description="how cold reads wait; auto probes at start")] = "auto"
-    reader_count: Annotated[int, Meta(ge=1, le=256, description="threads of the executor")] = 8
+    reads: Annotated[Literal["auto", "executor"], Meta(
+        description="how cold reads wait; auto takes io_uring where a probe at start finds it")] = "auto"
+    reserve_share: Annotated[float, Meta(
+        ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal")] = 0.02
+    give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = True
 
 
 class ClientSection(msgspec.Struct, frozen=True):
-    """Mounts on this node that are given this pool directory."""
+    """Mounts and programs on this node that are given this pool directory."""
 
     deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
-    write_buffer_bytes: Annotated[int, Meta(ge=MIB, le=64 * GIB, extra=_BYTES,
-        description="unsent writes kept in memory")] = 64 * MIB
-    read_ahead_bytes: Annotated[int, Meta(ge=0, le=GIB, extra=_BYTES,
-        description="read ahead of a sequential reader")] = 4 * MIB
-    attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="the kernel may keep attributes that long")] = 1.0
-    entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="the kernel may keep names that long")] = 1.0
+    attr_s: Annotated[float, Meta(ge=0, le=3600, description="how long attributes and names may be kept")] = 1.0
+    write_buffer_bytes: Annotated[int, Meta(
+        ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files")] = 64 * MIB
+    read_ahead_bytes: Annotated[int, Meta(
+        ge=0, le=GIB, extra=_BYTES, description="read ahead of one handle that reads in order")] = 8 * MIB
+    read_ahead_bytes_max: Annotated[int, Meta(
+        ge=0, le=64 * GIB, extra=_BYTES, description="read ahead of all handles together")] = 128 * MIB
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -111,6 +114,8 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
         found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
     if config.meta.grant_s < config.meta.session_lease_s:
         found.append(("meta", "grant_s", "is shorter than session_lease_s: clients would lose rights before their session"))
+    if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:
+        found.append(("client", "read_ahead_bytes", "is more than read_ahead_bytes_max"))
     return found
 
 

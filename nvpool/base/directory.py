@@ -159,6 +159,11 @@ class PoolDirectory:
     def target(self, number: int) -> Path:
         return self.path / "targets" / str(number)
 
+    def store(self, drive_path: str, number: int) -> Path:
+        """The directory of a target's chunk store: on its drive, or in targets/ (there `data` may be a link to a device)."""
+        inside = self.target(number)
+        return inside if inside.is_dir() else Path(drive_path)
+
     def exists(self) -> bool:
         return self.format.exists()
 

@@ -10,7 +10,8 @@ did not make itself, or that holds anything, is ever overwritten. Never starts a
     text}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
-    {"verb": "store", "path", "capacity_bytes", "target", "pool_id", "known": [paths]} -> {"path", "capacity_bytes"}
+    {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths]} -> {"path",
+    "capacity_bytes"}
     any -> {"error": text, "code": exit code}
 """
 
@@ -31,12 +32,14 @@ from nvpool.base.config import Network, parse
 from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
 from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.base.host import host_id
-from nvpool.base.units import MIB, PARTITION_COUNT, format_bytes
+from nvpool.base.units import BLOCK_BYTES, MIB, PARTITION_COUNT, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.store.chunkstore import create_chunk_store
+from nvpool.store.superblock import decode_superblock
 from nvpool.wire.endpoint import host_port_url
 
 CAPACITY_BYTES_MIN = 64 * MIB
@@ -49,8 +52,8 @@ _SHARE_OF_FREE = 0.9
 _PORT_FIRST, _PORT_LAST = 17000, 32000
 """Below the ports that the kernel gives to outgoing connections, so that a restarted daemon finds its own free."""
 
-_HEAD_BYTES = MIB
-"""Of a block device; the superblocks of a store lie in it."""
+_HEAD_BYTES = 16 * BLOCK_BYTES
+"""Of a block device: superblock and what is reserved behind it (store/superblock)."""
 
 _OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "targets")
 
@@ -95,7 +98,7 @@ def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Pat
         return place
     if not stat.S_ISDIR(mode):
         raise InvalidRequest(f"drive {path} is neither a directory nor a block device")
-    return place / f"nvpool-{pool_id[:8]}-target-{target}"
+    return place / store_name(pool_id, target)
 
 
 def capacity_for(path: Path, wanted: int) -> int:
@@ -120,19 +123,36 @@ def capacity_for(path: Path, wanted: int) -> int:
     return capacity
 
 
-async def make_store(path: Path, capacity_bytes: int, target: int, pool_id: str, ours: bool) -> None:
-    """An empty chunk store at `path`. What an interrupted making of the same target left (`ours`) is removed first."""
-    from nvpool.store.chunkstore import create_chunk_store
-    _empty(path, ours)
-    await create_chunk_store(str(path), target=target, pool_id=pool_id, capacity_bytes=capacity_bytes)
-    sync_directory(path.parent)
+def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str) -> None:
+    """An empty chunk store at `place`; for a block device its index is in targets/ of the pool directory.
 
-
-def _empty(path: Path, ours: bool) -> None:
+    What an interrupted making of the same target of the same pool left is removed first: the map never named it, so it holds
+    nothing.
+    """
+    device = place if place.is_block_device() else None
+    path = directory.target(target) if device else place
+    ours = path.parent == directory.target(0).parent or path.name == store_name(pool_id, target)
     if path.is_dir():
         if not ours and any(path.iterdir()):
             raise AlreadyExists(f"{path} is not empty")
         shutil.rmtree(path)
+    create_chunk_store(path, target, pool_id, capacity_bytes, device=device,
+                       force=device is not None and pool_on(device) == pool_id)
+    sync_directory(path.parent)
+
+
+def store_name(pool_id: str, target: int) -> str:
+    return f"nvpool-{pool_id[:8]}-target-{target}"
+
+
+def pool_on(device: Path) -> str:
+    """The id of the pool that a block device belongs to, or nothing."""
+    with open(device, "rb") as file:
+        head = file.read(BLOCK_BYTES)
+    try:
+        return decode_superblock(head, str(device)).pool_id
+    except (NvpoolError, ValueError):
+        return ""
 
 
 async def make_pool(request: dict) -> dict:
@@ -164,7 +184,7 @@ async def make_pool(request: dict) -> dict:
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
         write_whole(directory.node_toml, request["config"].encode())
         if request.get("throw_away"):
-            write_whole(directory.path / "throw-away", b"made by `nvpool dev up`; removed, with all in it, by `nvpool dev down`\n")
+            write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
 
         ports = free_ports(2 * (len(drives) + 2), config.network, set())
         host = config.network.host
@@ -172,8 +192,7 @@ async def make_pool(request: dict) -> dict:
         for number, drive in enumerate(drives, 1):
             place = store_path(drive["path"], pool_id, number, directory.path / "targets")
             capacity = capacity_for(place, int(drive.get("capacity_bytes") or 0))
-            ours = place.name.startswith(f"nvpool-{pool_id[:8]}-") or place.parent == directory.path / "targets"
-            await make_store(place, capacity, number, pool_id, ours)
+            make_store(directory, place, capacity, number, pool_id)
             made.append({"path": str(place), "capacity_bytes": capacity})
         targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
                                endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
@@ -241,12 +260,10 @@ def _answer_store(request: dict) -> tuple[Path, int]:
 
 def _erase_head(path: str, pool_id: str) -> None:
     """Zeros where a store of this pool begins, so that nobody takes the device for one. InvalidRequest for anything else."""
+    if pool_on(Path(path)) != pool_id:
+        raise InvalidRequest(f"{path} does not begin like a store of this pool; nothing was erased")
     with open(path, "r+b", buffering=0) as device:
-        head = device.read(_HEAD_BYTES)
-        if pool_id.encode() not in head and bytes.fromhex(pool_id) not in head:
-            raise InvalidRequest(f"{path} does not begin like a store of this pool; nothing was erased")
-        device.seek(0)
-        device.write(bytes(len(head)))
+        device.write(bytes(_HEAD_BYTES))
         os.fsync(device.fileno())
 
 
@@ -257,8 +274,7 @@ async def _answer(request: dict) -> dict:
         _erase_head(request["path"], request["pool_id"])
         return {}
     place, capacity = _answer_store(request)
-    await make_store(place, capacity, request["target"], request["pool_id"],
-                     place.name == f"nvpool-{request['pool_id'][:8]}-target-{request['target']}")
+    make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"])
     return {"path": str(place), "capacity_bytes": capacity}
 
 

@@ -15,7 +15,12 @@ from nvpool.store.service import StoreService
 
 async def _open(opened: Opened) -> StoreService:
     drive = next(d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive)
-    store = await open_chunk_store(drive.path, target=opened.number, options=StoreOptions(), clock=SYSTEM_CLOCK)
+    journal, configured = opened.config.journal, opened.config.store
+    options = StoreOptions(direct=configured.direct, uring=configured.reads == "auto", reserve_share=configured.reserve_share,
+                           give_back=configured.give_back, sync_interval_s=journal.sync_interval_s,
+                           index_bytes_max=journal.map_bytes_max)
+    store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
+                                   clock=SYSTEM_CLOCK)
     return StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK)
 
 

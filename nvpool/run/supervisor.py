@@ -186,7 +186,7 @@ class Supervisor:
             pool_map = self._coordinator.pool_map
             drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
             target_id = max((target.id for target in pool_map.targets), default=0) + 1
-            made = await asyncio.to_thread(_make_store, path, capacity_bytes, target_id, pool_map)
+            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map)
             used = {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
                     for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
             endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
@@ -282,10 +282,10 @@ class Supervisor:
             return None
 
 
-def _make_store(path: str, capacity_bytes: int, target: int, pool_map: PoolMap) -> dict:
+def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap) -> dict:
     """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
-    request = {"verb": "store", "path": path, "capacity_bytes": capacity_bytes, "target": target, "pool_id": pool_map.pool_id,
-               "known": [drive.path for drive in pool_map.drives]}
+    request = {"verb": "store", "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
+               "pool_id": pool_map.pool_id, "known": [drive.path for drive in pool_map.drives]}
     try:
         done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
                               timeout=_MAKE_DEADLINE_S, check=False)
