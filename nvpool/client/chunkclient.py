@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache, partial
 
@@ -35,7 +36,7 @@ from nvpool.base.errors import (
     WrongTarget,
 )
 from nvpool.base.grants import READ, WRITE
-from nvpool.base.units import BLOCK_BYTES, KIB, MIB
+from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
@@ -106,6 +107,8 @@ class ChunkClient:
         self._lanes: dict[int, Lane] = {}
         self.epoch = view.map.epoch
         self._sequence = 0
+        self._slots = list(range(SLOTS_PER_SESSION))
+        self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
         self.map_changed_files: Callable[[], None] = lambda: None
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
@@ -384,20 +387,47 @@ class ChunkClient:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-                    sequence: int, deadline_s: float) -> int:
+                    deadline_s: float) -> int:
         """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return the target that has them.
 
         On return they survive kill -9 of the store. Repeated under the same name until then, or until `deadline_s`. The cut
         number sent is the one the file has now: StaleCut goes up to the writer, who knows what still applies. `parts` must
         not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may have been.
         """
+        # A slot carries one write at a time, as stores expect it: what comes with a smaller sequence than the slot's last write
+        # of the chunk is taken for a repetition, and not done.
+        slot = await self._take_slot(deadline_s)
+        try:
+            self._sequence += 1
+            return await self._write(file, index, offset, length, parts, checksums, slot, self._sequence, deadline_s)
+        finally:
+            self._slots.append(slot)
+            while self._slot_waiters:
+                waiter = self._slot_waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(None)
+                    break
+
+    async def _take_slot(self, deadline_s: float) -> int:
+        while not self._slots:
+            waiter = self._loop.create_future()
+            self._slot_waiters.append(waiter)
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                    await waiter
+            except TimeoutError:
+                raise DeadlineExceeded("all request slots stayed in use by earlier writes", may_be_applied=False) from None
+        return self._slots.pop()
+
+    async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
+                     sequence: int, deadline_s: float) -> int:
         tries = 0
         while True:
             try:
                 lane = self.lane(self._chain(file, index)[0])
                 header = _WRITE.pack(file.inode, file.cut, sequence, index, offset, length, 0, 0)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
-                                                checksums=checksums, session=file.grant_session, slot=0)
+                                                checksums=checksums, session=file.grant_session, slot=slot)
                 connection = self._dialer.live(lane.endpoints)
                 if connection is None:
                     connection = await self._dialer.connect(lane.endpoints, deadline_s)
@@ -420,11 +450,6 @@ class ChunkClient:
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
                 await self._mend(file, error, tries, deadline_s, WRITE)
-
-    def next_sequence(self) -> int:
-        """The name of the next write, within the session of its grant."""
-        self._sequence += 1
-        return self._sequence
 
     async def flush(self, file: OpenInode | None, targets: Sequence[int]) -> None:
         """Return when everything that these targets have answered survives the loss of power."""

@@ -297,10 +297,9 @@ class Writer:
             offset = segment.start & file.chunk_mask
             index = segment.start >> file.chunk_bits
             while True:
-                sequence = self._chunks.next_sequence()
                 cut = file.cut
                 try:
-                    target = await self._chunks.write(file, index, offset, length, parts, checksums, sequence, deadline_s)
+                    target = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
                     break
                 except StaleCut:
                     # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut

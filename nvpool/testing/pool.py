@@ -1,0 +1,173 @@
+"""LocalPool: a whole pool in one process and on one event loop, for tests and for trying things out.
+
+One metadata shard, targets of different size, no coordinator: the pool map is a value. Clients speak to the services through
+the in-process transport, or through others where asked, so that all that is real but the processes. Services can be killed and
+started again as a supervisor would; with directories their state survives that, with memory it lives as long as the pool.
+Called by tests and benchmarks; never by the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import count
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.meta.service import MetaOptions, MetaService
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Greeting
+
+SHARD = 1
+_numbers = count(1)
+
+
+class LocalPool:
+    """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each."""
+
+    def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
+                 chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
+                 endpoints=None, make_store=None):
+        self.directory = None if directory is None else os.fspath(directory)
+        self.clock = clock
+        self.grant_secret = bytes(range(32))
+        self._name = f"local-{os.getpid()}-{next(_numbers)}"
+        self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
+        self._meta_options = meta_options or MetaOptions()
+        self._make_store = make_store or self._real_store
+        self.pool_map = self._map(capacities, chunk_bytes)
+        self.meta: MetaService | None = None
+        self.stores: dict[int, object] = {}
+        self.kv = None
+        self._listeners: dict[tuple[str, int], object] = {}
+        self._closing: dict[tuple[str, int], list] = {}
+        self._dialers: list[Dialer] = []
+        self._clients: list[Client] = []
+        self._memory: dict[tuple[str, int], object] = {}
+
+    def _map(self, capacities: tuple[int, ...], chunk_bytes: int) -> PoolMap:
+        targets = tuple(Target(number, number, 1, capacity, (self._endpoints("target", number),))
+                        for number, capacity in enumerate(capacities, 1))
+        drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
+        return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1, settings=Settings(chunk_bytes, 1),
+                       nodes=(Node(1, "here", "", ()),), drives=drives, targets=targets, tables=(build_table(targets, 1),),
+                       shards=(Shard(SHARD, 1, (self._endpoints("meta", SHARD),)),),
+                       partitions=(PartitionRange(0, 4096, SHARD),))
+
+    def _path(self, *parts: str) -> str | None:
+        return None if self.directory is None else os.path.join(self.directory, *parts)
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> LocalPool:
+        for target in self.pool_map.targets:
+            await self.start_store(target.id)
+        await self.start_shard()
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for client in self._clients:
+            await client.close()
+        for target in list(self.stores):
+            await self.stop_store(target)
+        if self.meta is not None:
+            await self.stop_shard()
+        for dialer in self._dialers:
+            await dialer.close()
+        for closing in self._memory.values():
+            await closing.close()
+
+    async def client(self, name: str = "test", options: ClientOptions | None = None) -> Client:
+        """A client of its own session; closed with the pool."""
+        client = await Client.open(self.pool_map, name, options, clock=self.clock)
+        self._clients.append(client)
+        return client
+
+    def _dialer(self, name: str) -> Dialer:
+        dialer = Dialer(Greeting(name, self.pool_map.fingerprint), clock=self.clock)
+        self._dialers.append(dialer)
+        return dialer
+
+    async def _listen(self, role: str, number: int, handler) -> None:
+        greeting = Greeting(f"{role} {number}", self.pool_map.fingerprint)
+        self._listeners[role, number] = await listen(self._endpoints(role, number), greeting, handler)
+
+    async def _hang_up(self, role: str, number: int, drain_s: float) -> None:
+        listener = self._listeners.pop((role, number))
+        if not drain_s and hasattr(listener, "kill"):
+            listener.kill()
+        else:
+            await listener.close(drain_s)
+
+    # -- the shard -------------------------------------------------------------------------------------------------------
+
+    async def start_shard(self) -> None:
+        if self.directory is None:
+            self.kv = self._memory.get(("meta", SHARD)) or MemoryKv()
+            self._memory["meta", SHARD] = self.kv
+        else:
+            from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+            path = self._path("meta", f"shard-{SHARD}")
+            os.makedirs(path, exist_ok=True)
+            self.kv = await LmdbKv.open(path, LmdbOptions())
+        self.meta = MetaService(self.kv, shard=SHARD, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {SHARD}"),
+                                clock=self.clock, options=self._meta_options)
+        self.meta.update_map(self.pool_map)
+        await self.meta.start()
+        await self._listen("meta", SHARD, self.meta.handle)
+
+    async def stop_shard(self, drain_s: float = 0.0) -> None:
+        """Without a drain as if its process had been killed: connections end, nothing more is answered."""
+        meta, self.meta = self.meta, None
+        await self._hang_up("meta", SHARD, drain_s)
+        await meta.close(drain_s)
+        if self.directory is not None:
+            await self.kv.close()
+
+    # -- stores ----------------------------------------------------------------------------------------------------------
+
+    async def start_store(self, target: int) -> None:
+        service = await self._make_store(self, target)
+        service.update_map(self.pool_map)
+        await service.start()
+        self.stores[target] = service
+        await self._listen("target", target, service.handle)
+
+    async def stop_store(self, target: int, drain_s: float = 0.0) -> None:
+        service = self.stores.pop(target)
+        await self._hang_up("target", target, drain_s)
+        await service.close(drain_s)
+
+    @staticmethod
+    async def _real_store(pool: LocalPool, target: int):
+        from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
+        from nvpool.store.service import StoreService
+        capacity = pool.pool_map.target_by_id[target].capacity_bytes
+        if pool.directory is None:
+            from nvpool.store.memory import MemoryChunkStore
+            store = pool._memory.get(("target", target)) or MemoryChunkStore(target, capacity)
+            pool._memory["target", target] = store
+        else:
+            path = pool._path("targets", str(target))
+            if not _exists(path):
+                create_chunk_store(path, target, pool.pool_map.pool_id, capacity)
+            store = await open_chunk_store(path, target=target, clock=pool.clock)
+        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock)
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "FORMAT"))
+
+
+def run(main) -> None:
+    """Run `main(pool)` in a pool in memory; for a first look."""
+    async def whole() -> None:
+        async with LocalPool() as pool:
+            await main(pool)
+    asyncio.run(whole())
