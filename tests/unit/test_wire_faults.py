@@ -1,0 +1,395 @@
+"""Peers that break the rules, die, stall or lie: the connection ends with one logged reason, callers are told, nothing hangs."""
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import uvloop
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Busy, DeadlineExceeded, Disconnected, InUse, NotFound, ProtocolMismatch, Unreachable
+from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
+from nvpool.wire import greeting, registry, stream_transport
+from nvpool.wire.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
+from nvpool.wire.transport import IN_FLIGHT_MAX, Greeting
+from nvpool.wire.v1 import wire_pb2
+
+US = Greeting("we", "pool-a")
+HELLO_FRAME = pack_head(HELLO, 0, 0, 0, greeting.encode_hello(Greeting("the faulty one")), 0)
+
+
+def on_a_loop(test):
+    """Run an async test on the loop of the daemons, with its deadline, and look for tasks that it left behind."""
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        async def timed():
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+            await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(timed())
+    return run
+
+
+async def serve(path, handler=echo):
+    return await registry.listen(f"stream+unix://{path}/s", US, handler)
+
+
+async def connect(path, deadline_s=None):
+    transport = registry.transport("stream+unix")
+    return await transport.connect(f"stream+unix://{path}/s", US, deadline_s=deadline_s or soon())
+
+
+async def raw_client(path, hello=HELLO_FRAME):
+    reader, writer = await asyncio.open_unix_connection(f"{path}/s")
+    writer.write(hello)
+    if hello == HELLO_FRAME:
+        await read_frame(reader)
+    return reader, writer
+
+
+async def read_frame(reader):
+    _, kind, _, code, _, number, _, message_bytes, payload_bytes, _, _ = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return kind, code, number, await reader.readexactly(message_bytes), await reader.readexactly(payload_bytes)
+
+
+class FaultyServer:
+    """Says hello, then for the first request does what the test says: a coroutine of (reader, writer, number)."""
+
+    def __init__(self, fault, hello=HELLO_FRAME):
+        self.fault, self.hello = fault, hello
+
+    async def __call__(self, reader, writer):
+        writer.write(self.hello)
+        try:
+            await read_frame(reader)
+            _, _, number, _, _ = await read_frame(reader)
+            await self.fault(reader, writer, number)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def against(path, fault, hello=HELLO_FRAME):
+    """A connection to a server with this fault, and the server."""
+    server = await asyncio.start_unix_server(FaultyServer(fault, hello), f"{path}/s")
+    return await connect(path), server
+
+
+def reply(number, payload_bytes=0, message=b"m"):
+    return pack_head(REPLY, 0, number, 0, message, payload_bytes)
+
+
+def flipped(raw: bytes, at: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1:]
+
+
+FAULTS = {
+    "ends before an answer": (lambda n: b"", False),
+    "dies within a header": (lambda n: reply(n)[:20], False),
+    "dies within a message": (lambda n: reply(n, message=bytes(1000))[:500], False),
+    "dies within a small payload": (lambda n: reply(n, 5000) + bytes(100), False),
+    "dies within a large payload": (lambda n: reply(n, 20 << 20) + bytes(3 << 20), False),
+    "sends a flipped bit in a header": (lambda n: flipped(reply(n), 18), True),
+    "sends a flipped bit in a message": (lambda n: flipped(reply(n, message=bytes(1000)), 500), True),
+    "sends a frame of an unknown kind": (lambda n: pack_head(77, 0, n, 0, b"", 0), True),
+    "sends a frame that is too long": (lambda n: pack_head(REPLY, 0, n, 0, b"", 1 << 30), True),
+    "sends a request": (lambda n: pack_head(REQUEST, 1, n, 0, b"", 0), True),
+    "sends a second greeting": (lambda n: HELLO_FRAME, True),
+    "sends something else": (lambda n: b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", True),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+@on_a_loop
+async def test_a_server_that(what, tmp_path, caplog):
+    make, logged = FAULTS[what]
+
+    async def fault(reader, writer, number):
+        writer.write(make(number))
+        await writer.drain()
+        if logged:
+            await reader.read()  # we hang up, not it
+
+    connection, server = await against(tmp_path, fault)
+    tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(32 << 20))))
+             for _ in range(3)]
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        assert type(error) is Disconnected and error.may_be_applied
+    assert connection.closed
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == logged
+    await connection.close()
+    server.close()
+
+
+@on_a_loop
+async def test_an_answer_that_nobody_asked_for_is_thrown_away(tmp_path):
+    async def fault(reader, writer, number):
+        writer.write(reply(number + 7, 3) + b"abc" + reply(number + 8, 100_000) + bytes(100_000) + reply(number, 2) + b"ok")
+        await reader.read()
+
+    connection, server = await against(tmp_path, fault)
+    assert (await connection.call(1, b"", deadline_s=soon())).payload == b"ok"
+    await connection.close()
+    server.close()
+
+
+@on_a_loop
+async def test_memory_of_a_call_that_ended_is_not_written_to_any_more(tmp_path):
+    go_on, going = asyncio.Event(), asyncio.Event()
+
+    async def fault(reader, writer, number):
+        writer.write(reply(number, 4 << 20) + b"x" * (2 << 20))
+        await writer.drain()
+        going.set()
+        await go_on.wait()
+        writer.write(b"x" * (2 << 20))
+        _, _, number, _, _ = await read_frame(reader)
+        while number == 1:  # the cancel of the first
+            _, _, number, _, _ = await read_frame(reader)
+        writer.write(reply(number, 4) + b"next")
+        await reader.read()
+
+    connection, server = await against(tmp_path, fault)
+    into = memoryview(bytearray(4 << 20))
+    task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=into))
+    await going.wait()
+    await until(lambda: into[2 << 20 - 1] or into[1000])
+    task.cancel()
+    await asyncio.wait([task])
+    into[:] = bytes(4 << 20)
+    go_on.set()
+    assert (await connection.call(1, b"", deadline_s=soon())).payload == b"next"
+    assert not any(into)
+    await connection.close()
+    server.close()
+
+
+@on_a_loop
+async def test_a_server_that_never_greets_is_unreachable_in_time(tmp_path):
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(silent, f"{tmp_path}/s")
+    await refused(Unreachable, connect(tmp_path, SYSTEM_CLOCK.boottime_s() + 0.1))
+    server.close()
+
+
+@on_a_loop
+async def test_a_server_of_a_later_version_is_refused_by_name_and_version(tmp_path):
+    hello = wire_pb2.Hello(version=9, version_min=8, name="from the future").SerializeToString()
+    server = await asyncio.start_unix_server(FaultyServer(None, pack_head(HELLO, 0, 0, 0, hello, 0)), f"{tmp_path}/s")
+    error = await refused(ProtocolMismatch, connect(tmp_path))
+    assert all(word in str(error) for word in ("from the future", "8 to 9", "'we'", "1"))
+    server.close()
+
+
+REQUESTS = {
+    "sends noise": (b"", b"GET / HTTP/1.1\r\nHost: example.com\r\n\r\n"),
+    "asks before it greets": (b"", pack_head(REQUEST, 1, 1, 1000, b"", 0)),
+    "greets twice": (HELLO_FRAME, HELLO_FRAME),
+    "sends an answer": (HELLO_FRAME, reply(1)),
+    "uses a number twice": (HELLO_FRAME, pack_head(REQUEST, 1, 5, 9999, b"", 0) * 2),
+    "asks for too much at once": (HELLO_FRAME, b"".join(pack_head(REQUEST, 1, n, 9999, b"", 0)
+                                                        for n in range(IN_FLIGHT_MAX + 1))),
+    "sends a flipped bit": (HELLO_FRAME, flipped(pack_head(REQUEST, 1, 5, 9999, b"message", 0), 35)),
+}
+
+
+@pytest.mark.parametrize("what", REQUESTS)
+@on_a_loop
+async def test_a_client_that(what, tmp_path, caplog):
+    hello, request = REQUESTS[what]
+    kept = Kept()
+    listener = await serve(tmp_path, kept)
+    reader, writer = await raw_client(tmp_path, hello)
+    good = await connect(tmp_path)
+    writer.write(request)
+    assert await reader.read() == b""  # hung up on
+    writer.close()
+    assert len(caplog.records) == 1
+    await until(lambda: all(call.cancelled for call in kept.calls))
+    task = asyncio.ensure_future(good.call(2, b"undisturbed", deadline_s=soon()))
+    await until(lambda: any(call.method == 2 for call in kept.calls))
+    kept.calls[-1].reply(b"yes")
+    assert (await task).message == b"yes"
+    await good.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_who_connects_and_says_nothing_is_hung_up_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stream_transport, "HELLO_S", 0.05)
+    listener = await serve(tmp_path)
+    reader, writer = await raw_client(tmp_path, b"")
+    assert await reader.read() == b""
+    writer.close()
+    assert "no greeting" in caplog.text
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_transport, "CONNECTIONS_MAX", 1)
+    listener = await serve(tmp_path)
+    first = await connect(tmp_path)
+    await refused(Busy, connect(tmp_path))
+    assert (await first.call(1, b"", deadline_s=soon())).message == b""
+    await first.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_nothing_is_read_from_a_client_that_does_not_take_its_answers(tmp_path):
+    served = 0
+    answer = bytes(1 << 20)
+
+    def handler(call):
+        nonlocal served
+        served += 1
+        call.reply(b"", [answer])
+
+    listener = await serve(tmp_path, handler)
+    reader, writer = await raw_client(tmp_path)
+    count = 200
+    writer.write(b"".join(pack_head(REQUEST, 1, n, 60_000, b"", 0) for n in range(1, count + 1)))
+    await until(lambda: served > 0)
+    good = await connect(tmp_path)
+    assert len((await good.call(1, b"", deadline_s=soon())).payload) == 1 << 20
+    assert served - 1 < 10  # its socket buffers, ours, and one frame; not 200 MiB
+    for _ in range(count):
+        kind, _, _, _, payload = await read_frame(reader)
+        assert kind == REPLY and len(payload) == 1 << 20
+    assert served == count + 1
+    writer.close()
+    await good.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_path):
+    kept = Kept()
+    listener = await serve(tmp_path, kept)
+    connection = await connect(tmp_path)
+    piece = bytes(8 << 20)
+    tasks = [asyncio.ensure_future(connection.call(1, b"", [piece], deadline_s=soon())) for _ in range(20)]
+    await kept.count(9)
+    await asyncio.sleep(0.05)
+    assert len(kept.calls) == 9  # 72 MiB: the one that went over the limit was the last
+    answered = 0
+    while answered < 20:
+        for call in (await kept.count(answered + 1))[answered:]:
+            call.reply()
+            answered += 1
+    await asyncio.gather(*tasks)
+    await connection.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(tmp_path):
+    async def fault(reader, writer, number):
+        reader._transport.pause_reading()
+        await asyncio.sleep(5)
+
+    connection, server = await against(tmp_path, fault)
+    payload = [bytes(1 << 20)]
+    began_s = SYSTEM_CLOCK.boottime_s()
+    tasks = [asyncio.ensure_future(connection.call(1, b"", payload, deadline_s=began_s + 0.2)) for _ in range(40)]
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(error) for error in errors} == {DeadlineExceeded}
+    assert not errors[-1].may_be_applied  # still waited on our side
+    await connection.close()
+    assert SYSTEM_CLOCK.boottime_s() - began_s < 3
+    server.close()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+SERVER_PROGRAM = """
+import asyncio, sys, uvloop
+from nvpool.wire import registry
+from nvpool.wire.transport import Greeting
+answer = bytes(32 << 20)
+async def main():
+    listener = await registry.listen(sys.argv[1], Greeting("mortal"), lambda call: call.reply(b"", [answer]))
+    print(listener.endpoint, flush=True)
+    await asyncio.sleep(60)
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize("scheme", ["stream+unix", "stream", "grpc"])
+def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path):
+    endpoint = f"stream+unix://{tmp_path}/s" if scheme == "stream+unix" else f"{scheme}://127.0.0.1:0"
+    child = subprocess.Popen([sys.executable, "-c", SERVER_PROGRAM, endpoint], stdout=subprocess.PIPE, text=True)
+    endpoint = child.stdout.readline().strip()
+
+    @on_a_loop
+    async def run():
+        connection = await registry.transport(scheme).connect(endpoint, US, deadline_s=soon())
+        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(8)]
+        await asyncio.sleep(0.03)
+        os.kill(child.pid, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert type(results[-1]) is Disconnected
+        assert connection.closed
+        await connection.close()
+        await refused(Unreachable, registry.transport(scheme).connect(endpoint, US, deadline_s=SYSTEM_CLOCK.boottime_s() + 2))
+
+    try:
+        run()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@on_a_loop
+async def test_a_tcp_connection_notices_a_host_that_vanished():
+    listener = await registry.listen("stream://127.0.0.1:0", US, echo)
+    connection = await registry.transport("stream").connect(listener.endpoint, US, deadline_s=soon())
+    await connection.call(1, b"", deadline_s=soon())
+    for end in (connection, *listener.connections):
+        sock = end._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in (
+            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
+        assert idle + interval * count <= 10
+    await connection.close()
+    await listener.close()
+
+
+@on_a_loop
+async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_file(tmp_path):
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(f"{tmp_path}/s")
+    left.close()
+    listener = await serve(tmp_path)
+    assert os.stat(f"{tmp_path}/s").st_mode & 0o777 == 0o600
+    await listener.close()
+    assert not os.path.exists(f"{tmp_path}/s")
+    (tmp_path / "s").write_text("precious")
+    await refused(InUse, serve(tmp_path))
+    assert (tmp_path / "s").read_text() == "precious"
+    await refused(NotFound, serve(tmp_path / "nowhere"))
+
+
+@on_a_loop
+async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
+    listener = await serve(tmp_path)
+    reader, writer = await raw_client(tmp_path)
+    writer.write(pack_head(REQUEST, 1, 1, 1000, b"a", 0) + pack_head(CANCEL, 0, 1, 0, b"", 0) + pack_head(REQUEST, 1, 1, 1, b"b", 0))
+    assert [(await read_frame(reader))[3] for _ in range(2)] == [b"a", b"b"]
+    writer.close()
+    await listener.close()
