@@ -1,4 +1,4 @@
-"""Peers that break the rules, die, stall or lie: the connection ends with one logged reason, callers are told, nothing hangs."""
+"""Peers that break the rules, die, stall or lie: the connection ends with one logged reason, and nothing hangs."""
 
 import asyncio
 import functools
@@ -378,7 +378,7 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
     listener = await serve(tmp_path)
     assert os.stat(f"{tmp_path}/s").st_mode & 0o777 == 0o600
     await listener.close()
-    assert not os.path.exists(f"{tmp_path}/s")
+    assert not list(tmp_path.iterdir())
     (tmp_path / "s").write_text("precious")
     await refused(InUse, serve(tmp_path))
     assert (tmp_path / "s").read_text() == "precious"
@@ -389,7 +389,8 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
 async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
     listener = await serve(tmp_path)
     reader, writer = await raw_client(tmp_path)
-    writer.write(pack_head(REQUEST, 1, 1, 1000, b"a", 0) + pack_head(CANCEL, 0, 1, 0, b"", 0) + pack_head(REQUEST, 1, 1, 1, b"b", 0))
+    writer.write(pack_head(REQUEST, 1, 1, 1000, b"a", 0) + pack_head(CANCEL, 0, 1, 0, b"", 0)
+                 + pack_head(REQUEST, 1, 1, 1000, b"b", 0))
     assert [(await read_frame(reader))[3] for _ in range(2)] == [b"a", b"b"]
     writer.close()
     await listener.close()

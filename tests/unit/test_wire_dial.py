@@ -1,0 +1,253 @@
+"""The dialer: which endpoint it takes, one connection for all, what happens when it is lost; the in-process twin."""
+
+import asyncio
+import socket
+
+import pytest
+import uvloop
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import DeadlineExceeded, Disconnected, InvalidRequest, NotFound, ProtocolMismatch, Unreachable
+from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
+from nvpool.wire import dial, registry
+from nvpool.wire.dial import Dialer
+from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST
+from nvpool.wire.inproc_transport import InprocTransport
+from nvpool.wire.transport import Greeting
+
+US, SERVER = Greeting("we", "pool-a"), Greeting("the server", "pool-a")
+
+
+def run(coroutine) -> None:
+    async def timed():
+        async with asyncio.timeout(30):
+            await coroutine
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(timed())
+
+
+class Recorder(InprocTransport):
+    """An in-process transport under another name, which counts attempts and may fail them."""
+
+    def __init__(self, scheme, rank, failing=None):
+        super().__init__()
+        self.scheme, self.rank, self.failing, self.attempts = scheme, rank, failing, []
+
+    async def connect(self, endpoint, greeting, *, deadline_s):
+        self.attempts.append(endpoint)
+        await asyncio.sleep(0)
+        if self.failing:
+            await asyncio.sleep(self.failing[1])
+            raise self.failing[0]
+        return await super().connect("inproc://here", greeting, deadline_s=deadline_s)
+
+
+def test_the_best_transport_that_answers_is_taken(tmp_path):
+    async def check():
+        listeners = [await registry.listen(endpoint, SERVER, echo) for endpoint in (
+            "grpc://127.0.0.1:0", "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")]
+        endpoints = ("carrier-pigeon://coop:1", "not an endpoint", *[listener.endpoint for listener in listeners])
+        for scheme in ("stream+unix", "stream", "grpc"):
+            dialer = Dialer(US)
+            connection = await dialer.connect(endpoints, soon())
+            assert connection.peer.address.startswith(f"{scheme}://")
+            assert connection.peer.local == (scheme == "stream+unix")
+            assert (await dialer.call(endpoints, 1, b"hello", deadline_s=soon())).message == b"hello"
+            await listeners.pop().close()
+            await dialer.close()
+        dialer = Dialer(US)
+        await refused(Unreachable, dialer.call(endpoints, 1, b"", deadline_s=soon()))
+        await refused(Unreachable, dialer.call((), 1, b"", deadline_s=soon()))
+        await dialer.close()
+        await refused(Unreachable, dialer.call(endpoints, 1, b"", deadline_s=soon()))
+    run(check())
+
+
+def test_a_unix_path_of_another_host_is_not_tried(tmp_path):
+    async def check():
+        listener = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
+        for host_id, reached in (("here", False), ("there", True), ("", True)):
+            dialer = Dialer(US, host_id=host_id)
+            call = dialer.call((listener.endpoint + "?host=there",), 1, b"", deadline_s=soon())
+            if reached:
+                await call
+            else:
+                await refused(Unreachable, call)
+            await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_callers_at_once_share_one_attempt_and_one_connection():
+    async def check():
+        transport = Recorder("a", 1)
+        listener = await transport.listen("inproc://here", SERVER, echo)
+        dialer = Dialer(US, transports={"a": transport})
+        assert dialer.live(("a://x",)) is None
+        replies = await asyncio.gather(*[dialer.call(("a://x",), 1, b"%d" % n, deadline_s=soon()) for n in range(20)])
+        assert [reply.message for reply in replies] == [b"%d" % n for n in range(20)]
+        assert transport.attempts == ["a://x"] and dialer.live(("a://x",)) is not None
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
+    async def check():
+        transport = Recorder("a", 1)
+        kept = Kept()
+        listener = await transport.listen("inproc://here", SERVER, kept)
+        dialer = Dialer(US, transports={"a": transport})
+        lost = asyncio.ensure_future(dialer.call(("a://x",), 1, b"", deadline_s=soon()))
+        await kept.count(1)
+        listener.kill()
+        assert dialer.live(("a://x",)) is None
+        assert (await refused(Disconnected, lost)).may_be_applied
+        await refused(Unreachable, dialer.call(("a://x",), 1, b"", deadline_s=soon()))
+        listener = await transport.listen("inproc://here", SERVER, echo)
+        assert (await dialer.call(("a://x",), 1, b"again", deadline_s=soon())).message == b"again"
+        assert len(transport.attempts) == 3
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_what_failed_slowly_is_tried_last_for_a_while_and_what_was_refused_at_once_is_not(monkeypatch):
+    async def check():
+        monkeypatch.setattr(dial, "SLOW_FAILURE_S", 0.05)
+        slow = Recorder("slow", 3, (Unreachable("slow"), 0.06))
+        quick = Recorder("quick", 2, (Unreachable("quick"), 0))
+        good = Recorder("good", 1)
+        listener = await good.listen("inproc://here", SERVER, echo)
+        dialer = Dialer(US, transports={"slow": slow, "quick": quick, "good": good})
+        endpoints = ("good://x", "quick://x", "slow://x")
+        for attempts in ((1, 1, 1), (1, 2, 2)):
+            connection = await dialer.connect(endpoints, soon())
+            assert (len(slow.attempts), len(quick.attempts), len(good.attempts)) == attempts
+            await connection.close()
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_a_refusal_says_more_than_that_others_do_not_answer():
+    async def check():
+        transports = {"a": Recorder("a", 2, (ProtocolMismatch("of another pool"), 0)),
+                      "b": Recorder("b", 1, (Unreachable("b"), 0))}
+        dialer = Dialer(US, transports=transports)
+        assert "another pool" in str(await refused(ProtocolMismatch, dialer.connect(("a://x", "b://x"), soon())))
+        await dialer.close()
+    run(check())
+
+
+def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
+    async def check():
+        transport = Recorder("a", 1, (Unreachable("late"), 0.2))
+        dialer = Dialer(US, transports={"a": transport})
+        patient = asyncio.ensure_future(dialer.connect(("a://x",), soon()))
+        error = await refused(DeadlineExceeded, dialer.call(("a://x",), 1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03))
+        assert not error.may_be_applied and not patient.done()
+        hasty = asyncio.ensure_future(dialer.connect(("a://x",), soon()))
+        await asyncio.sleep(0)
+        hasty.cancel()
+        await refused(Unreachable, patient)
+        assert len(transport.attempts) == 1
+        waiting = asyncio.ensure_future(dialer.connect(("a://x",), soon()))
+        await asyncio.sleep(0.01)
+        await dialer.close()
+        await refused(Unreachable, waiting)
+    run(check())
+
+
+def test_an_address_that_swallows_everything_is_left_for_the_next(monkeypatch):
+    async def check():
+        monkeypatch.setattr(dial, "ATTEMPT_S", 0.2)
+        hole = socket.create_server(("127.0.0.1", 0), backlog=1)  # accepts into its backlog, never greets
+        listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
+        dialer = Dialer(US)
+        endpoints = (f"stream://127.0.0.1:{hole.getsockname()[1]}", listener.endpoint)
+        assert (await dialer.call(endpoints, 1, b"through", deadline_s=soon())).message == b"through"
+        await dialer.close()
+        await listener.close()
+        hole.close()
+    run(check())
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b""])
+def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, caplog):
+    grpc = pytest.importorskip("grpc")
+
+    async def check():
+        listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
+        good = await registry.transport("grpc").connect(listener.endpoint, US, deadline_s=soon())
+        async with grpc.aio.insecure_channel(listener.endpoint[len("grpc://"):]) as channel:
+            stream = channel.stream_stream("/nvpool.v1.Exchange/Frames")()
+            await stream.write(raw)
+            assert await stream.read() is grpc.aio.EOF
+        assert len(caplog.records) == 1
+        assert (await good.call(1, b"undisturbed", deadline_s=soon())).message == b"undisturbed"
+        await good.close()
+        await listener.close()
+    run(check())
+
+
+# -- the in-process twin
+
+
+def test_frames_in_process_can_be_delayed_and_dropped():
+    async def check():
+        seen = []
+        plan = {}
+
+        def faults(endpoint, kind, code):
+            seen.append((endpoint, kind, code))
+            return plan.get((kind, code), 0.0)
+
+        def handler(call):
+            call.fail(NotFound()) if call.method == 9 else echo(call)
+
+        transport = InprocTransport(faults=faults)
+        listener = await transport.listen("inproc://a", SERVER, handler)
+        plan[HELLO, 0] = None
+        await refused(Unreachable, transport.connect("inproc://a", US, deadline_s=SYSTEM_CLOCK.boottime_s() + 0.02))
+        plan[HELLO, 0] = 0.01
+        connection = await transport.connect("inproc://a", US, deadline_s=soon())
+        plan |= {(REQUEST, 1): None, (REQUEST, 2): 0.05, (REPLY, 101): None}
+        for method in (1, 9):
+            await refused(DeadlineExceeded, connection.call(method, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03))
+        later, now = [asyncio.ensure_future(connection.call(method, b"%d" % method, deadline_s=soon())) for method in (2, 3)]
+        done, _ = await asyncio.wait([later, now], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {now} and (await later).message == b"2"
+        assert ("inproc://a", CANCEL, 0) in seen
+        await connection.close()
+        await listener.close()
+    run(check())
+
+
+def test_nothing_is_delivered_in_process_before_the_senders_turn_has_ended():
+    async def check():
+        kept = Kept()
+        transport = InprocTransport()
+        listener = await transport.listen("inproc://a", SERVER, kept)
+        connection = await transport.connect("inproc://a", US, deadline_s=soon())
+        content = bytearray(b"as it was")
+        connection.submit(1, b"", [content], deadline_s=soon(), on_done=lambda *_: None)
+        assert not kept.calls
+        content[:] = b"scribbled"
+        call, = await kept.count(1)
+        assert call.payload == b"as it was"  # copied at the border
+        await connection.close()
+        await listener.close()
+    run(check())
+
+
+def test_a_pool_of_its_own_does_not_see_another_ones_listeners():
+    async def check():
+        listener = await InprocTransport().listen("inproc://a", SERVER, echo)
+        await refused(Unreachable, InprocTransport().connect("inproc://a", US, deadline_s=soon()))
+        await listener.close()
+        with pytest.raises(InvalidRequest):
+            await InprocTransport().listen("a", SERVER, echo)
+    run(check())
