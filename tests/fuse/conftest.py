@@ -1,0 +1,190 @@
+"""A real pool, really mounted: one for each test process, a directory of its own for each test.
+
+NVPOOL_TEST_FLOOR=1 mounts the in-memory floor instead of a pool: what fails there too is not the pool's fault.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOOR = bool(os.environ.get("NVPOOL_TEST_FLOOR"))
+
+
+def why_no_mount() -> str:
+    if os.geteuid():
+        return "only root can mount here"
+    if not os.path.exists("/dev/fuse"):
+        return "there is no /dev/fuse"
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError as error:
+        return f"/dev/fuse can not be opened: {error.strerror}"
+    return ""
+
+
+NO_MOUNT = why_no_mount()
+needs_mount = pytest.mark.skipif(bool(NO_MOUNT), reason=NO_MOUNT or "-")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "mount" in item.keywords and NO_MOUNT:
+            item.add_marker(pytest.mark.skip(reason=NO_MOUNT))
+
+
+def needs(*programs):
+    missing = [program for program in programs if shutil.which(program) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (make setup installs it)")
+
+
+def wait_until(condition, what, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {limit_s} s"
+        time.sleep(0.02)
+
+
+class Mounted:
+    """A mount daemon as a process. `log` is what it said."""
+
+    def __init__(self, pool, place, *options):
+        self.place = Path(place)
+        self.place.mkdir(parents=True, exist_ok=True)
+        self.log = Path(f"{place}.log")
+        command = [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, str(pool), str(place)]
+        if pool is None:
+            command = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), str(place)]
+        with open(self.log, "ab") as said:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/",
+                                            start_new_session=True)
+        try:
+            wait_until(lambda: self.process.poll() is not None or os.path.ismount(self.place), f"mount of {place}")
+            assert self.process.poll() is None, self.log.read_text()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self, number=signal.SIGTERM):
+        """The exit code. The mount is gone afterwards, whatever happened."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            while is_mounted(self.place):
+                subprocess.run(["umount", "-l", str(self.place)], check=True)
+
+
+def is_mounted(place):
+    with open("/proc/self/mountinfo") as file:
+        return any(line.split(" ")[4] == str(place) for line in file)
+
+
+def nvpool(*words, **options):
+    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, capture_output=True, text=True,
+                          cwd="/", timeout=120, **options)
+
+
+class Pool:
+    """A pool of one node in a directory, as `nvpool dev up` makes it."""
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.mounts = []
+        if not FLOOR:
+            nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G")
+
+    def mount(self, place, *options):
+        mounted = Mounted(None if FLOOR else self.directory, place, *options)
+        self.mounts.append(mounted)
+        return mounted
+
+    def close(self):
+        for mounted in self.mounts:
+            with contextlib.suppress(Exception):
+                mounted.end()
+        if not FLOOR:
+            nvpool("dev", "down", self.directory)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    if NO_MOUNT:
+        pytest.skip(NO_MOUNT)
+    place = Path(tempfile.mkdtemp(prefix="nvpool-fuse-"))
+    place.chmod(0o755)
+    made = Pool(place / "pool")
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(place)
+
+
+@pytest.fixture(scope="session")
+def mounted(pool):
+    return pool.mount(pool.directory.parent / "m")
+
+
+@pytest.fixture
+def here(mounted, request):
+    """An empty directory on the mount; what a test leaves in it is removed."""
+    assert mounted.process.poll() is None, mounted.log.read_text()
+    place = mounted.place / f"{request.node.name[:80].replace('/', '_')}-{os.getpid()}"
+    place.mkdir()
+    place.chmod(0o777)
+    yield place
+    shutil.rmtree(place)
+    assert "Traceback" not in mounted.log.read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def second(pool, mounted):
+    """The same pool, mounted a second time by another process: another node, as far as caches go."""
+    if FLOOR:
+        pytest.skip("the floor has one mount")
+    return pool.mount(pool.directory.parent / "m2")
+
+
+def as_user(uid, gid, call, groups=()):
+    """What `call` returned or raised, in a process of that user. The result must be what `repr` can carry."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        try:
+            os.setgroups(groups)
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+            os.umask(0o022)
+            try:
+                said = ("returned", call())
+            except OSError as error:
+                said = ("raised", error.errno)
+        except BaseException:
+            said = ("broke", traceback.format_exc())
+        os.write(write, repr(said).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as channel:
+        text = channel.read()
+    os.waitpid(child, 0)
+    how, what = eval(text)
+    if how == "raised":
+        raise OSError(what, os.strerror(what))
+    assert how == "returned", what
+    return what

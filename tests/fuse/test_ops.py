@@ -1,0 +1,215 @@
+"""What the adapter adds to the Vfs, without a kernel."""
+
+import asyncio
+import errno
+import os
+import stat
+
+import pytest
+
+from nvpool.base import errors
+from nvpool.base.clock import ManualClock
+from nvpool.client.vfs.contract import Caller
+from nvpool.fuse.ops import BY_INODE, LIST_BATCH, FuseOps, errno_of
+from nvpool.testing.memory_vfs import MemoryVfs
+
+ME = Caller(0, 0)
+ROOT = 1
+
+
+class CountingVfs(MemoryVfs):
+    """Counts the calls of each operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if not name.startswith("_") and callable(found):
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return found
+
+
+class Driven:
+    """FuseOps over memory, with each request run to its end."""
+
+    def __init__(self):
+        self.vfs = CountingVfs()
+        self.clock = ManualClock()
+        self.ops = FuseOps(self.vfs, clock=self.clock)
+
+    def __getattr__(self, name):
+        method = getattr(self.ops, name)
+
+        def call(*arguments, **fields):
+            async def run():
+                answer = method(*arguments, **fields)
+                return await answer if asyncio.iscoroutine(answer) else answer
+            return asyncio.run(run())
+        return call
+
+    def listed(self, handle, cursor=0, room=1 << 30):
+        found = []
+
+        def add(name, attr, behind):
+            if len(found) == room:
+                return False
+            found.append((name, behind))
+            return True
+
+        self.readdir(handle, cursor, add)
+        return found
+
+
+@pytest.fixture
+def fs():
+    return Driven()
+
+
+@pytest.mark.parametrize("kind", errors.every_error(), ids=lambda kind: kind.__name__)
+def test_every_error_has_an_errno_that_the_kernel_takes(kind):
+    number = errno_of(kind(), "read")
+    assert number == kind.errno
+    assert 0 < number < 512 and number in errno.errorcode
+
+
+def test_what_is_gone_by_inode_is_stale_and_by_name_is_missing():
+    assert errno_of(errors.NotFound(), "getattr") == errno.ESTALE
+    assert errno_of(errors.NotFound(), "unlink") == errno.ENOENT
+    assert all(hasattr(FuseOps, name) for name in BY_INODE)
+
+
+def test_what_is_none_of_ours_is_an_io_error_with_a_traceback_in_the_log(caplog):
+    assert errno_of(ZeroDivisionError(), "read") == errno.EIO
+    assert errno_of(MemoryError(), "read") == errno.ENOMEM
+    assert "unexpected ZeroDivisionError" in caplog.text
+
+
+def test_a_name_that_is_not_there_is_told_as_such(fs):
+    assert fs.lookup(ROOT, b"missing") is None
+    with pytest.raises(errors.NameTooLong):
+        fs.lookup(ROOT, b"x" * 256)
+
+
+def test_dot_and_dot_dot_are_found(fs):
+    inside = fs.mkdir(ROOT, b"d", 0o755, ME)
+    assert fs.lookup(inside.inode, b".").inode == inside.inode
+    assert fs.lookup(inside.inode, b"..").inode == ROOT
+
+
+def test_pages_are_kept_while_nothing_changes_and_not_after(fs):
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    assert not opened.keep_cache
+    assert fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
+    fs.write(opened.handle, 0, b"new")
+    assert not fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
+    assert fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
+    fs.forget([(attr.inode, 4)])
+    assert not fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
+
+
+def test_appending_handles_bypass_the_pages_and_reading_ones_do_not(fs):
+    attr, _ = fs.create(ROOT, b"f", 0o644, os.O_WRONLY, ME)
+    assert fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, ME).direct_io
+    assert fs.open(attr.inode, os.O_RDWR | os.O_APPEND, ME).direct_io
+    assert not fs.open(attr.inode, os.O_RDONLY | os.O_APPEND, ME).direct_io
+    assert not fs.open(attr.inode, os.O_WRONLY, ME).direct_io
+
+
+def test_the_question_before_each_write_is_answered_without_a_trip(fs):
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    before = fs.vfs.calls.get("getxattr", 0)
+    with pytest.raises(errors.NoAttribute):
+        fs.getxattr(attr.inode, b"security.capability")
+    assert fs.vfs.calls.get("getxattr", 0) == before
+    fs.setxattr(attr.inode, b"security.capability", b"caps", 0, ME)
+    assert fs.getxattr(attr.inode, b"security.capability") == b"caps"
+
+
+def test_access_control_lists_are_refused(fs):
+    for call in (lambda: fs.setxattr(ROOT, b"system.posix_acl_access", b"x", 0, ME),
+                 lambda: fs.getxattr(ROOT, b"system.posix_acl_access")):
+        with pytest.raises(errors.NotSupported):
+            call()
+
+
+def test_unknown_rename_flags_are_refused(fs):
+    fs.mkdir(ROOT, b"a", 0o755, ME)
+    for flags in (3, 4, 8):
+        with pytest.raises(errors.InvalidRequest):
+            fs.rename(ROOT, b"a", ROOT, b"b", flags, ME)
+
+
+def make_names(fs, count):
+    for number in range(count):
+        fs.mkdir(ROOT, b"n%05d" % number, 0o755, ME)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 20, 1 << 20])
+def test_a_listing_is_whole_whatever_the_size_of_the_buffer(fs, room):
+    make_names(fs, 50)
+    handle = fs.opendir(ROOT)
+    cursor, names = 0, []
+    while part := fs.listed(handle, cursor, room):
+        names += [name for name, _ in part]
+        cursor = part[-1][1]
+    assert names == [b".", b".."] + [b"n%05d" % number for number in range(50)]
+
+
+def test_a_listing_reads_in_batches_and_once_only_while_nothing_changes(fs):
+    make_names(fs, LIST_BATCH + 10)
+    handle = fs.opendir(ROOT)
+    before = fs.vfs.calls.get("readdir", 0)
+    cursor = 0
+    while part := fs.listed(handle, cursor, 20):
+        cursor = part[-1][1]
+    assert fs.vfs.calls["readdir"] - before == 2
+
+
+def test_entries_read_ahead_are_not_used_after_a_change_or_when_they_are_old(fs):
+    make_names(fs, 30)
+    handle = fs.opendir(ROOT)
+    cursor = fs.listed(handle, 0, 12)[-1][1]
+    fs.rmdir(ROOT, b"n00020", ME)
+    rest = [name for name, _ in fs.listed(handle, cursor)]
+    assert rest == [b"n%05d" % number for number in range(10, 30) if number != 20]
+
+    before = fs.vfs.calls["readdir"]
+    cursor = fs.listed(handle, cursor, 1)[-1][1]
+    cursor = fs.listed(handle, cursor, 1)[-1][1]
+    assert fs.vfs.calls["readdir"] == before + 1
+    fs.clock.advance(2.0)
+    fs.listed(handle, cursor, 1)
+    assert fs.vfs.calls["readdir"] == before + 2
+
+
+def test_a_rewound_listing_sees_the_directory_as_it_is_now(fs):
+    make_names(fs, 3)
+    handle = fs.opendir(ROOT)
+    assert len(fs.listed(handle)) == 5
+    fs.vfs._drop(fs.vfs._nodes[ROOT], b"n00001")  # as another node would
+    assert [name for name, _ in fs.listed(handle)] == [b".", b"..", b"n00000", b"n00002"]
+
+
+def test_truncation_leaves_the_time_to_the_service(fs):
+    attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    assert fs.setattr(attr.inode, ME, None, size=10, mtime_ns=5).mtime_ns != 5
+    assert fs.setattr(attr.inode, ME, None, mtime_ns=5).mtime_ns == 5
+
+
+def test_draining_flushes_and_releases_all_that_is_open(fs):
+    attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    fs.open(attr.inode, os.O_RDONLY, ME)
+    fs.unlink(ROOT, b"f", ME)
+    assert fs.ops.open_files == 2
+    fs.drain()
+    assert fs.ops.open_files == 0
+    assert attr.inode not in fs.vfs._nodes
+
+
+def test_a_released_number_is_never_given_again(fs):
+    attr, first = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    fs.release(first.handle)
+    assert fs.open(attr.inode, os.O_RDONLY, ME).handle != first.handle
+    assert stat.S_ISREG(fs.getattr(attr.inode).mode)
