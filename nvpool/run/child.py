@@ -18,7 +18,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.config import Supervisor as Timing
 from nvpool.base.directory import PoolDirectory, holder_of
 from nvpool.base.host import Identity, runs
-from nvpool.run.daemon import EXIT_IN_USE, command, spawn
+from nvpool.run.daemon import EXIT_IN_USE, spawn
 
 _READY_POLL_S = 0.05
 _READY_POLL_S_MAX = 1.0
@@ -27,7 +27,8 @@ log = logging.getLogger("nvpool.run.child")
 
 
 class Child:
-    def __init__(self, directory: PoolDirectory, role: str, number: int, module: str, timing: Timing, clock: Clock):
+    def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
+                 clock: Clock):
         self.name = f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
@@ -37,7 +38,7 @@ class Child:
         self.since_ms = 0
         self.last_end = ""
         self._directory = directory
-        self._arguments = command(module, str(directory.path), str(number))
+        self._arguments = arguments
         self._timing = timing
         self._clock = clock
         self._identity: Identity | None = None

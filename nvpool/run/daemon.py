@@ -73,6 +73,7 @@ def start_log(name: str, level: str, path: Path | None) -> None:
     if path is not None:
         kept: logging.Handler = logging.handlers.WatchedFileHandler(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
     else:

@@ -42,15 +42,12 @@ log = logging.getLogger("nvpool.run.supervisor")
 
 
 class Supervisor:
-    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop, node: int = 1,
-                 modules: dict[str, str] | None = None):
-        """`modules` names the programs by role; tests put their own in."""
+    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop, node: int = 1):
         self._directory = directory
         self._config = config
         self._coordinator = coordinator
         self._stop = stop
         self._node = node
-        self._modules = modules or {"meta": "meta_daemon", "store": "store_daemon"}
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
@@ -93,7 +90,8 @@ class Supervisor:
         wanted = [("meta", shard.id) for shard in pool_map.shards if shard.node == self._node]
         wanted += [("store", target.id) for target in pool_map.targets if target.node == self._node and target.state != "gone"]
         for role, number in wanted:
-            child = Child(self._directory, role, number, self._modules[role], self._config.supervisor, SYSTEM_CLOCK)
+            arguments = command(f"{role}_daemon", str(self._directory.path), str(number))
+            child = Child(self._directory, role, number, arguments, self._config.supervisor, SYSTEM_CLOCK)
             if child.name not in self._children:
                 self._children[child.name] = child
                 self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))

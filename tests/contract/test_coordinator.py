@@ -1,0 +1,104 @@
+"""Both kinds of engine make the same coordinator; and what only a stored one can show."""
+
+import asyncio
+
+import pytest
+
+from nvpool.base.errors import CorruptRecord, InvalidRequest
+from nvpool.cluster.embedded import KEPT_MAPS, EmbeddedCoordinator
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import changed, decode_map, encode_map
+from nvpool.testing.contracts.coordinator import CHECKS, first_map
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def make(request, tmp_path):
+    places = iter(range(1000))
+
+    async def fresh():
+        kv = MemoryKv() if request.param == "memory" else await LmdbKv.open(tmp_path / str(next(places)), LmdbOptions())
+        return await EmbeddedCoordinator.found(kv, first_map())
+
+    return fresh
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_an_embedded_coordinator_keeps_the_contract(check, make):
+    async def run():
+        coordinator = await make()
+        try:
+            await check(coordinator)
+        finally:
+            await coordinator.close()
+
+    asyncio.run(run())
+
+
+def test_the_map_is_there_again_after_a_restart_and_the_copy_is_mended(tmp_path):
+    async def run():
+        copies = []
+        coordinator = await EmbeddedCoordinator.found(await LmdbKv.open(tmp_path / "map", LmdbOptions()), first_map())
+        for number in range(3):
+            await coordinator.replace(changed(coordinator.pool_map, name=f"n{number}"))
+        last = coordinator.pool_map
+        await coordinator.close()
+        again = await EmbeddedCoordinator.open(await LmdbKv.open(tmp_path / "map", LmdbOptions()), copies.append)
+        assert again.pool_map == last
+        assert [decode_map(raw) for raw in copies] == [last]
+        await again.close()
+
+    asyncio.run(run())
+
+
+def test_a_map_is_durable_before_the_copy_and_the_copy_before_the_watchers():
+    async def run():
+        kv, seen = MemoryKv(), []
+        coordinator = await EmbeddedCoordinator.found(kv, first_map(), lambda raw: seen.append(
+            (decode_map(raw).epoch, kv.synced_sequence == kv.sequence)))
+        watch = asyncio.ensure_future(coordinator.watch(1, 10))
+        await asyncio.sleep(0)
+        await coordinator.replace(changed(coordinator.pool_map, name="next"))
+        assert seen == [(1, True), (2, True)]
+        assert (await watch).epoch == 2
+
+    asyncio.run(run())
+
+
+def test_a_copy_that_can_not_be_written_does_not_lose_the_map():
+    async def run():
+        def full(raw):
+            if decode_map(raw).epoch > 1:
+                raise OSError(28, "No space left on device")
+
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map(), full)
+        with pytest.raises(OSError):
+            await coordinator.replace(changed(coordinator.pool_map, name="next"))
+        assert coordinator.pool_map.epoch == 2, "an epoch is never given to two maps"
+
+    asyncio.run(run())
+
+
+def test_a_bounded_number_of_old_maps_is_kept():
+    async def run():
+        kv = MemoryKv()
+        coordinator = await EmbeddedCoordinator.found(kv, first_map())
+        for number in range(KEPT_MAPS + 10):
+            await coordinator.replace(changed(coordinator.pool_map, name=f"n{number}"))
+        assert len(kv.scan(b"map/", b"map0", 1000)) == KEPT_MAPS
+
+    asyncio.run(run())
+
+
+def test_records_without_a_map_or_with_a_broken_one_are_refused():
+    async def run():
+        with pytest.raises(CorruptRecord):
+            await EmbeddedCoordinator.open(MemoryKv())
+        kv = MemoryKv()
+        kv.apply([(b"map", encode_map(first_map())[:-9])])
+        with pytest.raises(CorruptRecord):
+            await EmbeddedCoordinator.open(kv)
+        with pytest.raises(InvalidRequest):
+            await EmbeddedCoordinator.found(kv, first_map())
+
+    asyncio.run(run())

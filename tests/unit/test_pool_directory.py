@@ -1,0 +1,155 @@
+"""The pool directory: its lock, its format, what processes announce in it; and who a process is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
+from nvpool.base.errors import InUse, InvalidRequest, NotFound, WrongFormat
+from nvpool.base.host import Identity, boot_id, host_id, identity_of, own_identity, runs
+
+
+@pytest.fixture
+def directory(tmp_path):
+    found = PoolDirectory(tmp_path / "pool")
+    found.run.mkdir(parents=True)
+    return found
+
+
+def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
+    lock = Flock.take(directory.lock, "the pool")
+    with pytest.raises(InUse, match=f"the pool is in use by process {os.getpid()}"):
+        Flock.take(directory.lock, "the pool")
+    assert holder_of(directory.lock) == own_identity()
+    lock.release()
+    Flock.take(directory.lock, "the pool").release()
+
+
+def test_a_started_program_does_not_inherit_the_lock(directory):
+    lock = Flock.take(directory.lock, "the pool")
+    sleeper = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, close_fds=False)
+    try:
+        sleeper.stdout.readline()  # exec closes descriptors one by one, and Popen returns before it is through
+        lock.release()
+        Flock.take(directory.lock, "the pool").release()
+    finally:
+        sleeper.communicate(b"\n", timeout=30)
+
+
+def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
+    lock = Flock.take(directory.lock, "the pool")
+    heir = subprocess.Popen([sys.executable, "-c", f"""if True:
+        from pathlib import Path
+        from nvpool.base.directory import Flock
+        lock = Flock.inherited({lock.descriptor}, Path({str(directory.lock)!r}))
+        print("mine", flush=True)
+        input()
+        """], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock.descriptor,))
+    try:
+        lock.release()  # the heir has its own descriptor from the moment it was started
+        with pytest.raises(InUse):
+            Flock.take(directory.lock, "the pool")
+        assert heir.stdout.readline() == b"mine\n"
+        assert holder_of(directory.lock).pid == heir.pid
+        with pytest.raises(InUse, match=f"process {heir.pid}"):
+            Flock.take(directory.lock, "the pool")
+    finally:
+        heir.communicate(b"\n", timeout=30)
+    Flock.take(directory.lock, "the pool").release()
+
+
+def test_a_descriptor_of_another_file_is_not_taken_for_the_lock(directory, tmp_path):
+    with open(tmp_path / "other", "wb") as other:
+        Flock.take(directory.lock, "the pool").release()
+        with pytest.raises(InUse):
+            Flock.inherited(os.dup(other.fileno()), directory.lock)
+
+
+def test_the_word_of_a_process_that_is_gone_is_not_believed(directory):
+    directory.lock.write_text(f"{os.getpid()} 1 {boot_id()}\n")  # our number, another start: a number that was used again
+    assert holder_of(directory.lock) is None
+    directory.lock.write_text("nonsense")
+    assert holder_of(directory.lock) is None
+
+
+def test_a_process_is_known_by_its_start_and_not_after_its_end():
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = identity_of(sleeper.pid)
+    assert identity is not None and runs(identity)
+    assert not runs(identity._replace(start=identity.start + 1))
+    sleeper.stdin.close()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not runs(identity), "a zombie does not run"
+    sleeper.wait()
+    assert identity_of(sleeper.pid) is None
+
+
+def test_the_host_has_one_name():
+    assert host_id() == host_id() and len(host_id()) == 16
+
+
+@pytest.mark.parametrize("text, error, remedy", [
+    (None, NotFound, "nvpool pool create"), ("nvpool pool 2\n", WrongFormat, "version of nvpool that made it"),
+    ("nvpool pool being made\n", WrongFormat, "again"), ("", WrongFormat, "nvpool pool 1")])
+def test_what_is_no_pool_of_this_version_is_refused_with_the_remedy(directory, text, error, remedy):
+    if text is not None:
+        directory.format.write_text(text)
+    with pytest.raises(error, match=remedy):
+        directory.check()
+
+
+def test_a_pool_of_this_version_is_taken(directory):
+    directory.format.write_text(FORMAT_TEXT)
+    directory.check()
+
+
+def test_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(NotFound, match="does not exist"):
+        PoolDirectory(tmp_path / "nowhere").check()
+
+
+def test_sockets_of_a_directory_with_a_long_name_are_elsewhere_and_short(tmp_path):
+    near = PoolDirectory("/srv/pool")
+    assert near.socket_directory() == near.run
+    far = PoolDirectory(tmp_path / ("x" * 90))
+    assert len(os.fsencode(far.socket_directory() / "target-99999.sock")) <= 107
+    assert far.socket_directory() != PoolDirectory(tmp_path / ("y" * 90)).socket_directory()
+    made = far.make_socket_directory()
+    try:
+        assert far.make_socket_directory() == made
+    finally:
+        made.rmdir()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    write_whole(tmp_path / "file", b"old")
+    with pytest.raises(TypeError):
+        write_whole(tmp_path / "file", None)
+    write_whole(tmp_path / "file", b"new", 0o600)
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_announced_processes_are_listed_while_they_run(directory):
+    directory.announce("mount-1", announcement("mount", now_ms=5, mountpoint="/mnt/pool"))
+    directory.announce("meta-1", announcement("meta", now_ms=5, number=1))
+    gone = Identity(os.getpid(), 1, boot_id())
+    state = announcement("mount", now_ms=5)
+    dead = type(state)(**{field: getattr(state, field) for field in state.__struct_fields__} | {"start": gone.start})
+    directory.announce("mount-2", dead)
+    (directory.run / "half.json").write_text("{")
+    assert set(directory.states()) == {"mount-1", "meta-1"}
+    assert set(directory.states("mount-")) == {"mount-1"}
+    assert not (directory.run / "mount-2.json").exists()
+    directory.withdraw("mount-1")
+    assert set(directory.states()) == {"meta-1"}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "ü", "x" * 64])
+def test_names_that_would_not_do_are_refused(name):
+    with pytest.raises(InvalidRequest):
+        check_name(name)
+    check_name("training-1")
