@@ -187,3 +187,28 @@ def largest_files(root: str, count: int) -> list[str]:
                 found.append((-state.st_size, path))
     found.sort()
     return [path for _, path in found[:count]]
+
+
+def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
+    """Call step(0), step(1), … until `seconds` have passed or it was called `count` times."""
+    latencies, number = Latencies(), 0
+    began_s = now_s = SYSTEM_CLOCK.boottime_s()
+    while number < count and now_s - began_s < seconds:
+        step(number)
+        before_s, now_s = now_s, SYSTEM_CLOCK.boottime_s()
+        latencies.add(now_s - before_s)
+        number += 1
+    return latencies.measured(piece_bytes, now_s - began_s)
+
+
+async def time_each_async(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9,
+                          count: int = 1 << 60) -> Measured:
+    """As time_each, of a coroutine function."""
+    latencies, number = Latencies(), 0
+    began_s = now_s = SYSTEM_CLOCK.boottime_s()
+    while number < count and now_s - began_s < seconds:
+        await step(number)
+        before_s, now_s = now_s, SYSTEM_CLOCK.boottime_s()
+        latencies.add(now_s - before_s)
+        number += 1
+    return latencies.measured(piece_bytes, now_s - began_s)
