@@ -65,7 +65,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644) -> None:
             file.flush()
             os.fsync(descriptor)
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

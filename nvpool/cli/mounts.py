@@ -109,7 +109,7 @@ def mount_pool(pool: str, mountpoint: str, log: Path | None, options: tuple[str,
 
 
 def _ended(code: int, said: str) -> NvpoolError:
-    family = {3: Unavailable, 75: InUse}.get(code, Refused)
+    family = {3: Unavailable}.get(code, Refused)
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return family(f"the mount daemon ended ({how}){said}")
 

@@ -42,7 +42,7 @@ _MAKE_S = 300.0
 _DRAIN_S = 40.0
 """Longer than the supervisor gives its children (supervisor.drain_s, and five seconds for the kill)."""
 
-_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug, 75: InUse}
+_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug}
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pathlib import Path
 import uvloop
 
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Bug, Damaged, InUse, NvpoolError, Refused, Unavailable
+from nvpool.base.errors import Bug, Damaged, NvpoolError, Refused, Unavailable
 from nvpool.base.version import VERSION
 
 EXIT_OK = 0
@@ -36,7 +36,7 @@ EXIT_UNAVAILABLE = 3
 EXIT_DAMAGED = 4
 EXIT_BUG = 70
 EXIT_IN_USE = 75
-"""Another process has what this one is for: the supervisor looks who, instead of counting it as a death."""
+"""Another process has the lock of this one's shard or target: the supervisor looks who, and does not count it as a death."""
 
 _HEIR_DELAY_S_MAX = 10.0
 
@@ -60,8 +60,6 @@ class Stop:
 
 
 def exit_code(error: BaseException) -> int:
-    if isinstance(error, InUse):
-        return EXIT_IN_USE
     for family, code in ((Refused, EXIT_REFUSED), (Unavailable, EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG)):
         if isinstance(error, family):
             return code

@@ -17,11 +17,11 @@ from typing import Protocol
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
-from nvpool.base.errors import CorruptRecord, Fenced, NvpoolError, Unavailable, from_os_error
+from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
-from nvpool.run.daemon import Stop, exit_code, keep_supervised, run, start_log
+from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run, start_log
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.registry import listen
@@ -111,6 +111,9 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         config = load(directory.node_toml)
         start_log(name, config.log.level, directory.log / f"{name}.log" if config.log.to == "file" else None)
         lock = Flock.take(directory.run / f"{name}.lock", name)
+    except InUse as error:
+        log.warning("%s", error)
+        return EXIT_IN_USE
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)

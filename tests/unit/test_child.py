@@ -1,0 +1,203 @@
+"""One kept process: started, adopted, started again, ended. The programs here are three lines of Python."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Supervisor
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.host import identity_of, runs
+from nvpool.run.child import Child
+
+SERVES = """if True:
+    import os, signal, sys, time
+    from nvpool.base.directory import Flock, PoolDirectory, announcement
+    from nvpool.base.errors import InUse
+    directory = PoolDirectory(sys.argv[1])
+    with open(directory.path / "starts", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    try:
+        lock = Flock.take(directory.run / "meta-1.lock", "shard 1")
+    except InUse:
+        sys.exit(75)
+    directory.announce("meta-1", announcement("meta", now_ms=7, number=1))
+"""
+QUICK = Supervisor(restart_delay_min_s=0.01, restart_delay_max_s=0.1, healthy_s=30)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    found = PoolDirectory(tmp_path)
+    found.run.mkdir()
+    yield found
+    for pid in starts(found):  # a failed test leaves none
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def starts(directory: PoolDirectory) -> list[int]:
+    path = directory.path / "starts"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def started(program: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE)
+
+
+def child_of(directory: PoolDirectory, program: str = SERVES + "    signal.pause()") -> Child:
+    return Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, SYSTEM_CLOCK)
+
+
+async def until(holds, what: str) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110  (files and processes make no event)
+            await asyncio.sleep(0.01)
+    assert holds(), what
+
+
+def scenario(run):
+    """Run `run(stopping, hurry)` in a loop; a keeper that died on the way fails the test."""
+    async def whole():
+        await run(asyncio.Event(), asyncio.Event())
+    asyncio.run(whole())
+
+
+def test_a_process_that_dies_is_started_again_and_ends_when_asked(directory):
+    async def run(stopping, hurry):
+        child = child_of(directory)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.state == "serving", "it serves")
+        first = child.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: child.state == "serving" and child.pid not in (0, first), "another one serves")
+        assert (child.restarts, child.last_end, child.since_ms) == (1, "killed by SIGKILL", 7)
+        last = child.pid
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+        assert identity_of(last) is None and child.state == "stopped" and starts(directory) == [first, last]
+    scenario(run)
+
+
+def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
+    async def run(stopping, hurry):
+        child = child_of(directory, "import sys; sys.exit(3)")
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.restarts >= 3, "it is tried again")
+        assert child.last_end == "exit code 3"
+        stopping.set()
+        await asyncio.wait_for(keeper, 5)
+        assert child.state == "stopped" and child.pid == 0
+    scenario(run)
+
+
+def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory):
+    async def run(stopping, hurry):
+        running = started(SERVES + "    signal.pause()", str(directory.path))
+        await until(lambda: directory.state_of("meta-1") is not None, "it announced itself")
+        child = child_of(directory)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.state == "serving", "it serves")
+        assert child.adopted and child.pid == running.pid and starts(directory) == [running.pid]
+        running.kill()  # an adopted one that dies is started like any other
+        running.wait()
+        await until(lambda: child.state == "serving" and child.pid not in (0, running.pid), "another one serves")
+        assert not child.adopted and child.restarts == 1
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+    scenario(run)
+
+
+def test_of_two_that_start_at_once_one_serves_and_is_adopted(directory):
+    async def run(stopping, hurry):
+        children = [child_of(directory) for _ in range(2)]
+        keepers = [asyncio.ensure_future(child.keep(stopping)) for child in children]
+        await until(lambda: all(child.state == "serving" for child in children), "both keep the same")
+        assert len({child.pid for child in children}) == 1
+        assert sum(child.restarts for child in children) == 0, "finding the place taken is no death"
+        stopping.set()
+        await asyncio.gather(*keepers)
+        for child in children:
+            await child.end(5, hurry)
+    scenario(run)
+
+
+def test_a_lock_file_with_the_number_of_another_process_is_not_believed(directory):
+    async def run(stopping, hurry):
+        stranger = started("input()")
+        identity = identity_of(stranger.pid)
+        (directory.run / "meta-1.lock").write_text(f"{stranger.pid} {identity.start - 1} {identity.boot}\n")
+        child = child_of(directory)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.state == "serving", "it serves")
+        assert child.pid != stranger.pid
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+        assert runs(identity), "a stranger is never signalled"
+        stranger.communicate(b"\n", timeout=10)
+    scenario(run)
+
+
+def test_a_process_that_does_not_end_is_killed_after_its_time_or_in_a_hurry(directory):
+    deaf = SERVES + "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: signal.pause()"
+
+    async def run(stopping, hurry):
+        for drain_s, hurried in ((0.2, False), (60, True)):
+            stopping.clear()
+            child = child_of(directory, deaf)
+            keeper = asyncio.ensure_future(child.keep(stopping))
+            await until(lambda child=child: child.state == "serving", "it serves")
+            pid = child.pid
+            stopping.set()
+            await keeper
+            if hurried:
+                asyncio.get_running_loop().call_later(0.1, hurry.set)
+            async with asyncio.timeout(10):
+                await child.end(drain_s, hurry)
+            assert identity_of(pid) is None
+    scenario(run)
+
+
+def test_a_stopped_process_can_be_ended_too(directory):
+    async def run(stopping, hurry):
+        child = child_of(directory)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.state == "serving", "it serves")
+        pid = child.pid
+        child.signal(signal.SIGSTOP)
+        stopping.set()
+        await keeper
+        async with asyncio.timeout(10):
+            await child.end(0.2, hurry)
+        assert identity_of(pid) is None
+    scenario(run)
+
+
+def test_a_started_process_has_no_descriptor_of_ours_and_a_session_of_its_own(directory):
+    async def run(stopping, hurry):
+        inherited = os.open(directory.path, os.O_RDONLY)
+        os.set_inheritable(inherited, True)
+        report = SERVES + ("    import json\n    (directory.path / 'report').write_text(json.dumps([sorted(int(n) for n in "
+                           "os.listdir('/proc/self/fd') if int(n) < 100 and int(n) > 2 and "
+                           "os.path.isdir(f'/proc/self/fd/{n}')), os.getsid(0) == os.getpid(), os.getcwd()]))\n"
+                           "    signal.pause()")
+        child = child_of(directory, report)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: (directory.path / "report").exists() and (directory.path / "report").read_text(), "it reports")
+        os.close(inherited)
+        descriptors, own_session, cwd = json.loads((directory.path / "report").read_text())
+        assert own_session and cwd == "/" and inherited not in descriptors
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+    scenario(run)
