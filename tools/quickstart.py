@@ -26,7 +26,6 @@ from nvpool.cli.place import find, session
 from nvpool.cli.progress import Look, shown
 from nvpool.cli.render import print_table, show_error
 from nvpool.client.vfs import Caller
-from nvpool.sdk.describe import tree
 from nvpool.sdk.probe import Measured, largest_files, read_local, read_pool
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -74,8 +73,8 @@ class Quickstart:
             need = tree_bytes(self.source) * 5 // 4 + KEPT_FREE_BYTES
             free = shutil.disk_usage(self.directory.parent).free
             if need > free:
-                raise Failed(f"{self.source} needs {format_bytes(need)} here, {format_bytes(free)} are free; name a smaller tree "
-                             f"with SOURCE=")
+                raise Failed(f"{self.source} needs {format_bytes(need)} here, {format_bytes(free)} are free; name a smaller "
+                             f"tree with SOURCE=")
             # The sizes differ as drives of a real pool do: the larger one gets twice as many chunks. Sparse until written.
             for share in (1, 2):
                 command += ["--size", str(max(2 << 30, need * share // 2) // MIB * MIB)]
@@ -138,6 +137,7 @@ class Quickstart:
         if not here:
             print("no file is large enough")
             return
+        inside = [os.fsencode(f"/{self.name}/{os.path.relpath(path, self.source)}") for path in here]
         rows: list[tuple[str, str, Measured]] = []
 
         def add(name: str, caches: str, measured: Callable[[], Measured]) -> None:
@@ -164,7 +164,7 @@ class Quickstart:
                 lambda: read_local(there, seconds=self.seconds, direct=True))
             add("mount, 16 threads", "past the page cache; the stores have it in memory",
                 lambda: read_local(there, seconds=short, threads=16, direct=True))
-        add("SDK read_many, 64 a call", "no cache; the stores have it in memory", lambda: asyncio.run(self._read_pool(here)))
+        add("SDK read_many, 64 a call", "no cache; the stores have it in memory", lambda: asyncio.run(self._read_pool(inside)))
         print()
         print_table(("4 KiB random reads", "caches", "reads/s", "throughput", "p50", "p99"), [
             (name, caches, f"{found.rate:,.0f}", f"{format_bytes(found.bytes_rate)}/s", duration(found.p50_us),
@@ -172,11 +172,11 @@ class Quickstart:
         print("(The latency of read_many is that of a call of 64 reads. Everything shares this machine's "
               f"{os.cpu_count()} cores; bench/README.md measures with less in the way.)")
 
-    async def _read_pool(self, paths: Iterable[str]) -> Measured:
+    async def _read_pool(self, paths: Iterable[bytes]) -> Measured:
         async with session(str(self.directory), "quickstart") as client:
             caller, handles = Caller(os.geteuid(), os.getegid()), []
             for path in paths:
-                attr = await find(client.vfs, os.fsencode(f"/{self.name}/{os.path.relpath(path, self.source)}"))
+                attr = await find(client.vfs, path)
                 handles.append(await client.vfs.open(attr.inode, os.O_RDONLY, caller))
             found = await read_pool(client.vfs, handles, seconds=self.seconds)
             for handle in handles:
