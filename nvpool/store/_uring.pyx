@@ -1,0 +1,159 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and device.py, which use it and no one else."""
+
+from libc.errno cimport EAGAIN, errno
+from libc.stdint cimport uint64_t, int64_t
+from libc.stdlib cimport free, malloc
+from posix.types cimport off_t
+
+import os
+
+
+cdef extern from "sys/uio.h" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+    ssize_t preadv2(int fd, const iovec *iov, int count, off_t offset, int flags)
+    int RWF_NOWAIT
+
+cdef extern from "sys/eventfd.h" nogil:
+    int eventfd(unsigned int initval, int flags)
+    int EFD_CLOEXEC
+    int EFD_NONBLOCK
+
+cdef extern from "unistd.h" nogil:
+    int close(int fd)
+    ssize_t read(int fd, void *buffer, size_t count)
+
+cdef extern from "liburing.h" nogil:
+    cdef struct io_uring:
+        pass
+    cdef struct io_uring_sqe:
+        uint64_t user_data
+    cdef struct io_uring_cqe:
+        uint64_t user_data
+        int res
+    int io_uring_queue_init(unsigned entries, io_uring *ring, unsigned flags)
+    void io_uring_queue_exit(io_uring *ring)
+    io_uring_sqe *io_uring_get_sqe(io_uring *ring)
+    void io_uring_prep_read(io_uring_sqe *sqe, int fd, void *buf, unsigned nbytes, uint64_t offset)
+    int io_uring_submit(io_uring *ring)
+    int io_uring_wait_cqe(io_uring *ring, io_uring_cqe **cqe)
+    int io_uring_peek_cqe(io_uring *ring, io_uring_cqe **cqe)
+    void io_uring_cqe_seen(io_uring *ring, io_uring_cqe *cqe)
+    int io_uring_register_eventfd(io_uring *ring, int fd)
+
+
+cdef class Ring:
+    """Holds at most `entries` reads; the caller counts them and keeps their buffers until they are reaped."""
+    cdef io_uring ring
+    cdef bint is_open
+    cdef readonly int eventfd
+
+    def __cinit__(self, unsigned entries):
+        self.is_open = False
+        self.eventfd = -1
+        cdef int code = io_uring_queue_init(entries, &self.ring, 0)
+        if code < 0:
+            raise OSError(-code, os.strerror(-code))
+        self.is_open = True
+        self.eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self.eventfd < 0:
+            raise OSError(errno, os.strerror(errno))
+        code = io_uring_register_eventfd(&self.ring, self.eventfd)
+        if code < 0:
+            raise OSError(-code, os.strerror(-code))
+
+    def __dealloc__(self):
+        self.close()
+
+    def close(self):
+        if self.is_open:
+            self.is_open = False
+            io_uring_queue_exit(&self.ring)
+        if self.eventfd >= 0:
+            close(self.eventfd)
+            self.eventfd = -1
+
+    def probe(self, int fd):
+        """Read 4 KiB at 0 and wait for it. OSError where a part of that is not allowed."""
+        cdef void *buffer = NULL
+        cdef io_uring_sqe *sqe
+        cdef io_uring_cqe *cqe = NULL
+        cdef int code
+        cdef void *raw = malloc(8192)
+        try:
+            buffer = <void *>((<size_t>raw + 4095) & ~<size_t>4095)
+            sqe = io_uring_get_sqe(&self.ring)
+            io_uring_prep_read(sqe, fd, buffer, 4096, 0)
+            sqe.user_data = 0
+            code = io_uring_submit(&self.ring)
+            if code < 0:
+                raise OSError(-code, os.strerror(-code))
+            with nogil:
+                code = io_uring_wait_cqe(&self.ring, &cqe)
+            if code < 0:
+                raise OSError(-code, os.strerror(-code))
+            code = cqe.res
+            io_uring_cqe_seen(&self.ring, cqe)
+            self._drain()
+            if code < 0:
+                raise OSError(-code, os.strerror(-code))
+        finally:
+            free(raw)
+
+    cdef void _drain(self):
+        cdef uint64_t count
+        read(self.eventfd, &count, 8)
+
+    def prepare_read(self, int fd, uint64_t offset, unsigned length, unsigned char[::1] into, size_t position, uint64_t token):
+        cdef io_uring_sqe *sqe
+        if position + length > <size_t>into.shape[0]:
+            raise ValueError("the read ends behind its buffer")
+        sqe = io_uring_get_sqe(&self.ring)
+        if sqe == NULL:
+            io_uring_submit(&self.ring)
+            sqe = io_uring_get_sqe(&self.ring)
+            if sqe == NULL:
+                raise OSError(EAGAIN, "the ring is full")
+        io_uring_prep_read(sqe, fd, &into[position], length, offset)
+        sqe.user_data = token
+
+    def submit(self):
+        cdef int code
+        with nogil:
+            code = io_uring_submit(&self.ring)
+        if code < 0:
+            raise OSError(-code, os.strerror(-code))
+
+    def reap(self):
+        """(token, result) of all that is done: bytes read, or a negative errno."""
+        cdef io_uring_cqe *cqe = NULL
+        cdef list found = []
+        self._drain()
+        while io_uring_peek_cqe(&self.ring, &cqe) == 0:
+            found.append((cqe.user_data, cqe.res))
+            io_uring_cqe_seen(&self.ring, cqe)
+        return found
+
+
+def read_now(int fd, list offsets, list lengths, list positions, unsigned char[::1] into):
+    """As FileDevice.read_now in Python: indexes of the reads that are not, or not wholly, in memory."""
+    cdef Py_ssize_t at
+    cdef list missed = []
+    cdef iovec vector
+    cdef size_t position, length
+    cdef off_t offset
+    cdef ssize_t got
+    for at in range(len(offsets)):
+        offset = offsets[at]
+        length = lengths[at]
+        position = positions[at]
+        if position + length > <size_t>into.shape[0]:
+            raise ValueError("the read ends behind its buffer")
+        vector.iov_base = &into[position]
+        vector.iov_len = length
+        got = preadv2(fd, &vector, 1, offset, RWF_NOWAIT)
+        if got != <ssize_t>length:
+            missed.append(at)
+    return missed

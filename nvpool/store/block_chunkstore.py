@@ -1,0 +1,626 @@
+"""The chunk store on blocks of a data file or raw device, with its index in a kv. See chunkstore.py for the contract.
+
+A write: the pieces are compared with their checksums; blocks that are not written wholly are merged with the old ones, which
+are checked first; the new blocks go to free places on the drive; one kv change names them, frees the old ones and holds the
+chunk's new version and the request. What fails before that change has done nothing: the places are still free.
+
+Order of durable steps:
+
+    data is written before the change that names it is applied                      (write_now)
+    data is synced before the index commits to LMDB what names it                   (before_checkpoint)
+    a flush syncs data, then the journal                                            (flush)
+    freed blocks are given out again when the change that freed them is flushed, its data included, and no read that began
+    before it is under way                                                          (flush, Allocator.release)
+    a cut syncs the zeroed tail before it names it, and the whole before it answers (cut)
+    after an unclean stop, blocks named by replayed records are read and compared   (recovery.py)
+
+The journal's own interval sync is not enough for the fourth: it may name data that is not on the drive yet, and then the old
+bytes must still be there.
+
+Everything runs on one event loop; between two awaits nothing is half done. A thread does fdatasync and hole punching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from nvpool.base.checksum import ZERO_BLOCK, crc32c, first_bad_block
+from nvpool.base.clock import Clock
+from nvpool.base.errors import (
+    Busy,
+    ChecksumMismatch,
+    Fenced,
+    InvalidRequest,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    WrongFormat,
+)
+from nvpool.base.ids import RequestId, version_parts
+from nvpool.base.ids import version as make_version
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.kv.contract import Effect, Kv
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.store import trim
+from nvpool.store.allocator import Allocator, Transaction, Waiting
+from nvpool.store.chunkstore import (
+    BadBlock,
+    ChunkDescription,
+    MustWait,
+    ReadBatch,
+    ScrubStep,
+    StoreOptions,
+)
+from nvpool.store.device import Device, FileDevice
+from nvpool.store.index import Chunk, Index
+from nvpool.store.reads import BatchReader
+from nvpool.store.records import (
+    IDENTITY_KEY,
+    REQUESTS_KEPT,
+    SEGMENT_BITS,
+    SEGMENT_BLOCKS,
+    SEGMENT_MASK,
+    Head,
+    InodeRecord,
+    Segment,
+    bad_key,
+    decode_segment,
+    encode_segment,
+    extent_count,
+    inode_end_key,
+    replaced,
+    segment_key,
+    split_bad_key,
+    split_segment_key,
+)
+from nvpool.store.recovery import ReplayCheck, settle_rejected
+from nvpool.store.scrub import Scrub
+from nvpool.store.superblock import Superblock
+
+log = logging.getLogger(__name__)
+
+_BLOCK_MASK = BLOCK_BYTES - 1
+SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
+_WAITS_MAX = 1000
+_WARM_MAX = 256
+_HELD_CHANGES_MAX = 50_000
+DISCARD_BLOCKS_MIN = 64
+BAD_BLOCKS_KEPT = 1000
+
+
+async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions,
+                           clock: Clock) -> BlockChunkStore:
+    """The store in `path`, whose lock the caller holds and gives over when this returns."""
+    device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
+    kv = None
+    try:
+        store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
+        check = ReplayCheck(device.read_whole)
+        kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
+                                                           map_bytes_max=options.index_bytes_max),
+                               before_checkpoint=store.sync_data, on_replay=check, on_fence=store.fence)
+        await store.attach(kv, identity=superblock.store)
+    except BaseException:
+        if kv is not None:
+            await kv.close()
+        await device.close()
+        raise
+    store.lock = lock
+    store.path = device.path
+    store.kind = "block" if device.is_block else "directory"
+    return store
+
+
+class BlockChunkStore:
+    """Made by open_block_store; or, over twins, directly: `attach(kv)` follows."""
+
+    def __init__(self, device: Device, block_count: int, *, target: int, options: StoreOptions, clock: Clock):
+        self.device = device
+        self.block_count = block_count
+        self.target = target
+        self.options = options
+        self.clock = clock
+        self.kv: Kv = None  # attached before anything else is called
+        self.lock = -1
+        self.path = ""
+        self.kind = "memory"
+        self.fenced_because = ""
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sync")
+        self._written = 0
+        self._synced = 0
+        self._tended = -1
+        self._checkpointed = 0
+        self._tasks: set[asyncio.Task] = set()
+        self._sync_lock = asyncio.Lock()
+        self._flush_lock = asyncio.Lock()
+        self._durable = 0
+        self._warm: dict[tuple[int, bytes], bytes] = {}
+        self._reading: dict[int, int] = {}
+        self._reading_last = 0
+        self.bad: dict[tuple[int, int, int], str] = {}
+        self.write_count = 0
+        self.flush_count = 0
+
+    async def attach(self, kv: Kv, identity: bytes = b"") -> None:
+        """Take the index and settle what a replay left. WrongFormat when it belongs to another data file."""
+        self.kv = kv
+        known = kv.get(IDENTITY_KEY)
+        if known is None:
+            kv.apply([(IDENTITY_KEY, identity)])
+        elif known != identity:
+            raise WrongFormat("the index belongs to another data file or device than the one beside it")
+        self.index = Index(kv, self.options.cached_segments)
+        self.allocator = Allocator(kv, self.block_count, int(self.block_count * self.options.reserve_share))
+        self.reader = BatchReader(self.index, self.device, self.note_bad)
+        for key, text in kv.scan(b"b", b"c", BAD_BLOCKS_KEPT):
+            name = split_bad_key(key)
+            self.bad[name] = text.decode()
+            self.reader.bad_chunks.add(name[:2])
+        settled = settle_rejected(kv, self.allocator)
+        if settled:
+            log.warning("target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
+                        self.target, settled)
+        self.scrubber = Scrub(self)
+        await self.flush()
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        return self.reader.begin(reads, owners, verify)
+
+    async def finish_read(self, batch: ReadBatch) -> None:
+        token = self.begin_reading()
+        try:
+            await self.reader.finish(batch)
+        finally:
+            self.end_reading(token)
+
+    def begin_reading(self) -> int:
+        """From now until end_reading no block that the index names now is given to another write."""
+        self._reading_last += 1
+        self._reading[self._reading_last] = self.kv.sequence
+        return self._reading_last
+
+    def end_reading(self, token: int) -> None:
+        del self._reading[token]
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        kv = self.kv
+        if kv.full:
+            raise MustWait(kv.room)
+        length = len(buffer)
+        if not length or offset < 0 or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a write of {length} bytes at {offset} does not lie in a chunk")
+        chunk = self.index.chunk(inode, index)
+        record = self.index.inode(inode)
+        if request is not None and _is_done(chunk.requests, request):
+            return chunk.version
+        if cut < record.cut:
+            raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
+        new_version = self.next_version(chunk, record, epoch, version)
+        buffers, sums = self._whole_blocks(chunk, offset, buffer, checksums)
+        first = offset >> 12
+        count = len(sums) >> 2
+
+        transaction = Transaction()
+        segments: list[tuple[int, Segment, int, int]] = []
+        allocator = self.allocator
+        old = self._places(chunk, first, count)
+        try:
+            runs = allocator.allocate(transaction, count, grows=0 in old)
+        except Waiting:
+            raise MustWait(self.make_room) from None
+        try:
+            self.write_runs(runs, buffers)
+            transaction.free_places(old)
+            places = array("Q")
+            for place, blocks in runs:
+                places.extend(range(place, place + blocks))
+            block = first
+            while block < first + count:
+                number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
+                blocks = min(SEGMENT_BLOCKS - within, first + count - block)
+                at = block - first
+                segment = replaced(self.index.segment(chunk, number), within, places[at:at + blocks],
+                                   sums[at * 4:(at + blocks) * 4])
+                segments.append((number, segment, within, blocks))
+                block += blocks
+            requests = chunk.requests if request is None else _with_request(chunk.requests, request)
+            self.apply_segments(transaction, chunk, segments, Head(new_version, max(cut, chunk.cut), requests),
+                                 (first, count))
+        except BaseException:
+            allocator.drop(transaction)
+            raise
+        self.write_count += 1
+        if self._written - self._checkpointed > self.options.replay_bytes_max:
+            self._checkpoint_soon()
+        if allocator.waiting_changes > _HELD_CHANGES_MAX:
+            self._make_room_soon()
+        return new_version
+
+    async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+        for _ in range(_WAITS_MAX):
+            try:
+                return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
+                                      version=version)
+            except MustWait as wait:
+                await wait.until()
+        raise Busy("the store did not find room for the write")
+
+    def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
+        floor = max(chunk.version, record.floor)
+        if given:
+            if given <= floor:
+                raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {floor} already, not {given}")
+            return given
+        at_epoch, counter = version_parts(floor)
+        return make_version(max(epoch, at_epoch), counter + 1 if epoch <= at_epoch else 1)
+
+    def _places(self, chunk: Chunk, block: int, count: int) -> list[int]:
+        """Disk blocks of `count` blocks, 0 for each hole."""
+        places: list[int] = []
+        end = block + count
+        while block < end:
+            within = block & SEGMENT_MASK
+            wanted = min(SEGMENT_BLOCKS - within, end - block)
+            found = self.index.segment(chunk, block >> SEGMENT_BITS).disk[within:within + wanted]
+            places += found
+            places += [0] * (wanted - len(found))
+            block += wanted
+        return places
+
+    def _whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes) -> tuple[list, bytes]:
+        """The write as buffers of whole blocks, and their checksums. ChecksumMismatch, MustWait."""
+        length = len(buffer)
+        head = -offset % BLOCK_BYTES if offset & _BLOCK_MASK else 0
+        head = min(head, length)
+        tail = (length - head) & _BLOCK_MASK
+        middle = length - head - tail
+        sums = bytes(checksums)
+        if len(sums) != 4 * ((1 if head else 0) + middle // BLOCK_BYTES + (1 if tail else 0)):
+            raise InvalidRequest(f"{len(sums)} bytes of checksums do not fit a write of {length} bytes at {offset}")
+        if not head and not tail:
+            if first_bad_block(buffer, sums) >= 0:
+                raise ChecksumMismatch("a written block is not what its writer summed")
+            return [buffer], sums
+        buffers = []
+        new_sums = []
+        at = 0
+        first = offset >> 12
+        if head:
+            merged = self._merged(chunk, first, offset & _BLOCK_MASK, buffer[:head], sums[:4])
+            buffers.append(merged)
+            new_sums.append(crc32c(merged).to_bytes(4, "little"))
+            at = 1
+        if middle:
+            part = buffer[head:head + middle]
+            part_sums = sums[at * 4:at * 4 + middle // BLOCK_BYTES * 4]
+            if first_bad_block(part, part_sums) >= 0:
+                raise ChecksumMismatch("a written block is not what its writer summed")
+            buffers.append(part)
+            new_sums.append(part_sums)
+        if tail:
+            merged = self._merged(chunk, offset + head + middle >> 12, 0, buffer[head + middle:], sums[-4:])
+            buffers.append(merged)
+            new_sums.append(crc32c(merged).to_bytes(4, "little"))
+        return buffers, b"".join(new_sums)
+
+    def _merged(self, chunk: Chunk, block: int, within: int, piece: memoryview, checksum: bytes) -> bytearray:
+        if crc32c(piece) != int.from_bytes(checksum, "little"):
+            raise ChecksumMismatch("a written piece is not what its writer summed")
+        merged = bytearray(self.old_block(chunk, block))
+        merged[within:within + len(piece)] = piece
+        return merged
+
+    def old_block(self, chunk: Chunk, block: int) -> bytes | memoryview:
+        """The block's bytes, checked. MustWait when they are not in memory, ChecksumMismatch."""
+        segment = self.index.segment(chunk, block >> SEGMENT_BITS)
+        within = block & SEGMENT_MASK
+        place = segment.disk[within] if within < len(segment.disk) else 0
+        if not place:
+            return ZERO_BLOCK
+        checksum = segment.crcs[within * 4:within * 4 + 4]
+        found = self._warm.pop((place, checksum), None)
+        if found is None:
+            found = self.device.buffer(BLOCK_BYTES)
+            if self.device.read_now([place << 12], [BLOCK_BYTES], [0], found):
+                raise MustWait(partial(self._warm_up, place, checksum))
+        if crc32c(found) != int.from_bytes(checksum, "little"):
+            self.note_bad(chunk.inode, chunk.index, block, "does not fit its checksum when merged with a write")
+            raise ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
+        return found
+
+    async def _warm_up(self, place: int, checksum: bytes) -> None:
+        into = self.device.buffer(BLOCK_BYTES)
+        token = self.begin_reading()
+        try:
+            error, = await self.device.read([place << 12], [BLOCK_BYTES], [0], into)
+        finally:
+            self.end_reading(token)
+        if error is not None:
+            raise error
+        while len(self._warm) >= _WARM_MAX:
+            del self._warm[next(iter(self._warm))]
+        self._warm[place, checksum] = bytes(into)
+
+    def write_runs(self, runs, buffers) -> None:
+        if len(runs) == 1:
+            place, blocks = runs[0]
+            self.device.write(buffers, place << 12)
+        else:
+            whole = memoryview(buffers[0] if len(buffers) == 1 else b"".join(buffers))
+            at = 0
+            for place, blocks in runs:
+                self.device.write([whole[at:at + (blocks << 12)]], place << 12)
+                at += blocks << 12
+        self._written += sum(map(len, buffers))
+
+    def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, Segment, int, int]],
+                       head: Head, overwritten: tuple[int, int], *, reclaims: bool = False) -> None:
+        """One change: these segments, the head, the free map. Afterwards the chunk in memory is that; before it nothing is.
+
+        A segment is (number, what it is now, first fresh block, fresh blocks).
+        """
+        inode, index = chunk.inode, chunk.index
+        effects: list[Effect] = []
+        if segments[0][0]:
+            segments.insert(0, (0, self.index.segment(chunk, 0), 0, 0))
+        for number, segment, fresh, blocks in segments:
+            key = segment_key(inode, index, number)
+            if number and not segment.disk:
+                effects.append((key, None))
+            else:
+                effects.append((key, encode_segment(segment, None if number else head, fresh, blocks)))
+        healed = self._healed(inode, index, overwritten) if self.bad else ()
+        effects += [(bad_key(*name), None) for name in healed]
+        self.apply(transaction, effects, reclaims=reclaims)
+        chunk.version, chunk.cut, chunk.requests = head
+        for number, segment, _, _ in segments:
+            self.index.store(chunk, number, segment)
+        self.forget_bad(healed)
+
+    def apply(self, transaction: Transaction, effects: list[Effect], *, reclaims: bool = False) -> None:
+        """One change of the index together with what the transaction does to the free map. If it raises, neither happened;
+        the caller drops the transaction."""
+        effects += self.allocator.effects(transaction)
+        sequence = self.kv.apply(effects, reclaims=reclaims)
+        self.allocator.commit(transaction, sequence)
+
+    def _healed(self, inode: int, index: int, blocks: tuple[int, int]) -> list[tuple[int, int, int]]:
+        first, count = blocks
+        return [name for name in self.bad if name[:2] == (inode, index) and first <= name[2] < first + count]
+
+    # -- making durable ----------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        self._refuse_when_fenced()
+        wanted = self.kv.sequence
+        async with self._flush_lock:
+            self._refuse_when_fenced()
+            if self._durable < wanted:
+                sequence = self.kv.sequence
+                await self.sync_data()
+                await self.kv.sync(sequence)
+                self._durable = max(self._durable, sequence)
+                self.flush_count += 1
+            await self._release()
+
+    async def sync_data(self) -> None:
+        """What was written to the drive before the call survives the loss of power. Also called by the kv before a
+        checkpoint. Fenced when the drive refuses; never repeated then."""
+        wanted = self._written
+        async with self._sync_lock:
+            if self.fenced_because:
+                self._refuse()
+            if self._synced >= wanted:
+                return
+            now = self._written
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self.device.sync)
+            except NvpoolError as error:
+                self.fence(f"the drive refused to sync: {error}")
+                raise Fenced(self.fenced_because) from None
+            self._synced = max(self._synced, now)
+
+    async def _release(self) -> None:
+        """Give out again what durable changes have freed. Under the flush lock."""
+        limit = self._durable
+        if self._reading:
+            limit = min(limit, next(iter(self._reading.values())))
+        if self.options.give_back and self.kind == "directory":
+            large = [run for run in self.allocator.releasable(limit) if run[1] >= DISCARD_BLOCKS_MIN]
+            if large:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._discard, large)
+        self.allocator.release(limit)
+
+    def _discard(self, runs) -> None:
+        for place, count in runs:
+            self.device.discard(place << 12, count << 12)
+
+    async def make_room(self) -> None:
+        await self.flush()
+        if self.allocator.held_blocks:  # a read under way keeps them
+            await asyncio.sleep(0.001)
+
+    def _make_room_soon(self) -> None:
+        if not self._flush_lock.locked():
+            self._own(self.flush())
+
+    def _checkpoint_soon(self) -> None:
+        self._checkpointed = self._written
+        self._own(self.kv.checkpoint())
+
+    def _own(self, work) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._owned_ended)
+
+    def _owned_ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.fenced_because:
+            log.error("target %d: background work failed: %s", self.target, task.exception())
+
+    def fence(self, reason: str) -> None:
+        """Serve nothing from now on: what the drive holds can not be vouched for."""
+        if not self.fenced_because:
+            self.fenced_because = reason
+            log.error("target %d is fenced: %s", self.target, reason)
+
+    def _refuse_when_fenced(self) -> None:
+        if self.fenced_because or self._closed:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise Fenced(self.fenced_because or "the store is closed")
+
+    # -- trimming ----------------------------------------------------------------------------------------------------
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
+        self._refuse_when_fenced()
+        await trim.cut(self, inode, size, cut, chunk_bits)
+
+    async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
+        self._refuse_when_fenced()
+        return await trim.remove(self, inodes)
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        self._refuse_when_fenced()
+        found: list[ChunkDescription] = []
+        while True:
+            begun = self.index.records(inode, first, 1)
+            if not begun or first > 0xFFFFFFFF:
+                return found, False
+            if len(found) == limit:
+                return found, True
+            index = begun[0][0][1]
+            blocks = extents = end = 0
+            head = Head(0)
+            for (_, number, segment), key, raw in self.index.records(inode, index, SEGMENTS_MAX):
+                if number != index:
+                    break
+                decoded, its_head = decode_segment(key, raw)
+                head = its_head or head
+                extents += extent_count(raw)
+                blocks += len(decoded.disk) - decoded.disk.count(0)
+                if decoded.disk:
+                    end = (segment << SEGMENT_BITS) + len(decoded.disk) << 12
+            found.append(ChunkDescription(index, head.version, blocks, extents, head.cut, end))
+            first = index + 1
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        self._refuse_when_fenced()
+        found: list[int] = []
+        while pairs := self.kv.scan(inode_end_key(after) if after else b"c", b"d", 1):
+            if len(found) == limit:
+                return found, True
+            after = split_segment_key(pairs[0][0])[0]
+            found.append(after)
+        return found, False
+
+    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+        self._refuse_when_fenced()
+        return await self.scrubber.step(cursor, blocks)
+
+    def note_bad(self, inode: int, index: int, block: int, text: str) -> None:
+        """Remember, in the index too, and log that a block is not what was written."""
+        name = (inode, index, block)
+        self.reader.bad_chunks.add(name[:2])
+        if name in self.bad or len(self.bad) >= BAD_BLOCKS_KEPT:
+            return
+        self.bad[name] = text
+        log.error("target %d (%s): block %d of chunk %d of inode %d %s", self.target, self.path, block, index, inode, text)
+        try:
+            self.kv.apply([(bad_key(*name), text.encode())])
+        except NvpoolError as error:  # the list in memory has it; the next scrub finds it again
+            log.warning("target %d: the bad block could not be recorded: %s", self.target, error)
+
+    def forget_bad(self, names: Sequence[tuple[int, int, int]]) -> None:
+        for name in names:
+            self.bad.pop(name, None)
+        if names:
+            self.reader.bad_chunks = {name[:2] for name in self.bad}
+
+    def bad_blocks(self) -> list[BadBlock]:
+        return [BadBlock(*name, text) for name, text in sorted(self.bad.items())]
+
+    def status(self) -> dict:
+        allocator = self.allocator
+        counters = {"reads": self.reader.read_count, "reads_waited": self.reader.missed_count, "writes": self.write_count,
+                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.bad)}
+        counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
+        return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
+                "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
+                "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES, "chunks": -1,
+                "device": self.path, "kind": self.kind, "read_path": self.device.read_path,
+                "counters": {name: float(value) for name, value in counters.items()}}
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    async def tend(self) -> None:
+        allocator = self.allocator
+        idle = self._tended == self._written
+        self._tended = self._written
+        much = allocator.held_blocks * 16 > allocator.block_count
+        if allocator.waiting_changes and not self.fenced_because and (idle or much):
+            await self.flush()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            if not self.fenced_because:
+                await self.flush()
+        except NvpoolError as error:
+            log.error("target %d: the last flush failed: %s", self.target, error)
+        finally:
+            self._closed = True
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            try:
+                # Its last checkpoint asks for sync_data: without that, what is in the journal stays there for the next start.
+                await self._close_kv()
+            finally:
+                await self.device.close()
+                self._thread.shutdown()
+                if self.lock >= 0:
+                    os.close(self.lock)
+                    self.lock = -1
+
+    async def _close_kv(self) -> None:
+        abandon = getattr(self.kv, "abandon", None)
+        if self.fenced_because and abandon is not None:
+            await abandon()
+        else:
+            await self.kv.close()
+
+
+def _is_done(requests, request: RequestId) -> bool:
+    session, slot, sequence = request
+    return any(sequence <= last and slot == its_slot and session == its_session for its_session, its_slot, last in requests)
+
+
+def _with_request(requests: tuple, request: RequestId) -> tuple:
+    session, slot, _ = request
+    if slot > 0xFFFF:
+        raise InvalidRequest(f"{slot} is no slot")
+    kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1):]
+    return (*kept, tuple(request))

@@ -1,0 +1,307 @@
+"""The contract of a chunk store, and where one is made and opened.
+
+A store keeps the chunks of one target: bytes in blocks of 4 KiB with the checksums of their writers. What it answered survives
+the death of its process; what it flushed survives the loss of power; in both cases a chunk holds the old bytes of a write
+or the new, never a mixture. Implementations: `store/block_chunkstore` (a data file or raw device, an index in a kv) and
+`store/memory` (the twin). Both pass `testing/contracts/chunkstore`. Used by store/service on one event loop.
+
+A store has a directory of its own (`DIR/targets/N`), whatever its drive is:
+
+    FORMAT     text "nvpool chunk store 1\\n"
+    lock       flock of the daemon that has it open
+    data       the data file, sparse; or a symbolic link to the raw block device
+    index/     LmdbKv
+
+An index can not live on a raw device, since LMDB wants a file system; it is small (1 to 2 % of the data at most) and belongs
+on one that survives with the device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    AlreadyExists,
+    BadConfiguration,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    WrongFormat,
+    WrongTarget,
+    from_os_error,
+)
+from nvpool.base.ids import RequestId
+from nvpool.base.units import BLOCK_BYTES, MIB
+from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
+
+FORMAT_TEXT = "nvpool chunk store 1\n"
+CAPACITY_BYTES_MIN = MIB
+ALL_INODES = -1
+"""As an owner in read_now: the grant is a service's and covers every inode."""
+READ_BATCH_BYTES_MAX = 32 * MIB
+UNCHECKED = 1
+"""Flag of a read's result: the store has not compared block and checksum itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    direct: bool = False
+    """O_DIRECT: the page cache is not used."""
+    uring: bool = True
+    """Use io_uring where the probe says it works."""
+    cached_segments: int = 65_536
+    """Decoded index segments in memory, about 1 KiB each; each describes 256 KiB."""
+    reserve_share: float = 0.02
+    """Of the capacity: kept from what would grow, so that overwriting, repair and removal have room."""
+    give_back: bool = True
+    """Punch freed runs of 256 KiB and more out of a data file, so that its file system has the space again."""
+    replay_bytes_max: int = 512 * MIB
+    """Written since the last checkpoint of the index; beyond it one is made, so that a replay has no more to check."""
+    sync_interval_s: float = 0.1
+    index_bytes_max: int = 1 << 40
+
+
+class MustWait(Exception):
+    """Raised by `write_now` only, with nothing done: await `until()`, then repeat."""
+
+    def __init__(self, until):
+        self.until = until
+
+
+class ReadBatch:
+    """The outcome of a batch. `results`, `checksums` and `payload` are as ReadReply in data.proto says, once nothing is
+    missing: while `missed` is not empty, await `finish_read`."""
+
+    __slots__ = ("results", "checksums", "payload", "missed", "work")
+
+    def __init__(self) -> None:
+        self.results = bytearray()
+        self.checksums = b""
+        self.payload: list[memoryview] = []
+        self.missed: list[int] = []
+        self.work = None
+
+
+class ChunkDescription(NamedTuple):
+    index: int
+    version: int
+    blocks: int
+    extents: int
+    cut: int
+    end: int
+
+
+class BadBlock(NamedTuple):
+    inode: int
+    index: int
+    block: int
+    text: str
+
+
+class ScrubStep(NamedTuple):
+    cursor: bytes
+    done: bool
+    blocks: int
+    bad: list[BadBlock]
+    problems: list[str]
+
+
+class ChunkStore(Protocol):
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+        """Read a batch from memory as far as that goes. `reads`: 24 bytes each, see data.proto; `owners[grant]` is the inode
+        that grant allows to read, 0 for none, ALL_INODES for all.
+
+        Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
+        and a bad one is remembered. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
+        """
+
+    async def finish_read(self, batch: ReadBatch) -> None:
+        """Wait for the drive until `batch` is complete. Called once when `missed` is not empty."""
+
+    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+        """Make `buffer` part of the chunk; return its new version. offset is in bytes from the start of the chunk and need not
+        be aligned; `checksums` has the packed CRC32C of each piece into which block borders divide the buffer.
+
+        On return the bytes survive the death of this process. If this raises, or the process dies, the chunk holds the old
+        bytes or the new, never a mixture. A request that was done already, or whose slot has done a later one to this chunk,
+        is answered with the chunk's version and changes nothing. `epoch` is the chain's; `version` is given by the head of a
+        chain to its successors.
+
+        MustWait           nothing was done: await its `until()`, then repeat
+        StaleCut           the file was cut since: refresh, send again what still applies
+        NoSpace            nothing was done and repeating will not help
+        ChecksumMismatch   the buffer is not what its writer summed (send again), or the block to be merged with is bad (EIO)
+        DriveFailed        the drive gave an error; nothing was done
+        Fenced             a sync failed: nothing is taken until the store is opened anew
+        """
+
+    async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+        """write_now, repeated after each wait."""
+
+    async def flush(self) -> None:
+        """On return all that was answered before the call survives the loss of power. All who wait share one sync.
+
+        Fenced when a sync failed, now or before: it is never repeated, the store must be opened anew.
+        """
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
+        """The file ends at `size`: nothing behind it is ever read again, not from a partial block either; writes that knew a
+        smaller cut are refused from now on. Durable on return. May be repeated; works on a full drive.
+
+        StaleCut: a later cut is known here, nothing was done.
+        """
+
+    async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
+        """Remove all chunks of the inodes; return (chunks, bytes) freed. May be repeated; works on a full drive. Not
+        flushed."""
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        """Up to `limit` chunks of the inode from index `first` on, in order, and whether there are more."""
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        """Up to `limit` inodes above `after` that have chunks here, in order, and whether there are more."""
+
+    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+        """Check about `blocks` blocks behind the cursor (b"": from the start) against their checksums, and at the end the free
+        map against the index. The cursor of an unfinished step is given to the next one."""
+
+    def bad_blocks(self) -> list[BadBlock]: ...
+
+    def status(self) -> dict:
+        """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, counters."""
+
+    async def tend(self) -> None:
+        """One step of background work: give held space back. Called every second or so; tests call it themselves."""
+
+    async def close(self) -> None:
+        """Flush and release. May be called twice."""
+
+
+def create_chunk_store(path: str | os.PathLike, target: int, pool_id: str, capacity_bytes: int = 0, *,
+                       device: str | os.PathLike | None = None, clock: Clock = SYSTEM_CLOCK, force: bool = False) -> None:
+    """Make the directory `path` a chunk store: on a data file of capacity_bytes in it, or on the block device `device`
+    (capacity 0: all of it). Nothing is preallocated.
+
+    AlreadyExists      there is one already; or, without `force`, the device holds one of any pool
+    InvalidRequest     the capacity makes no sense
+    """
+    path = Path(path)
+    blocks = capacity_bytes // BLOCK_BYTES
+    if (path / "FORMAT").exists():
+        raise AlreadyExists(f"{path} is a chunk store already")
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        data = path / "data"
+        if device is None:
+            if capacity_bytes < CAPACITY_BYTES_MIN:
+                raise InvalidRequest(f"a target needs at least {CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}")
+            fd = os.open(data, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.ftruncate(fd, blocks * BLOCK_BYTES)
+        else:
+            if not stat.S_ISBLK(os.stat(device).st_mode):
+                raise InvalidRequest(f"{device} is no block device")
+            fd = os.open(device, os.O_RDWR | os.O_CLOEXEC | os.O_EXCL)
+            size = os.lseek(fd, 0, os.SEEK_END)
+            blocks = min(blocks or 1 << 62, size // BLOCK_BYTES)
+            if blocks * BLOCK_BYTES < max(CAPACITY_BYTES_MIN, capacity_bytes // BLOCK_BYTES * BLOCK_BYTES):
+                os.close(fd)
+                raise InvalidRequest(f"{device} has {size} bytes")
+            if not force and os.pread(fd, 8, 0)[:6] == b"NVPOOL":
+                os.close(fd)
+                raise AlreadyExists(f"{device} holds a chunk store already; destroy it first")
+            data.unlink(missing_ok=True)
+            data.symlink_to(os.path.abspath(device))
+        try:
+            superblock = Superblock(target, blocks, clock.secret(16), clock.wall_ns(), pool_id)
+            os.pwrite(fd, encode_superblock(superblock) + bytes(15 * BLOCK_BYTES), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        # Last, so that what was interrupted is begun anew and never opened.
+        fd = os.open(path / "FORMAT", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, FORMAT_TEXT.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise from_os_error(error, f"making a chunk store in {path}") from None
+
+
+def lock_store(path: Path) -> tuple[int, Superblock]:
+    """The locked descriptor and the superblock of the store in `path`.
+
+    InUse, WrongFormat, NotFound, CorruptRecord, BadConfiguration: nothing was changed.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise BadConfiguration(f"{path} is no directory: name a target by its directory, where `data` links to the device")
+        text = (path / "FORMAT").read_text()
+        if text != FORMAT_TEXT:
+            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}")
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise NotFound(f"{path} is no chunk store") from None
+    except OSError as error:
+        raise from_os_error(error, f"opening the chunk store {path}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUse(f"{path} is open in another process") from None
+        try:
+            fd = os.open(path / "data", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                raw = os.pread(fd, BLOCK_BYTES, 0)
+                size = os.lseek(fd, 0, os.SEEK_END)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise from_os_error(error, f"opening {path}/data") from None
+        if len(raw) < BLOCK_BYTES:
+            raise WrongFormat(f"{path}/data holds no chunk store of nvpool")
+        superblock = decode_superblock(raw, f"{path}/data")
+        if size < superblock.block_count * BLOCK_BYTES:
+            raise WrongFormat(f"{path}/data has {size} bytes, its superblock says {superblock.block_count * BLOCK_BYTES}")
+        return lock, superblock
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+async def open_chunk_store(path: str | os.PathLike, target: int = 0, options: StoreOptions | None = None, *,
+                           clock: Clock = SYSTEM_CLOCK) -> ChunkStore:
+    """Open the store in the directory `path`; `target` 0: whichever it is. Blocks named by replayed index records are checked
+    before this returns, and what was answered before is durable.
+
+    NotFound      there is none: create it
+    WrongFormat   of another version: use the nvpool that made it
+    WrongTarget   it belongs to another target
+    InUse         another process has it open
+    CorruptRecord, DriveFailed   the drive needs attention
+    """
+    from nvpool.store.block_chunkstore import open_block_store  # here, since that module implements this one's contract
+
+    where = Path(path)
+    lock, superblock = lock_store(where)
+    try:
+        if target and superblock.target != target:
+            raise WrongTarget(f"{where} is target {superblock.target}, not {target}")
+        return await open_block_store(where, superblock, lock, options or StoreOptions(), clock)
+    except BaseException:
+        os.close(lock)
+        raise

@@ -1,0 +1,315 @@
+"""The one place where the bytes of chunks meet a drive: a data file or a raw block device, and a twin in memory.
+
+Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
+what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
+the kernel allow it (one submission a batch, completion by eventfd), else through a few threads that get a share of the
+batch each. Writes go to the page cache and return; `sync` is fdatasync and is called in a thread.
+
+With `direct` the file is opened with O_DIRECT: nothing is ever in memory, writes go to the drive while the loop waits for
+them, buffers are page-aligned.
+
+A failed sync is the caller's to remember: this module repeats nothing. Called by the block store only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import sys
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
+from nvpool.base.units import BLOCK_BYTES, MIB
+from nvpool.store.uring import UringReader
+
+READ_THREADS = 8
+"""Shares of a batch that wait at once where io_uring is not to be had."""
+_IOV_MAX = 1024
+
+
+class Device(Protocol):
+    read_path: str
+    """For `status`: how reads that must wait are done."""
+    direct: bool
+
+    def buffer(self, byte_count: int) -> memoryview:
+        """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
+
+    def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview) -> list[int]:
+        """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait."""
+
+    async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
+                   into: memoryview) -> list[NvpoolError | None]:
+        """As read_now, waiting for the drive. One entry for each: None, or why it could not be read."""
+
+    def read_whole(self, offset: int, length: int) -> memoryview:
+        """Read and wait, on the spot: for the start only. DriveFailed."""
+
+    def write(self, buffers: list, offset: int) -> None:
+        """Write the buffers behind one another. NoSpace, DriveFailed: any part of the range may have been written."""
+
+    def sync(self) -> None:
+        """All that was written survives the loss of power. Blocks; for threads. DriveFailed: never to be repeated."""
+
+    def discard(self, offset: int, length: int) -> None:
+        """The range is not needed any more; the space may be given back. Best effort, blocks."""
+
+    async def close(self) -> None: ...
+
+
+class BufferPool:
+    """Buffers that return by themselves: one is free when nothing but the pool refers to it."""
+
+    def __init__(self, make, kept_bytes_max: int = 32 * MIB):
+        self._make = make
+        self._kept: deque = deque()
+        self._kept_bytes = 0
+        self._kept_bytes_max = kept_bytes_max
+
+    def take(self, byte_count: int) -> memoryview:
+        kept = self._kept
+        for _ in range(min(len(kept), 4)):
+            found = kept[0]
+            kept.rotate(-1)
+            if len(found) >= byte_count and sys.getrefcount(found) == 3:  # the deque, `found`, the argument
+                return memoryview(found)[:byte_count]
+        size = max(64 * 1024, 1 << (byte_count - 1).bit_length())
+        made = self._make(size)
+        if self._kept_bytes + size <= self._kept_bytes_max:
+            kept.append(made)
+            self._kept_bytes += size
+        return memoryview(made)[:byte_count]
+
+
+class ThreadReader:
+    """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
+
+    name = "executor"
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
+
+    async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+        count = len(offsets)
+        share = max(1, -(-count // READ_THREADS))
+        loop = asyncio.get_running_loop()
+        parts = [loop.run_in_executor(self._threads, self._share, fd, offsets[at:at + share], lengths[at:at + share],
+                                      positions[at:at + share], into) for at in range(0, count, share)]
+        return [one for part in await asyncio.gather(*parts) for one in part]
+
+    @staticmethod
+    def _share(fd: int, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        outcome: list[NvpoolError | None] = []
+        for offset, length, position in zip(offsets, lengths, positions, strict=True):
+            try:
+                got = os.preadv(fd, [into[position:position + length]], offset)
+                outcome.append(None if got == length else DriveFailed(f"{got} of {length} bytes read at {offset}"))
+            except OSError as error:
+                outcome.append(from_os_error(error, f"reading {length} bytes at {offset}"))
+        return outcome
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+
+class FileDevice:
+    """A data file or a block device."""
+
+    def __init__(self, path: str, *, direct: bool = False, uring: bool = True):
+        """Opens it for reading and writing. NotFound, AccessDenied, DriveFailed."""
+        self.path = os.path.realpath(path)
+        self.direct = direct
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            raise from_os_error(error, f"opening {path}") from None
+        self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
+        self._reader = UringReader.probe(self.fd) if uring else None
+        self._reader = self._reader or ThreadReader()
+        self.read_path = self._reader.name
+        self._pool = BufferPool((lambda size: mmap.mmap(-1, size)) if direct else bytearray)
+        self.buffer = self._pool.take
+
+    def read_now(self, offsets, lengths, positions, into) -> list[int]:
+        if self.direct:
+            return list(range(len(offsets)))
+        missed = []
+        fd, preadv, nowait = self.fd, os.preadv, os.RWF_NOWAIT
+        for at, offset in enumerate(offsets):
+            position = positions[at]
+            length = lengths[at]
+            try:
+                if preadv(fd, (into[position:position + length],), offset, nowait) != length:
+                    missed.append(at)
+            except OSError:  # EAGAIN: not in memory. Anything else shows again, and is told, when we wait for it.
+                missed.append(at)
+        return missed
+
+    async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        return await self._reader.read(self.fd, offsets, lengths, positions, into)
+
+    def read_whole(self, offset, length) -> memoryview:
+        into = self.buffer(length)
+        try:
+            if os.preadv(self.fd, [into], offset) == length:
+                return into
+        except OSError as error:
+            raise from_os_error(error, f"reading {self.path} at {offset}") from None
+        raise DriveFailed(f"{self.path} ends before byte {offset + length}")
+
+    def write(self, buffers: list, offset: int) -> None:
+        if self.direct:
+            size = sum(map(len, buffers))
+            aligned = self.buffer(size)
+            at = 0
+            for buffer in buffers:
+                aligned[at:at + len(buffer)] = buffer
+                at += len(buffer)
+            buffers = [aligned]
+        while buffers:
+            try:
+                done = os.pwritev(self.fd, buffers[:_IOV_MAX], offset)
+            except OSError as error:
+                raise from_os_error(error, f"writing to {self.path} at {offset}") from None
+            offset += done
+            rest = []
+            for buffer in buffers:
+                if done >= len(buffer):
+                    done -= len(buffer)
+                else:
+                    rest.append(memoryview(buffer)[done:])
+                    done = 0
+            buffers = rest
+
+    def sync(self) -> None:
+        try:
+            os.fdatasync(self.fd)
+        except OSError as error:
+            raise from_os_error(error, f"syncing {self.path}") from None
+
+    def discard(self, offset: int, length: int) -> None:
+        _punch(self.fd, offset, length)
+
+    async def close(self) -> None:
+        await self._reader.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    """fallocate(2) with PUNCH_HOLE, which the os module does not offer. A file system that can not do it keeps the space."""
+    _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
+                    ctypes.c_long(length))
+
+
+class MemoryDevice:
+    """The twin: blocks in a dict, and a memory of what was synced. `crash` forgets the rest, or the part of it that a seeded
+    choice says; what it keeps it may keep in any order, as a drive's cache does.
+
+    Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the coming calls; `cold` makes read_now miss.
+    """
+
+    read_path = "memory"
+    direct = False
+
+    def __init__(self, byte_count: int):
+        self.byte_count = byte_count
+        self._now: dict[int, bytes] = {}
+        self._unsynced: dict[int, bytes | None] = {}
+        self.fail_writes: deque[int] = deque()
+        self.fail_syncs: deque[int] = deque()
+        self.fail_reads: set[int] = set()
+        self.cold = False
+        self.closed = False
+
+    def buffer(self, byte_count: int) -> memoryview:
+        return memoryview(bytearray(byte_count))
+
+    def _fill(self, offset: int, length: int, position: int, into: memoryview) -> None:
+        for at in range(0, length, BLOCK_BYTES):
+            block = self._now.get((offset + at) // BLOCK_BYTES)
+            into[position + at:position + at + BLOCK_BYTES] = block if block is not None else bytes(BLOCK_BYTES)
+
+    def read_now(self, offsets, lengths, positions, into) -> list[int]:
+        missed = []
+        for at, offset in enumerate(offsets):
+            if self.cold or offset // BLOCK_BYTES in self.fail_reads:
+                missed.append(at)
+            else:
+                self._fill(offset, lengths[at], positions[at], into)
+        return missed
+
+    async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        await asyncio.sleep(0)
+        outcome: list[NvpoolError | None] = []
+        for offset, length, position in zip(offsets, lengths, positions, strict=True):
+            if offset // BLOCK_BYTES in self.fail_reads:
+                outcome.append(DriveFailed(f"reading at {offset}"))
+                continue
+            self._fill(offset, length, position, into)
+            outcome.append(None)
+        return outcome
+
+    def read_whole(self, offset, length) -> memoryview:
+        into = self.buffer(length)
+        self._fill(offset, length, 0, into)
+        return into
+
+    def write(self, buffers: list, offset: int) -> None:
+        joined = b"".join(buffers)
+        if len(joined) % BLOCK_BYTES or offset % BLOCK_BYTES or offset + len(joined) > self.byte_count:
+            raise ValueError("a write is whole blocks within the device")
+        failing = self.fail_writes.popleft() if self.fail_writes else 0
+        if failing:  # half of it arrives, as on a drive that fills up or breaks
+            joined = joined[:len(joined) // BLOCK_BYTES // 2 * BLOCK_BYTES]
+        for at in range(0, len(joined), BLOCK_BYTES):
+            number = (offset + at) // BLOCK_BYTES
+            self._unsynced.setdefault(number, self._now.get(number))
+            self._now[number] = joined[at:at + BLOCK_BYTES]
+        if failing:
+            raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
+
+    def sync(self) -> None:
+        if self.fail_syncs and (failing := self.fail_syncs.popleft()):
+            raise from_os_error(OSError(failing, os.strerror(failing)), "syncing")
+        self._unsynced.clear()
+
+    def crash(self, keep=None) -> None:
+        """Power is lost. `keep(block number)` says which unsynced blocks reached the drive all the same (default: none)."""
+        for number, before in self._unsynced.items():
+            if keep is not None and keep(number):
+                continue
+            if before is None:
+                del self._now[number]
+            else:
+                self._now[number] = before
+        self._unsynced.clear()
+
+    def flip(self, place: int, byte: int = 100) -> None:
+        """One bit of a block is another from now on."""
+        block = bytearray(self._now[place])
+        block[byte] ^= 1
+        self._now[place] = bytes(block)
+
+    def discard(self, offset: int, length: int) -> None:
+        for number in range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES):
+            self._now.pop(number, None)
+            self._unsynced.pop(number, None)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+NO_SPACE, IO_ERROR = errno.ENOSPC, errno.EIO

@@ -1,0 +1,124 @@
+"""The chunk index as the store reads it: decoded records, the recently used ones kept.
+
+A cache of two generations: what is used moves to the young one; when that is half of the bound the old one is dropped and
+they change places. So a hit costs one dict look-up and nothing is sorted. The bound counts segments (about 1 KiB each).
+
+An entry belongs to the event loop and is changed in place by the write that changes the chunk; nobody keeps one over an await.
+Called by the block store and its readers.
+"""
+
+from __future__ import annotations
+
+from nvpool.base.errors import CorruptRecord
+from nvpool.kv.contract import Kv
+from nvpool.store.records import (
+    NO_BLOCKS,
+    InodeRecord,
+    Segment,
+    decode_inode,
+    decode_segment,
+    inode_end_key,
+    inode_key,
+    segment_key,
+    split_segment_key,
+)
+
+_NO_RECORD = InodeRecord()
+
+
+class Chunk:
+    """`version` 0: there is no such chunk. `segments[n]` None: not read yet; behind the end of the list: likewise."""
+
+    __slots__ = ("inode", "index", "version", "cut", "requests", "segments")
+
+    def __init__(self, inode: int, index: int):
+        self.inode = inode
+        self.index = index
+        self.version = 0
+        self.cut = 0
+        self.requests: tuple[tuple[int, int, int], ...] = ()
+        self.segments: list[Segment | None] = []
+
+
+class Index:
+    def __init__(self, kv: Kv, segments_max: int):
+        self._kv = kv
+        self._half = max(16, segments_max // 2)
+        self._weight = 0
+        self.young: dict[tuple[int, int], Chunk] = {}
+        self._old: dict[tuple[int, int], Chunk] = {}
+        self._inodes: dict[int, InodeRecord] = {}
+
+    def chunk(self, inode: int, index: int) -> Chunk:
+        """CorruptRecord, WrongFormat as the record says."""
+        name = (inode, index)
+        found = self.young.get(name)
+        if found is None:
+            found = self._old.pop(name, None) or self._load(inode, index)
+            if self._weight >= self._half:
+                self._old, self.young, self._weight = self.young, {}, 0
+            self._weight += 1 + len(found.segments)
+            self.young[name] = found
+        return found
+
+    def _load(self, inode: int, index: int) -> Chunk:
+        chunk = Chunk(inode, index)
+        key = segment_key(inode, index, 0)
+        raw = self._kv.get(key)
+        if raw is not None:
+            segment, head = decode_segment(key, raw)
+            if head is None:
+                raise CorruptRecord(f"chunk {index} of inode {inode} has no head")
+            chunk.version, chunk.cut, chunk.requests = head
+            chunk.segments.append(segment)
+        return chunk
+
+    def segment(self, chunk: Chunk, number: int) -> Segment:
+        segments = chunk.segments
+        if number < len(segments):
+            found = segments[number]
+            if found is not None:
+                return found
+        elif not chunk.version:
+            return NO_BLOCKS
+        key = segment_key(chunk.inode, chunk.index, number)
+        raw = self._kv.get(key)
+        found = decode_segment(key, raw)[0] if raw is not None else NO_BLOCKS
+        self.store(chunk, number, found)
+        self._weight += 1
+        return found
+
+    @staticmethod
+    def store(chunk: Chunk, number: int, segment: Segment) -> None:
+        """Keep what a segment is from now on."""
+        segments = chunk.segments
+        if number >= len(segments):
+            segments.extend([None] * (number + 1 - len(segments)))
+        segments[number] = segment
+
+    def forget(self, inode: int, index: int) -> None:
+        self.young.pop((inode, index), None)
+        self._old.pop((inode, index), None)
+
+    def clear(self) -> None:
+        self.young, self._old, self._weight = {}, {}, 0
+        self._inodes.clear()
+
+    def inode(self, inode: int) -> InodeRecord:
+        found = self._inodes.get(inode)
+        if found is None:
+            key = inode_key(inode)
+            raw = self._kv.get(key)
+            found = decode_inode(key, raw) if raw is not None else _NO_RECORD
+            if len(self._inodes) >= self._half:
+                self._inodes.clear()
+            self._inodes[inode] = found
+        return found
+
+    def set_inode(self, inode: int, record: InodeRecord | None) -> None:
+        self._inodes[inode] = record or _NO_RECORD
+
+    def records(self, inode: int, first: int, limit: int) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
+        """Up to `limit` segment records of an inode from chunk index `first` on: ((inode, index, segment), key, value)."""
+        pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), inode_end_key(inode), limit)
+        return [(split_segment_key(key), key, raw) for key, raw in pairs]

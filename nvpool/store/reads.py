@@ -1,0 +1,239 @@
+"""Batches of reads: from packed headers to buffers, checksums and results, with next to nothing done for each read.
+
+One pass over the headers finds grant, chunk and disk blocks of each and collects three lists of numbers; one call gives those
+to the device; one buffer holds all blocks in the order of the reads. There is no object, no task and no exception for a read
+that goes well. Called by the block store.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+
+from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
+from nvpool.base.errors import (
+    ChecksumMismatch,
+    DriveFailed,
+    InvalidRequest,
+    NvpoolError,
+    StaleGrant,
+)
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.store.chunkstore import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch
+from nvpool.store.index import Chunk, Index
+from nvpool.store.records import SEGMENT_BITS, SEGMENT_BLOCKS, SEGMENT_MASK
+
+READ = struct.Struct("<QIIIHH")
+RESULT = struct.Struct("<HHIQ")
+_ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+_BLOCK_MASK = BLOCK_BYTES - 1
+
+
+class _Work:
+    """What finishing needs: the device's lists, the buffer, and which reads to check or to drop."""
+
+    __slots__ = ("offsets", "lengths", "positions", "into", "reads", "crcs", "failed", "checked", "starts", "token")
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+        self.positions: list[int] = []
+        self.into = memoryview(b"")
+        self.reads = b""
+        self.crcs: list[bytes] = []
+        self.failed: dict[int, type[NvpoolError]] = {}
+        self.checked: list[int] = []
+        self.starts: list[int] = []
+        self.token = 0
+
+
+class BatchReader:
+    """`note_bad(inode, index, block, text)` is told of each block that does not fit its checksum."""
+
+    def __init__(self, index: Index, device, note_bad):
+        self._index = index
+        self._device = device
+        self._note_bad = note_bad
+        self.bad_chunks: set[tuple[int, int]] = set()
+        """Chunks with known bad blocks: their blocks are checked on every read."""
+        self.read_count = 0
+        self.missed_count = 0
+
+    def begin(self, reads: bytes, owners, verify: bool) -> ReadBatch:
+        """See ChunkStore.read_now."""
+        if len(reads) % READ.size:
+            raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
+        batch = ReadBatch()
+        work = _Work()
+        index = self._index
+        young = index.young
+        offsets, lengths, positions, crcs, starts = work.offsets, work.lengths, work.positions, work.crcs, work.starts
+        results = batch.results = bytearray(len(reads) // READ.size * RESULT.size)
+        pack_result = RESULT.pack_into
+        bad_chunks = self.bad_chunks
+        flag = 0 if verify else UNCHECKED
+        zeros: list[tuple[int, int]] = []
+        at = 0  # where the next block goes in the payload
+        place = -RESULT.size
+        for inode, number, offset, length, grant, _ in READ.iter_unpack(reads):
+            place += RESULT.size
+            starts.append(len(offsets))
+            try:
+                owner = owners[grant]
+                if owner != inode and owner != ALL_INODES:
+                    pack_result(results, place, StaleGrant.wire_code, 0, 0, 0)
+                    crcs.append(b"")
+                    continue
+                chunk = young.get((inode, number))
+                if chunk is None:
+                    chunk = index.chunk(inode, number)
+                    young = index.young
+                if length == BLOCK_BYTES and not offset & _BLOCK_MASK:
+                    block = offset >> 12
+                    within = block & SEGMENT_MASK
+                    try:
+                        segment = chunk.segments[block >> SEGMENT_BITS] or index.segment(chunk, block >> SEGMENT_BITS)
+                    except IndexError:
+                        segment = index.segment(chunk, block >> SEGMENT_BITS)
+                    try:
+                        disk = segment.disk[within]
+                    except IndexError:
+                        disk = 0
+                    if disk:
+                        offsets.append(disk << 12)
+                        lengths.append(BLOCK_BYTES)
+                        positions.append(at)
+                        crcs.append(segment.crcs[within * 4:within * 4 + 4])
+                        pack_result(results, place, 0, flag, BLOCK_BYTES, chunk.version)
+                        at += BLOCK_BYTES
+                    else:
+                        crcs.append(b"")
+                        pack_result(results, place, 0, 0, 0, chunk.version)
+                else:
+                    if offset & _BLOCK_MASK or length & _BLOCK_MASK or not length or offset + length > CHUNK_BYTES_MAX:
+                        raise InvalidRequest
+                    if at + length > READ_BATCH_BYTES_MAX:
+                        raise InvalidRequest
+                    present, sums = self._blocks(chunk, offset >> 12, length >> 12, at, work, zeros)
+                    crcs.append(sums)
+                    pack_result(results, place, 0, flag if present else 0, present << 12, chunk.version)
+                    at += present << 12
+                if bad_chunks and (inode, number) in bad_chunks:
+                    work.checked.append(place // RESULT.size)
+            except (NvpoolError, IndexError) as error:
+                code = error.wire_code if isinstance(error, NvpoolError) else InvalidRequest.wire_code
+                pack_result(results, place, code, 0, 0, 0)
+                crcs.append(b"")
+        if at > READ_BATCH_BYTES_MAX:
+            raise InvalidRequest(f"a batch reads at most {READ_BATCH_BYTES_MAX} bytes")
+        self.read_count += len(crcs)
+        if at:
+            into = work.into = self._device.buffer(at)
+            for begin, count in zeros:
+                into[begin:begin + count] = bytes(count)
+            if offsets:
+                batch.missed = self._device.read_now(offsets, lengths, positions, into)
+        if batch.missed or verify or work.checked:
+            work.reads = reads
+            if verify:
+                work.checked = list(range(len(crcs)))
+            batch.work = work
+            if batch.missed:
+                self.missed_count += len(batch.missed)
+                return batch
+        self._complete(batch, work)
+        return batch
+
+    def _blocks(self, chunk: Chunk, block: int, count: int, at: int, work: _Work, zeros: list) -> tuple[int, bytes]:
+        """Add what `count` blocks from `block` on need; returns how many there are up to the last one that is not a hole."""
+        runs: list[list[int]] = []  # [disk block or 0, count]
+        sums: list[bytes] = []
+        index = self._index
+        end = block + count
+        while block < end:
+            segment = index.segment(chunk, block >> SEGMENT_BITS)
+            within = block & SEGMENT_MASK
+            wanted = min(SEGMENT_BLOCKS - within, end - block)
+            have = min(wanted, len(segment.disk) - within)
+            if have > 0:
+                sums.append(segment.crcs[within * 4:(within + have) * 4])
+                if segment.base:
+                    _extend(runs, segment.base + within, have)
+                else:
+                    for place in segment.disk[within:within + have]:
+                        _extend(runs, place, 1)
+            else:
+                have = 0
+            if have < wanted:
+                sums.append(_ZERO_CRC * (wanted - have))
+                _extend(runs, 0, wanted - have)
+            block += wanted
+        if runs and not runs[-1][0]:
+            count -= runs.pop()[1]
+        for place, length in runs:
+            length <<= 12
+            if place:
+                work.offsets.append(place << 12)
+                work.lengths.append(length)
+                work.positions.append(at)
+            else:
+                zeros.append((at, length))
+            at += length
+        return count, b"".join(sums)[:count * 4]
+
+    async def finish(self, batch: ReadBatch) -> None:
+        """Read what was missed and complete the batch."""
+        work, missed = batch.work, batch.missed
+        outcome = await self._device.read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],
+                                          [work.positions[at] for at in missed], work.into)
+        for at, error in zip(missed, outcome, strict=True):
+            if error is not None:
+                work.failed[bisect_right(work.starts, at) - 1] = type(error) if isinstance(error, NvpoolError) else DriveFailed
+        batch.missed = []
+        self._complete(batch, work)
+
+    def _complete(self, batch: ReadBatch, work: _Work) -> None:
+        if work.checked:
+            self._check(batch, work)
+        into = work.into
+        if not work.failed:
+            batch.payload = [into] if len(into) else []
+        else:
+            at = 0
+            for read in range(len(work.crcs)):
+                _, _, length, _ = RESULT.unpack_from(batch.results, read * RESULT.size)
+                error = work.failed.get(read)
+                if error is not None:
+                    RESULT.pack_into(batch.results, read * RESULT.size, error.wire_code, 0, 0, 0)
+                    work.crcs[read] = b""
+                elif length:
+                    batch.payload.append(into[at:at + length])
+                at += length
+        batch.checksums = b"".join(work.crcs)
+        batch.work = None
+
+    def _check(self, batch: ReadBatch, work: _Work) -> None:
+        positions = {}
+        at = 0
+        for read in range(len(work.crcs)):
+            positions[read] = at
+            at += RESULT.unpack_from(batch.results, read * RESULT.size)[2]
+        for read in work.checked:
+            sums = work.crcs[read]
+            if not sums or read in work.failed:
+                continue
+            length = len(sums) // 4 * BLOCK_BYTES
+            bad = first_bad_block(work.into[positions[read]:positions[read] + length], sums)
+            if bad >= 0:
+                inode, number, offset, _, _, _ = READ.unpack_from(work.reads, read * READ.size)
+                self._note_bad(inode, number, (offset >> 12) + bad, "does not fit its checksum when read")
+                work.failed[read] = ChecksumMismatch
+
+
+def _extend(runs: list[list[int]], place: int, count: int) -> None:
+    if runs:
+        last = runs[-1]
+        if place and last[0] and last[0] + last[1] == place or not place and not last[0]:
+            last[1] += count
+            return
+    runs.append([place, count])

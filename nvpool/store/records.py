@@ -1,0 +1,295 @@
+"""How a chunk store's index looks in its kv: keys and packed records, all of a declared version.
+
+    key                                                   value
+    F                                                     the store's identity (JSON, written once)
+    c inode u64 · chunk u32 · segment u8   (big-endian)   segment record; segment 0 of a chunk also holds its head
+    p …the same                                           reserved: the pending version of a segment, same record
+    i inode u64                                           inode record: the newest cut known here
+    g group u32                                           bitmap of 8,192 blocks: 1 is used; no record: all free
+    d group u32                                           changes of that bitmap since, at most 24
+    b inode u64 · chunk u32 · block u32                   a block found bad (text)
+    r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
+                                                          drive: rejected u64 (bit n: block n), record; see recovery.py
+
+A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian:
+
+    format u8 = 1 · flags u8 · runs u8 · requests u8 · fresh u8 · fresh blocks u8
+    flag HEAD:   version u64 (chain epoch u32 above counter u32)
+    flag CUT:    cut u64, absent when 0
+    requests × 18: session u64, sequence u64, slot u16      the last 16 that changed the chunk, oldest first
+    flag HOLES:  presence u64, bit n is block n; without the flag the blocks are 0, 1, 2, … without a gap
+    runs × 6:    u32 low part of the disk block, u16: its high 10 bits above 6 bits of (blocks of the run - 1)
+    present blocks × 4: CRC32C
+
+`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. A full segment
+in 64 runs with 16 requests is 958 bytes, a file of one block 42. The kv keeps a checksum with each record, so a flipped bit in
+the index is an error and never a hole full of zeros.
+
+Called by the store's other files only. Never does I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from itertools import pairwise
+from typing import NamedTuple
+
+from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
+from nvpool.base.errors import CorruptRecord, WrongFormat
+
+SEGMENT_BITS = 6
+SEGMENT_BLOCKS = 1 << SEGMENT_BITS
+SEGMENT_MASK = SEGMENT_BLOCKS - 1
+REQUESTS_KEPT = 16
+DISK_BLOCKS_MAX = 1 << 42
+
+HEAD, CUT, HOLES = 1, 2, 4
+_FORMAT = 1
+_START = struct.Struct("<BBBBBB")
+_REQUEST = struct.Struct("<QQH")
+_U64 = struct.Struct("<Q")
+_KEY = struct.Struct(">cQIB")
+_INODE_KEY = struct.Struct(">cQ")
+_GROUP_KEY = struct.Struct(">cI")
+_BAD_KEY = struct.Struct(">cQII")
+_ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+
+IDENTITY_KEY = b"F"
+
+
+class Segment:
+    """64 blocks of a chunk, decoded; never changed once made. `disk[n]` is the disk block of block n, 0 for a hole (disk
+    block 0 is the superblock); `crcs` has four bytes for each, those of a zero block for a hole; both end behind the
+    last block that is there. `base` is disk[0] when all of it lies in one run, else 0."""
+
+    __slots__ = ("disk", "crcs", "base")
+
+    def __init__(self, disk: array, crcs: bytes):
+        self.disk = disk
+        self.crcs = crcs
+        self.base = disk[0] if disk and disk[0] and disk[-1] == disk[0] + len(disk) - 1 and _is_run(disk) else 0
+
+
+def _is_run(disk: array) -> bool:
+    return len(disk) == 1 or all(b - a == 1 for a, b in pairwise(disk))
+
+
+NO_BLOCKS = Segment(array("Q"), b"")
+
+
+class Head(NamedTuple):
+    """Of a chunk: its committed version, the cut it was written under, and (session, slot, sequence) of the last requests."""
+
+    version: int
+    cut: int = 0
+    requests: tuple[tuple[int, int, int], ...] = ()
+
+
+class InodeRecord(NamedTuple):
+    """`floor`: versions up to this one were given to chunks of the inode that are gone; a new one begins above."""
+
+    cut: int = 0
+    floor: int = 0
+    chunk_bits: int = 0
+
+
+def segment_key(inode: int, index: int, segment: int) -> bytes:
+    return _KEY.pack(b"c", inode, index, segment)
+
+
+def split_segment_key(key: bytes) -> tuple[int, int, int]:
+    """(inode, chunk index, segment)."""
+    return _KEY.unpack(key)[1:]
+
+
+def inode_end_key(inode: int) -> bytes:
+    """Behind the last segment of an inode."""
+    return _INODE_KEY.pack(b"c", inode + 1) if inode + 1 < 1 << 64 else b"d"
+
+
+def inode_key(inode: int) -> bytes:
+    return _INODE_KEY.pack(b"i", inode)
+
+
+def group_key(group: int) -> bytes:
+    return _GROUP_KEY.pack(b"g", group)
+
+
+def delta_key(group: int) -> bytes:
+    return _GROUP_KEY.pack(b"d", group)
+
+
+def group_of_key(key: bytes) -> int:
+    return _GROUP_KEY.unpack(key)[1]
+
+
+def bad_key(inode: int, index: int, block: int) -> bytes:
+    return _BAD_KEY.pack(b"b", inode, index, block)
+
+
+def split_bad_key(key: bytes) -> tuple[int, int, int]:
+    return _BAD_KEY.unpack(key)[1:]
+
+
+def check_format(key: bytes, raw: bytes, least: int) -> None:
+    """CorruptRecord for a record of less than `least` bytes, WrongFormat for one of another version."""
+    if len(raw) < least:
+        raise CorruptRecord(f"the index record {key.hex()} is too short")
+    if raw[0] != _FORMAT:
+        raise WrongFormat(f"the index record {key.hex()} has format {raw[0]}, this nvpool knows {_FORMAT}")
+
+
+def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
+    """The record of a segment; `head` is given for segment 0 and for no other."""
+    disk = segment.disk
+    runs = bytearray()
+    run_count = 0
+    flags = 0
+    crcs = segment.crcs
+    if segment.base:
+        run_count = 1
+        runs += struct.pack("<IH", segment.base & 0xFFFFFFFF, (segment.base >> 32) << 6 | len(disk) - 1)
+    elif disk:
+        present = 0
+        begin = count = 0
+        for at, place in enumerate(disk):
+            if place:
+                present |= 1 << at
+            if count and place == begin + count:
+                count += 1
+                continue
+            if count:
+                runs += struct.pack("<IH", begin & 0xFFFFFFFF, (begin >> 32) << 6 | count - 1)
+                run_count += 1
+            begin, count = place, 1 if place else 0
+        if count:
+            runs += struct.pack("<IH", begin & 0xFFFFFFFF, (begin >> 32) << 6 | count - 1)
+            run_count += 1
+        if present != (1 << len(disk)) - 1:
+            flags |= HOLES
+            crcs = b"".join([crcs[at * 4:at * 4 + 4] for at, place in enumerate(disk) if place])
+            runs[:0] = _U64.pack(present)
+    parts = [b"", runs, crcs]
+    request_count = 0
+    if head is not None:
+        flags |= HEAD
+        request_count = len(head.requests)
+        fixed = _U64.pack(head.version)
+        if head.cut:
+            flags |= CUT
+            fixed += _U64.pack(head.cut)
+        if request_count:
+            fixed += b"".join([_REQUEST.pack(session, sequence, slot) for session, slot, sequence in head.requests])
+        parts.insert(1, fixed)
+    parts[0] = _START.pack(_FORMAT, flags, run_count, request_count, fresh, fresh_blocks)
+    return b"".join(parts)
+
+
+def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
+    """CorruptRecord when the record contradicts itself, WrongFormat for another version."""
+    check_format(key, body, 6)
+    _, flags, run_count, request_count, _, _ = _START.unpack_from(body)
+    at = 6
+    head = None
+    try:
+        if flags & HEAD:
+            version, = _U64.unpack_from(body, at)
+            at += 8
+            cut = 0
+            if flags & CUT:
+                cut, = _U64.unpack_from(body, at)
+                at += 8
+            requests: tuple = ()
+            if request_count:
+                end = at + 18 * request_count
+                requests = tuple([(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(body[at:end])])
+                at = end
+            head = Head(version, cut, requests)
+        present = -1
+        if flags & HOLES:
+            present, = _U64.unpack_from(body, at)
+            at += 8
+        disk = array("Q")
+        if run_count == 1:
+            low, high = struct.unpack_from("<IH", body, at)
+            begin = low | high >> 6 << 32
+            disk.extend(range(begin, begin + (high & 63) + 1))
+        elif run_count:
+            fields = struct.unpack_from("<" + "IH" * run_count, body, at)
+            for low, high in zip(fields[::2], fields[1::2], strict=True):
+                begin = low | high >> 6 << 32
+                disk.extend(range(begin, begin + (high & 63) + 1))
+        at += 6 * run_count
+        crcs = body[at:]
+        if len(crcs) != 4 * len(disk) or len(disk) > SEGMENT_BLOCKS or (flags & HOLES and present.bit_count() != len(disk)):
+            raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
+    except struct.error:
+        raise CorruptRecord(f"the index record {key.hex()} is too short") from None
+    if not flags & HOLES:
+        return (Segment(disk, crcs) if disk else NO_BLOCKS), head
+    placed = array("Q", bytes(8 * present.bit_length()))
+    spread = [_ZERO_CRC] * len(placed)
+    source = 0
+    for block in range(len(placed)):
+        if present >> block & 1:
+            placed[block] = disk[source]
+            spread[block] = crcs[source * 4:source * 4 + 4]
+            source += 1
+    return Segment(placed, b"".join(spread)), head
+
+
+def replaced(segment: Segment, start: int, places: array, crcs: bytes) -> Segment:
+    """The segment with the blocks from `start` on at these places (0: a hole) with these checksums."""
+    end = start + len(places)
+    disk = segment.disk
+    have = len(disk)
+    if start == 0 and end >= have:
+        return _trimmed(places, crcs)
+    new_disk = disk[:start]
+    new_crcs = segment.crcs[:start * 4]
+    if start > have:
+        new_disk.extend([0] * (start - have))
+        new_crcs += _ZERO_CRC * (start - have)
+    new_disk.extend(places)
+    new_disk.extend(disk[end:])
+    return _trimmed(new_disk, b"".join((new_crcs, crcs, segment.crcs[end * 4:])))
+
+
+def _trimmed(disk: array, crcs: bytes) -> Segment:
+    count = len(disk)
+    while count and not disk[count - 1]:
+        count -= 1
+    if not count:
+        return NO_BLOCKS
+    return Segment(disk[:count], bytes(crcs[:count * 4]))
+
+
+def extent_count(body: bytes) -> int:
+    return body[2]
+
+
+def fresh_of(body: bytes) -> tuple[int, int]:
+    """(first, count) of the blocks that the change of this segment record wrote."""
+    return body[4], body[5]
+
+
+def encode_rejected(rejected: int, body: bytes) -> bytes:
+    return _U64.pack(rejected) + body
+
+
+def decode_rejected(raw: bytes) -> tuple[int, bytes]:
+    return _U64.unpack_from(raw)[0], raw[8:]
+
+
+_INODE = struct.Struct("<BBHQQ")
+
+
+def encode_inode(record: InodeRecord) -> bytes:
+    return _INODE.pack(_FORMAT, record.chunk_bits, 0, record.cut, record.floor)
+
+
+def decode_inode(key: bytes, raw: bytes) -> InodeRecord:
+    check_format(key, raw, _INODE.size)
+    _, chunk_bits, _, cut, floor = _INODE.unpack(raw)
+    return InodeRecord(cut, floor, chunk_bits)

@@ -1,0 +1,140 @@
+"""Reading what nobody reads: every block against its checksum, the index against the free map and the other way round.
+
+A pass goes through the index in key order in bounded steps; the cursor is the last key (b"c…"). Each block named is read and
+checked, must lie on the drive, be in use in the free map, and be named once. The blocks seen are kept as one bit each while
+the pass lasts; at its end blocks that are in use and were neither seen nor changed during the pass are reported: nobody names
+them. A pass that was begun before this process still checks its blocks, but not the last part.
+
+Blocks are read in the device's own background way; writes go on between steps. Called by the block store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvpool.base.checksum import first_bad_block
+from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.base.units import BLOCK_BYTES
+from nvpool.store.allocator import GROUP_BITS, GROUP_BLOCKS
+from nvpool.store.chunkstore import BadBlock, ScrubStep
+from nvpool.store.records import SEGMENT_BITS, Segment, decode_segment, split_segment_key
+
+if TYPE_CHECKING:
+    from nvpool.store.block_chunkstore import BlockChunkStore
+
+BLOCKS_MAX = 16384
+PROBLEMS_MAX = 100
+_READ_BLOCKS = 256
+
+
+class Scrub:
+    def __init__(self, store: BlockChunkStore):
+        self._store = store
+        self._seen: dict[int, int] | None = None
+        self._expected = b""
+
+    async def step(self, cursor: bytes, blocks: int) -> ScrubStep:
+        """See ChunkStore.scrub. InvalidRequest for a cursor that is none."""
+        store = self._store
+        if cursor and cursor[:1] != b"c":
+            raise InvalidRequest("not a cursor of a scrub")
+        if not cursor:
+            self._seen = {}
+            store.allocator.changed_groups = {}
+        elif cursor != self._expected:
+            self._seen = None
+        blocks = max(1, min(blocks, BLOCKS_MAX))
+        checked = 0
+        bad: list[BadBlock] = []
+        problems: list[str] = []
+        first = cursor + b"\0" if cursor else b"c"
+        while checked < blocks:
+            token = store.begin_reading()
+            try:
+                pairs = self._scan(first, problems)
+                for key, raw in pairs:
+                    try:
+                        segment, _ = decode_segment(key, raw)
+                    except (CorruptRecord, WrongFormat) as error:
+                        problems.append(str(error))
+                        continue
+                    self._against_map(key, segment, problems)
+                    checked += await self._check(key, segment, bad)
+            finally:
+                store.end_reading(token)
+            if not pairs:
+                problems += self._map_against_index()
+                self._seen = None
+                return ScrubStep(b"", True, checked, bad, problems[:PROBLEMS_MAX])
+            first = pairs[-1][0] + b"\0"
+        self._expected = first[:-1]
+        return ScrubStep(self._expected, False, checked, bad, problems[:PROBLEMS_MAX])
+
+    def _scan(self, first: bytes, problems: list[str]) -> list[tuple[bytes, bytes]]:
+        try:
+            return self._store.kv.scan(first, b"d", _READ_BLOCKS // 64)
+        except CorruptRecord as error:
+            problems.append(f"the index behind {first.hex()} can not be read: {error}")
+            return []
+
+    def _against_map(self, key: bytes, segment: Segment, problems: list[str]) -> None:
+        inode, index, number = split_segment_key(key)
+        allocator = self._store.allocator
+        for at, place in enumerate(segment.disk):
+            if not place:
+                continue
+            where = f"block {(number << SEGMENT_BITS) + at} of chunk {index} of inode {inode}"
+            if place >= allocator.block_count:
+                problems.append(f"{where} lies at {place}, behind the end of the drive")
+            elif not allocator.is_used(place):
+                problems.append(f"{where} lies at {place}, which the free map calls free")
+            elif self._seen is not None:
+                group, bit = place >> GROUP_BITS, 1 << (place & GROUP_BLOCKS - 1)
+                seen = self._seen.get(group, 0)
+                if seen & bit and not allocator.changed_groups.get(group, 0) & bit:
+                    problems.append(f"{where} lies at {place}, which another block has too")
+                self._seen[group] = seen | bit
+
+    async def _check(self, key: bytes, segment: Segment, bad: list[BadBlock]) -> int:
+        store = self._store
+        inode, index, number = split_segment_key(key)
+        blocks = [(at, place) for at, place in enumerate(segment.disk) if 0 < place < store.block_count]
+        if not blocks:
+            return 0
+        into = store.device.buffer(len(blocks) * BLOCK_BYTES)
+        # Always through the waiting way: what is in memory says nothing about the drive, but a full re-read past the page cache
+        # is what O_DIRECT stores do; others at least meet what the kernel has dropped.
+        outcome = await store.device.read([place << 12 for _, place in blocks], [BLOCK_BYTES] * len(blocks),
+                                          [n * BLOCK_BYTES for n in range(len(blocks))], into)
+        for n, ((at, _), error) in enumerate(zip(blocks, outcome, strict=True)):
+            block = (number << SEGMENT_BITS) + at
+            text = ""
+            if error is not None:
+                text = f"can not be read: {error}"
+            elif first_bad_block(into[n * BLOCK_BYTES:(n + 1) * BLOCK_BYTES], segment.crcs[at * 4:at * 4 + 4]) >= 0:
+                text = "does not fit its checksum when scrubbed"
+            if text and self._still_there(key, at, segment):
+                store.note_bad(inode, index, block, text)
+                bad.append(BadBlock(inode, index, block, text))
+        return len(blocks)
+
+    def _still_there(self, key: bytes, at: int, segment: Segment) -> bool:
+        raw = self._store.kv.get(key)
+        if raw is None:
+            return False
+        now, _ = decode_segment(key, raw)
+        return at < len(now.disk) and now.disk[at] == segment.disk[at]
+
+    def _map_against_index(self) -> list[str]:
+        if self._seen is None:
+            return []
+        allocator = self._store.allocator
+        problems = []
+        for group in range(allocator.group_count):
+            if allocator.has_used(group):
+                lost = allocator.used_mask(group) & ~self._seen.get(group, 0) & ~allocator.changed_groups.get(group, 0)
+                if lost:
+                    first = (group << GROUP_BITS) + (lost & -lost).bit_length() - 1
+                    problems.append(f"{lost.bit_count()} blocks from {first} on are in use in the free map, but no chunk has them")
+        allocator.changed_groups = None
+        return problems

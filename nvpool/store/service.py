@@ -1,0 +1,380 @@
+"""The chunk store's side of the wire: unpack, check, call the store, pack. No decision of its own but who may.
+
+What is in memory is answered in the call that brought it; a task is made only where something waits (the drive, a sync, room).
+Grants are verified once and kept; on a batch only their ends are looked at. A request of an older map is refused when a chain
+it touches has changed since; one of a newer map makes us ask for it (`refresh_map`).
+
+Called by a transport's listener as its handler; made by run/store_daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+from collections.abc import Callable, Coroutine
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base import grants
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    AccessDenied,
+    Busy,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    NvpoolError,
+    StaleEpoch,
+    StaleGrant,
+    WrongTarget,
+)
+from nvpool.base.ids import RequestId
+from nvpool.base.units import BLOCK_BYTES
+from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import PoolMap
+from nvpool.store.chunkstore import ALL_INODES, ChunkStore, MustWait, ReadBatch
+from nvpool.store.reads import READ, RESULT
+from nvpool.store.replica import Replica
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import Method
+
+log = logging.getLogger(__name__)
+
+WRITE = struct.Struct("<QQQIIIHH")
+GRANTS_KEPT = 65_536
+WAITING_MAX = 8192
+"""Calls that wait at once, over all connections; more are told to come later."""
+INODES_LISTED_MAX = 65_536
+TEND_S = 1.0
+
+
+class StoreService:
+    def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
+                 refresh_map: Callable[[], None] | None = None):
+        """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later."""
+        self.store = store
+        self.target = target
+        self._secret = grant_secret
+        self._clock = clock
+        self._refresh_map = refresh_map
+        self._map: PoolMap | None = None
+        self._epoch = 0
+        self._changed_at: dict[int, int] = {}
+        self._stale_below = 0
+        self._grants: dict[bytes, grants.Grant] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._tending: asyncio.Task | None = None
+        self._draining = False
+        self.replica = Replica(store)
+        self._methods: dict[int, Callable[[Call], None]] = {
+            Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
+            Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
+            Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
+        }
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin the background work. Once."""
+        self._tending = asyncio.get_running_loop().create_task(self._tend())
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(TEND_S)
+            try:
+                await self.store.tend()
+            except NvpoolError as error:
+                log.warning("target %d: tending failed: %s", self.target, error)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
+        self._draining = True
+        if self._tasks and drain_s > 0:
+            await asyncio.wait(self._tasks, timeout=drain_s)
+        for task in [*self._tasks, *([self._tending] if self._tending else [])]:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self.store.close()
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Use this map unless ours is as new."""
+        if pool_map.epoch <= self._epoch:
+            return
+        before, self._map, self._epoch = self._map, pool_map, pool_map.epoch
+        if before is None:
+            self._stale_below = pool_map.epoch  # what changed before it is not known here
+        else:
+            for table in pool_map.tables:
+                old = before.table_by_id.get(table.id)
+                for number, chain in enumerate(table.chains):
+                    if old is None or old.chains[number] != chain:
+                        self._changed_at[number] = pool_map.epoch
+        self.replica.update_map(pool_map, self.target)
+
+    # -- every request -----------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        """Answer the call, now or from a task. Errors are raised or given to call.fail."""
+        if self._draining:
+            raise Draining
+        method = self._methods.get(call.method)
+        if method is None:
+            raise InvalidRequest(f"a chunk store does not know the method {call.method}")
+        if call.deadline_s < self._clock.boottime_s():
+            raise DeadlineExceeded(may_be_applied=False)
+        method(call)
+
+    def _parse(self, kind, call: Call):
+        message = call.message
+        try:
+            request = kind.FromString(message if isinstance(message, bytes) else bytes(message))
+        except DecodeError:
+            raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
+        if request.target != self.target:
+            raise WrongTarget(f"this is target {self.target}, not {request.target}")
+        return request
+
+    def _later(self, call: Call, work: Coroutine) -> None:
+        if len(self._tasks) >= WAITING_MAX:
+            work.close()
+            raise Busy("too many requests wait for this target")
+        task = asyncio.get_running_loop().create_task(self._answered(call, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _answered(call: Call, work: Coroutine) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            call.fail(Draining())
+            raise
+        except Exception as error:  # the border: a transport tells ours from bugs
+            call.fail(error)
+
+    def _check_epoch(self, epoch: int, headers: bytes, form: struct.Struct, inode_at: int, index_at: int) -> None:
+        """StaleEpoch when a chunk's chain has changed since the asker's map. A newer map makes us ask for it."""
+        if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
+            self._refresh_map()
+        if epoch >= self._epoch or not self._map:
+            return
+        if epoch < self._stale_below:
+            raise StaleEpoch
+        if self._changed_at:
+            for fields in form.iter_unpack(headers):
+                if self._changed_at.get(chain_of(fields[inode_at], fields[index_at]), 0) > epoch:
+                    raise StaleEpoch
+
+    # -- grants ------------------------------------------------------------------------------------------------------
+
+    def _grant(self, raw: bytes, now_ms: int) -> grants.Grant | None:
+        """The grant, or None when it is not valid (any more)."""
+        found = self._grants.get(raw)
+        if found is None:
+            try:
+                found = grants.verify(raw, self._secret, now_ms)
+            except StaleGrant:
+                return None
+            if len(self._grants) >= GRANTS_KEPT:
+                self._grants.clear()
+            self._grants[raw] = found
+        return found if found.ends_ms + grants.CLOCK_SKEW_S * 1000 >= now_ms else None
+
+    def _authority(self, raw: bytes) -> None:
+        grant = self._grant(raw, self._clock.wall_ns() // 1_000_000)
+        if grant is None:
+            raise StaleGrant
+        if not grant.rights & grants.SERVICE:
+            raise AccessDenied("only a metadata service may do this")
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def _read(self, call: Call) -> None:
+        request = self._parse(pb.ReadRequest, call)
+        reads = request.reads
+        if len(reads) % READ.size:
+            raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, reads, READ, 0, 1)
+        now_ms = self._clock.wall_ns() // 1_000_000
+        owners = []
+        for raw in request.grants:
+            grant = self._grant(raw, now_ms)
+            if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
+                owners.append(0)
+            else:
+                owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
+        batch = self.store.read_now(reads, owners, request.verify)
+        if batch.missed:
+            self._later(call, self._finish_read(call, batch))
+        else:
+            self._answer_read(call, batch)
+
+    async def _finish_read(self, call: Call, batch: ReadBatch) -> None:
+        await self.store.finish_read(batch)
+        self._answer_read(call, batch)
+
+    def _answer_read(self, call: Call, batch: ReadBatch) -> None:
+        reply = pb.ReadReply(map_epoch=self._epoch, results=bytes(batch.results), checksums=batch.checksums)
+        call.reply(reply.SerializeToString(), batch.payload)
+
+    # -- writes ------------------------------------------------------------------------------------------------------
+
+    def _write(self, call: Call) -> None:
+        request = self._parse(pb.WriteRequest, call)
+        if len(request.writes) % WRITE.size:
+            raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, request.writes, WRITE, 0, 3)
+        work = _Writes(self, request, memoryview(call.payload))
+        until = work.go_on()
+        if until is None:
+            self._answer_write(call, work)
+        else:
+            self._later(call, self._finish_write(call, work, until))
+
+    async def _finish_write(self, call: Call, work: _Writes, until) -> None:
+        while until is not None:
+            if call.cancelled:
+                return
+            await until()
+            if call.deadline_s < self._clock.boottime_s():
+                work.refuse_rest(DeadlineExceeded.wire_code)
+                break
+            until = work.go_on()
+        self._answer_write(call, work)
+
+    def _answer_write(self, call: Call, work: _Writes) -> None:
+        call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, call: Call) -> None:
+        self._parse(pb.FlushRequest, call)
+        self._later(call, self._do_flush(call))
+
+    async def _do_flush(self, call: Call) -> None:
+        await self.store.flush()
+        call.reply(pb.FlushReply(map_epoch=self._epoch).SerializeToString())
+
+    def _cut(self, call: Call) -> None:
+        request = self._parse(pb.CutRequest, call)
+        self._authority(request.authority)
+        self._later(call, self._do_cut(call, request))
+
+    async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
+        await self.store.cut(request.inode, request.size, request.cut, request.chunk_bits)
+        call.reply(pb.CutReply(map_epoch=self._epoch).SerializeToString())
+
+    def _remove(self, call: Call) -> None:
+        request = self._parse(pb.RemoveRequest, call)
+        self._authority(request.authority)
+        if len(request.inodes) % 8:
+            raise InvalidRequest("not a list of inode numbers")
+        self._later(call, self._do_remove(call, request))
+
+    async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
+        chunks, byte_count = await self.store.remove([inode for inode, in struct.iter_unpack("<Q", request.inodes)])
+        call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
+
+    def _describe(self, call: Call) -> None:
+        request = self._parse(pb.DescribeRequest, call)
+        found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
+        chunks = [pb.ChunkDescription(**one._asdict()) for one in found]
+        call.reply(pb.DescribeReply(chunks=chunks, more=more).SerializeToString())
+
+    def _list(self, call: Call) -> None:
+        request = self._parse(pb.ListRequest, call)
+        found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
+        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more).SerializeToString())
+
+    def _scrub(self, call: Call) -> None:
+        request = self._parse(pb.ScrubRequest, call)
+        self._later(call, self._do_scrub(call, request))
+
+    async def _do_scrub(self, call: Call, request: pb.ScrubRequest) -> None:
+        step = await self.store.scrub(request.cursor, request.blocks)
+        reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
+                              bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
+        call.reply(reply.SerializeToString())
+
+    def _status(self, call: Call) -> None:
+        self._parse(pb.DataStatusRequest, call)
+        status = self.store.status()
+        if self._draining:
+            status["state"] = "draining"
+        status["chunks"] = max(0, status["chunks"])
+        reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
+                                   bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
+        call.reply(reply.SerializeToString())
+
+
+class _Writes:
+    """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
+    are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
+
+    def __init__(self, service: StoreService, request: pb.WriteRequest, payload: memoryview):
+        self._service = service
+        self._request = request
+        self._payload = payload
+        self._headers = list(WRITE.iter_unpack(request.writes))
+        if request.versions and len(request.versions) != len(self._headers):
+            raise InvalidRequest("a version is missing")
+        places, pieces, at, piece = [], [], 0, 0
+        for _, _, _, _, offset, length, _, _ in self._headers:
+            places.append((at, at + length))
+            at += length
+            last = piece + ((offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0)
+            pieces.append((piece * 4, last * 4))
+            piece = last
+        if at != len(payload) or piece * 4 != len(request.checksums):
+            raise InvalidRequest(f"{len(payload)} bytes and {len(request.checksums)} of checksums came for writes of {at} and "
+                                 f"{piece * 4}")
+        self._places, self._pieces = places, pieces
+        self._done = 0
+        self._refused: dict[tuple[int, int], int] = {}
+        now_ms = service._clock.wall_ns() // 1_000_000
+        self._grants = [service._grant(raw, now_ms) for raw in request.grants]
+        self.results = bytearray(RESULT.size * len(self._headers))
+
+    def go_on(self):
+        """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
+        request, replica = self._request, self._service.replica
+        session, slot = request.session, request.slot
+        versions = request.versions
+        while self._done < len(self._headers):
+            number = self._done
+            inode, cut, sequence, index, offset, _, grant_number, _ = self._headers[number]
+            status = version = 0
+            try:
+                refused = self._refused.get((inode, index))
+                if refused:
+                    status = refused
+                else:
+                    self._check_grant(grant_number, inode, cut)
+                    begin, end = self._places[number]
+                    first, last = self._pieces[number]
+                    version = replica.write_now(inode, index, offset, self._payload[begin:end], request.checksums[first:last],
+                                                cut=cut, request=RequestId(session, slot, sequence) if session else None,
+                                                version=versions[number] if versions else 0)
+            except MustWait as wait:
+                return wait.until
+            except NvpoolError as error:
+                status = self._refused[inode, index] = error.wire_code
+            RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
+            self._done += 1
+        return None
+
+    def refuse_rest(self, code: int) -> None:
+        for number in range(self._done, len(self._headers)):
+            RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
+
+    def _check_grant(self, number: int, inode: int, cut: int) -> None:
+        grant = self._grants[number] if number < len(self._grants) else None
+        if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
+            raise StaleGrant
+        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut):
+            raise StaleGrant

@@ -1,0 +1,200 @@
+"""Cut and remove: taking chunks away in bounded steps, each one kv change.
+
+Whole chunks go in one step, since their segments make sense only with their head. The versions of what goes are kept as the
+inode's floor as long as the inode lives, so that a version never has two contents. Called by the block store.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from nvpool.base.checksum import ZERO_BLOCK, crc32c
+from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
+from nvpool.base.units import BLOCK_BYTES
+from nvpool.kv.contract import Effect
+from nvpool.store.allocator import Transaction, Waiting
+from nvpool.store.chunkstore import MustWait
+from nvpool.store.records import (
+    SEGMENT_BITS,
+    SEGMENT_BLOCKS,
+    SEGMENT_MASK,
+    Head,
+    InodeRecord,
+    bad_key,
+    decode_segment,
+    encode_inode,
+    inode_key,
+    replaced,
+)
+
+if TYPE_CHECKING:
+    from nvpool.store.block_chunkstore import BlockChunkStore
+
+log = logging.getLogger(__name__)
+
+STEP_RECORDS = 256
+"""Segment records in one change: 64 MiB of a file, about 10 KiB of journal. More than the 64 of the largest chunk."""
+_TRIES_MAX = 1000
+
+
+async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int) -> None:
+    """See ChunkStore.cut."""
+    if not 16 <= chunk_bits <= 24 or size < 0:
+        raise InvalidRequest(f"no file has {size} bytes in chunks of 2**{chunk_bits}")
+    record = store.index.inode(inode)
+    if number < record.cut:
+        raise StaleCut(f"inode {inode} was cut ({record.cut}) after this cut ({number})")
+    await store.kv.room()
+    # First, so that late writes are refused before the first byte goes.
+    _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction())
+    last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
+    if within:
+        await _cut_within(store, inode, last, within)
+    await _drop(store, inode, last + 1 if within else last, keep_floor=True)
+    await store.flush()
+
+
+async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, int]:
+    """See ChunkStore.remove."""
+    chunks = blocks = 0
+    for inode in inodes:
+        its_chunks, its_blocks = await _drop(store, inode, 0, keep_floor=False)
+        chunks += its_chunks
+        blocks += its_blocks
+        if store.kv.get(inode_key(inode)) is not None:
+            await store.kv.room()
+            store.kv.apply([(inode_key(inode), None)], reclaims=True)
+        store.index.set_inode(inode, None)
+    return chunks, blocks * BLOCK_BYTES
+
+
+def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effects: list[Effect],
+                 transaction: Transaction) -> None:
+    """One change with the inode's record and `effects`."""
+    effects = [*effects, (inode_key(inode), encode_inode(record))]
+    store.apply(transaction, effects, reclaims=True)
+    store.index.set_inode(inode, record)
+
+
+async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: bool) -> tuple[int, int]:
+    """Remove the chunks of the inode from index `first` on; (chunks, blocks)."""
+    chunks = blocks = 0
+    while records := store.index.records(inode, first, STEP_RECORDS):
+        if store.kv.full:
+            await store.kv.room()
+            continue
+        transaction = Transaction()
+        effects: list[Effect] = []
+        gone: list[int] = []
+        floor = 0
+        of_chunks = [(index, list(group)) for index, group in groupby(records, key=lambda one: one[0][1])]
+        if len(records) == STEP_RECORDS and len(of_chunks) > 1:
+            of_chunks.pop()  # perhaps not all of it
+        for index, group in of_chunks:
+            gone.append(index)
+            for _, key, raw in group:
+                effects.append((key, None))
+                try:
+                    segment, head = decode_segment(key, raw)
+                except CorruptRecord as error:
+                    log.error("target %d: %s; its blocks are lost until the free map is repaired", store.target, error)
+                    continue
+                transaction.free_places(segment.disk)
+                blocks += len(segment.disk) - segment.disk.count(0)
+                if head is not None:
+                    floor = max(floor, head.version)
+        bad = [name for name in store.bad if name[0] == inode and first <= name[1] <= gone[-1]]
+        effects += [(bad_key(*name), None) for name in bad]
+        if keep_floor:
+            record = store.index.inode(inode)
+            _apply_inode(store, inode, record._replace(floor=max(record.floor, floor)), effects, transaction)
+        else:
+            store.apply(transaction, effects, reclaims=True)
+        for index in gone:
+            store.index.forget(inode, index)
+        store.forget_bad(bad)
+        chunks += len(gone)
+        first = gone[-1] + 1
+    return chunks, blocks
+
+
+async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int) -> None:
+    """The chunk ends at byte `end`: whole blocks behind it go, the rest of the last one becomes zeros."""
+    for _ in range(_TRIES_MAX):
+        if store.kv.full:
+            await store.kv.room()
+        chunk = store.index.chunk(inode, index)
+        if not chunk.version:
+            return
+        version = chunk.version
+        transaction = Transaction()
+        try:
+            tail = _zeroed_tail(store, chunk, end)
+            if tail is not None:
+                (place, _), = store.allocator.allocate(transaction, 1, grows=False)
+        except Waiting:
+            await store.make_room()
+            continue
+        except MustWait as wait:
+            await wait.until()
+            continue
+        try:
+            if tail is not None:
+                # On the drive before it is named: after a loss of power the old block must not come back for it.
+                store.write_runs([(place, 1)], [tail])
+                await store.sync_data()
+                if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:
+                    store.allocator.drop(transaction)
+                    continue
+            segments = _cut_segments(store, chunk, end, (place, tail) if tail is not None else None, transaction)
+            if segments:
+                head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests)
+                store.apply_segments(transaction, chunk, segments, head, (end + BLOCK_BYTES - 1 >> 12, 1 << 32), reclaims=True)
+            return
+        except BaseException:
+            store.allocator.drop(transaction)
+            raise
+    raise Busy("other writes to the chunk did not let the cut through")
+
+
+def _zeroed_tail(store: BlockChunkStore, chunk, end: int) -> bytes | None:
+    """The block in which `end` lies with zeros from there on; None when it need not be written."""
+    border = end & BLOCK_BYTES - 1
+    if not border:
+        return None
+    try:
+        old = store.old_block(chunk, end >> 12)
+    except ChecksumMismatch:  # it is never returned as it is, so nothing of it can be seen again
+        return None
+    kept = bytes(old[:border])
+    zeros = ZERO_BLOCK[border:]
+    return None if old[border:] == zeros else kept + zeros
+
+
+def _cut_segments(store: BlockChunkStore, chunk, end: int, tail: tuple[int, bytes] | None, transaction: Transaction) -> list:
+    """The segments that change, as apply_segments wants them; what they no longer name is freed in the transaction."""
+    blocks = end + BLOCK_BYTES - 1 >> 12
+    changed = []
+    for (_, index, number), _, _ in store.index.records(chunk.inode, chunk.index, 64):
+        if index != chunk.index:
+            break
+        segment = store.index.segment(chunk, number)
+        keep = max(0, min(SEGMENT_BLOCKS, blocks - (number << SEGMENT_BITS)))
+        cut_segment = segment
+        fresh = (0, 0)
+        if keep < len(segment.disk):
+            transaction.free_places(segment.disk[keep:])
+            gone = len(segment.disk) - keep
+            cut_segment = replaced(segment, keep, array("Q", bytes(8 * gone)), bytes(4 * gone))
+        if tail is not None and number == end >> 12 >> SEGMENT_BITS:
+            within = end >> 12 & SEGMENT_MASK
+            transaction.free_places(segment.disk[within:within + 1])
+            cut_segment = replaced(cut_segment, within, array("Q", [tail[0]]), crc32c(tail[1]).to_bytes(4, "little"))
+            fresh = (within, 1)
+        if cut_segment is not segment:
+            changed.append((number, cut_segment, *fresh))
+    return changed

@@ -1,0 +1,5 @@
+"""Only what pyproject.toml can not say: the compiled io_uring module, left out where there is no compiler or no liburing."""
+
+from setuptools import Extension, setup
+
+setup(ext_modules=[Extension("nvpool.store._uring", ["nvpool/store/_uring.pyx"], libraries=["uring"], optional=True)])
