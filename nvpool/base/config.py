@@ -86,7 +86,8 @@ class ClientSection(msgspec.Struct, frozen=True):
     """Mounts and programs on this node that are given this pool directory."""
 
     deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
-    attr_s: Annotated[float, Meta(ge=0, le=3600, description="how long attributes and names may be kept")] = 1.0
+    attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
+    entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
     write_buffer_bytes: Annotated[int, Meta(
         ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files")] = 64 * MIB
     read_ahead_bytes: Annotated[int, Meta(
