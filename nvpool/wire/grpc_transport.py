@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import BadConfiguration, Busy, CorruptFrame, InUse, NvpoolError, ProtocolMismatch, Unreachable
+from nvpool.base.errors import BadConfiguration, Busy, CorruptFrame, Draining, InUse, NvpoolError, ProtocolMismatch, Unreachable
 from nvpool.wire.endpoint import host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
@@ -269,9 +269,11 @@ class _Served(_Sending, Answerer):
             if frame.kind != HELLO:
                 raise CorruptFrame(f"a frame of kind {frame.kind} before a greeting")
             hello = check_hello(frame.message, greeting)
+            if self._listener.closing:
+                raise Draining()
             if len(self._listener.connections) >= CONNECTIONS_MAX:
                 raise Busy(f"{greeting.name} has {CONNECTIONS_MAX} connections already")
-        except (ProtocolMismatch, Busy) as error:
+        except (ProtocolMismatch, Busy, Draining) as error:
             self._complain(str(error))
             code, message = encode_error(error)
             await self._context.write(encode_frame(HELLO, 0, message, status=code))
@@ -331,6 +333,7 @@ class GrpcListener:
         self.handler = handler
         self.clock = clock
         self.connections: set[_Served] = set()
+        self.closing = False
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("nvpool.v1.Exchange", {
             "Frames": grpc.stream_stream_rpc_method_handler(self._frames)}),))
@@ -348,6 +351,7 @@ class GrpcListener:
         self.endpoint = host_port_url("grpc", where.host, port)
 
     async def close(self, drain_s: float = 0.0) -> None:
+        self.closing = True
         if self.connections:
             await asyncio.gather(*[served.drain(drain_s) for served in list(self.connections)])
         await self._server.stop(0.2)

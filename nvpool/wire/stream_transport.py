@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -19,7 +20,18 @@ import stat
 from collections.abc import Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import Busy, CorruptFrame, InUse, NvpoolError, ProtocolMismatch, TooManyOpen, Unreachable, from_os_error
+from nvpool.base.errors import (
+    BadConfiguration,
+    Busy,
+    CorruptFrame,
+    DriveFailed,
+    InUse,
+    NvpoolError,
+    ProtocolMismatch,
+    TooManyOpen,
+    Unreachable,
+    from_os_error,
+)
 from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
@@ -89,16 +101,10 @@ class _End(asyncio.BufferedProtocol):
         if self._ended:
             return
         self._reader.stalled = False
-        self.buffer_updated_again()
+        if not self._reading:
+            self.buffer_updated(0)
         if not self._reader.stalled and not self._ended:
             self._transport.resume_reading()
-
-    def buffer_updated_again(self) -> None:
-        if not self._reading:
-            try:
-                self._reader.parse()
-            except CorruptFrame as error:
-                self._end(str(error), logged=True)
 
     def _stop_reading(self) -> None:
         self._reader.stalled = True
@@ -483,7 +489,9 @@ def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
 
 
 def _listen_error(error: OSError, endpoint: str) -> NvpoolError:
-    import errno
-    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):
+    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # EAGAIN: so busy that its backlog is full
         return InUse(f"{endpoint}: the address is in use")
-    return from_os_error(error, f"listening at {endpoint}")
+    known = from_os_error(error, f"listening at {endpoint}")
+    if isinstance(known, DriveFailed):  # no such host, not an address of this host
+        return BadConfiguration(str(known))
+    return known

@@ -13,7 +13,16 @@ import pytest
 import uvloop
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Busy, DeadlineExceeded, Disconnected, InUse, NotFound, ProtocolMismatch, Unreachable
+from nvpool.base.errors import (
+    BadConfiguration,
+    Busy,
+    DeadlineExceeded,
+    Disconnected,
+    InUse,
+    NotFound,
+    ProtocolMismatch,
+    Unreachable,
+)
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
 from nvpool.wire import greeting, registry, stream_transport
 from nvpool.wire.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
@@ -383,6 +392,12 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
     await refused(InUse, serve(tmp_path))
     assert (tmp_path / "s").read_text() == "precious"
     await refused(NotFound, serve(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("endpoint", ["stream://192.0.2.1:1", "carrier-pigeon://coop:1"])
+@on_a_loop
+async def test_an_address_that_is_none_of_this_host_is_a_mistake_in_the_configuration(endpoint):
+    await refused(BadConfiguration, registry.listen(endpoint, US, echo))
 
 
 @on_a_loop
