@@ -77,7 +77,7 @@ class Quickstart:
                              f"tree with SOURCE=")
             # The sizes differ as drives of a real pool do: the larger one gets twice as many chunks. Sparse until written.
             for share in (1, 2):
-                command += ["--size", str(max(2 << 30, need * share // 2) // MIB * MIB)]
+                command += ["--size", str(max(share << 30, need * share // 2) // MIB * MIB)]
         else:
             print("it is there from an earlier run")
         if why_not:
@@ -185,14 +185,14 @@ class Quickstart:
 
     def farewell(self) -> None:
         title("The pool goes on serving. Try next:")
-        command, place = os.path.relpath(Path(sys.executable).parent / "nvpool"), os.path.relpath(self.directory)
+        command, place, mount = map(shown_path, (Path(sys.executable).parent / "nvpool", self.directory, self.mount))
         largest = max(regular_files(self.source), key=lambda path: path.lstat().st_size).relative_to(self.source)
         tries = [(f"{command} status {place}", "its processes and drives"),
                  (f"{command} file info {place}:/{self.name}/{largest}", "which chunks, on which drives"),
                  (f"{command} fsck {place}", "check everything, while it serves"),
                  (f"{command} bench {place}", "measure it")]
         if self.mounted:
-            tries.insert(0, (f"ls -l {os.path.relpath(self.mount)}/{self.name}", "the same tree, from the pool"))
+            tries.insert(0, (f"ls -l {mount}/{self.name}", "the same tree, from the pool"))
         else:
             tries.insert(0, (f"{command} export {place}:/{self.name} /tmp/{self.name}", "and out again"))
         for line, what in tries:
@@ -200,7 +200,7 @@ class Quickstart:
         print("  kill -9 any process that `status` names, and go on reading: it comes back by itself")
         stop = f"kill $(cut -d' ' -f1 {place}/lock)"
         if self.mounted:
-            stop = f"{command} umount {os.path.relpath(self.mount)} && {stop}"
+            stop = f"{command} umount {mount} && {stop}"
         print(f"\nStop it, losing nothing: {stop}\nand `make quickstart` starts it again, also after a reboot. "
               "`make clean` stops it and removes everything.")
 
@@ -217,6 +217,12 @@ class Counted:
         self.bytes += path.lstat().st_size
         if not equal:
             self.wrong.append(str(there))
+
+
+def shown_path(path: Path) -> str:
+    """As a person in this directory would write it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def regular_files(root: Path) -> Iterable[Path]:
@@ -250,10 +256,15 @@ def duration(microseconds: float) -> str:
 
 def no_mount_because() -> str:
     """Why nothing can be mounted here; empty where it can."""
+    hint = "(a container gets it with --device /dev/fuse --cap-add SYS_ADMIN)"
     try:
-        os.close(os.open("/dev/fuse", os.O_RDWR))
+        device = os.open("/dev/fuse", os.O_RDWR)
+        number = os.fstat(device).st_rdev
+        os.close(device)
     except OSError as error:
-        return f"/dev/fuse: {error.strerror} (a container gets it with --device /dev/fuse --cap-add SYS_ADMIN)"
+        return f"/dev/fuse: {error.strerror} {hint}"
+    if number != os.makedev(10, 229):
+        return f"/dev/fuse is not the FUSE device {hint}"
     if os.geteuid():
         return "" if shutil.which("fusermount3") else "fusermount3 is missing"
     with open("/proc/self/status") as file:

@@ -72,8 +72,8 @@ def transfer(verb: str, place: Place, as_json: bool, parallel: int, verify: bool
     else:
         moved = tally.bytes - tally.skipped_bytes
         click.echo(f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
-                   f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s "
-                   f"({format_bytes(moved / seconds)}/s)")
+                   f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s"
+                   + (f" ({format_bytes(moved / seconds)}/s)" if moved else ""))
         if tally.skipped_files:
             say(f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already")
         if tally.attributes_not_kept:

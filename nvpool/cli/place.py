@@ -58,7 +58,7 @@ async def find(vfs, path: bytes):
     from nvpool.base.errors import NotFound
     from nvpool.base.ids import ROOT_INODE
     attr, walked = await vfs.getattr(ROOT_INODE), b""
-    for name in filter(None, path.split(b"/")):
+    for name in (name for name in path.split(b"/") if name not in (b"", b".")):
         walked += b"/" + name
         try:
             attr = await vfs.lookup(attr.inode, name)
