@@ -24,22 +24,30 @@ examples:
               help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
 @click.option("--wait", "wait_s", type=click.FloatRange(1, 3600), default=60.0, show_default=True,
               help="Seconds until the pool must be there.")
+@click.option("--read-only", is_flag=True, help="Refuse every change.")
+@click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
+@click.option("--deadline-s", type=click.FloatRange(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
-def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, as_json: bool) -> None:
+def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
+          deadline_s: float | None, options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
     """
-    from nvpool.cli.mounts import check_mountpoint, mount_pool
+    from nvpool.cli.mounts import mount_command, mount_pool, real_place
     from nvpool.cli.reach import directory_of
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
-    place = check_mountpoint(mountpoint)
+    place = real_place(mountpoint)
+    words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force")) if wanted)
+    words += (f"--deadline-s={deadline_s}",) if deadline_s is not None else ()
+    words += tuple(f"-o{option}" for option in options)
     if foreground:
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", pool, place])
-    pid = mount_pool(pool, place, Path(log) if log else log_of(pool, place), wait_s=wait_s)
+        os.execv(sys.executable, mount_command(pool, place, (*words, *([f"--log={log}"] if log else []))))
+    pid = mount_pool(pool, place, Path(log) if log else log_of(pool, place), words, wait_s)
     if as_json:
         print_json({"pool": pool, "mountpoint": place, "pid": pid})
     else:

@@ -8,6 +8,7 @@ taken by another program with a deadline. Never unmounts what is not nvpool's.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,9 +18,12 @@ from typing import NamedTuple
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
+from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
 
 _LOOK_S = 5.0
+
+
+_ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
 
 class Mount(NamedTuple):
@@ -75,73 +79,62 @@ def answers(path: str) -> bool:
         return False
 
 
-def mount_pool(pool: str, mountpoint: str, log: Path | None, options: tuple[str, ...] = (), wait_s: float = 60.0) -> int:
+def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] = (), wait_s: float = 60.0) -> int:
     """Start a mount daemon and wait until the pool is there; its pid.
 
-    InUse when something is mounted at `mountpoint`, InvalidRequest when it is no directory; Refused with what the daemon said
-    when it
-    ended, Unavailable when it took longer than wait_s (it is stopped then).
+    Refused or Unavailable with what the daemon said when it ended; Unavailable when it took longer than wait_s (it is ended
+    then).
     """
-    place = check_mountpoint(mountpoint)
-    said = open(log, "ab") if log is not None else subprocess.DEVNULL  # noqa: SIM115
-    try:
-        start = said.tell() if log is not None else 0
-        daemon = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, pool, place],
-                                  stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True, cwd="/")
-    finally:
-        if log is not None:
-            said.close()
+    place = real_place(mountpoint)
+    with open(log, "ab") as said:
+        start = said.tell()
+        daemon = subprocess.Popen(mount_command(pool, place, options), stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                                  start_new_session=True, cwd="/")
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     try:
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
-            found = mount_at(place)
-            if found is not None and found.ours and answers(place):
-                return daemon.pid
             if (code := daemon.poll()) is not None:
-                raise _ended(code, _tail(log, start))
+                raise _ended(code, _errors(log, start), log)
+            if _mount_of(daemon.pid, place, pool) and answers(place):
+                return daemon.pid
             pause(0.05)
-        raise Unavailable(f"the mount at {mountpoint} was not there within {wait_s:.0f} s{_tail(log, start)}")
+        raise Unavailable(f"the mount at {mountpoint} was not there within {wait_s:.0f} s; the log of its daemon is {log}"
+                          + "".join(f"\n  {line}" for line in _errors(log, start)))
     except BaseException:
         daemon.terminate()
-        if (mounted := mount_at(place)) is not None and mounted.ours:
-            subprocess.run(["umount", "-l", place], stderr=subprocess.DEVNULL, check=False, timeout=_LOOK_S)
         raise
 
 
-def _ended(code: int, said: str) -> NvpoolError:
-    family = {3: Unavailable}.get(code, Refused)
+def mount_command(pool: str, mountpoint: str, options: tuple[str, ...]) -> list[str]:
+    return [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, pool, mountpoint]
+
+
+def _mount_of(pid: int, place: str, pool: str) -> bool:
+    """Whether the daemon with this pid has mounted at `place`: it says so in a pool directory, else a mount of ours is
+    enough."""
+    found = mount_at(place)
+    directory = PoolDirectory(pool)
+    if found is None or not found.ours or not directory.exists():
+        return found is not None and found.ours
+    state = directory.state_of(f"mount-{pid}")
+    return state is not None and state.mountpoint == place
+
+
+def _ended(code: int, errors: list[str], log: Path) -> NvpoolError:
+    family = {3: Unavailable, 4: Damaged}.get(code, Refused)
+    if len(errors) == 1:
+        return family(errors[0])
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return family(f"the mount daemon ended ({how}){said}")
+    return family(f"the mount daemon ended ({how}); its log is {log}" + "".join(f"\n  {line}" for line in errors))
 
 
-def _tail(log: Path | None, start: int) -> str:
-    if log is None:
-        return ""
+def _errors(log: Path, start: int) -> list[str]:
+    """What the daemon said since `start`: its errors, without time and name; where there are none, its last lines."""
     with open(log, "rb") as file:
         file.seek(start)
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
-    if not lines:
-        return f"; its log is {log}"
-    telling = [line for line in lines if " ERROR " in line or "Error" in line][-3:] or lines[-3:]
-    return "".join(f"\n  {line}" for line in telling) + f"\n  (more in {log})"
-
-
-def check_mountpoint(mountpoint: str) -> str:
-    """The absolute place, when a mount can be made there."""
-    place = real_place(mountpoint)
-    found = mount_at(place)
-    if found is not None:
-        whose = "an nvpool mount" if found.ours else f"a mount of type {found.kind}"
-        raise InUse(f"{mountpoint} holds {whose} already; unmount it first"
-                    + (f" with: nvpool umount {mountpoint}" if found.ours else ""))
-    if not os.path.isdir(place):
-        raise NotFound(f"{mountpoint} is not a directory; make it with: mkdir -p {mountpoint}")
-    if os.listdir(place):
-        raise InvalidRequest(f"{mountpoint} is not empty; what is in it would be hidden. Name an empty directory")
-    if not os.path.exists("/dev/fuse"):
-        raise Unavailable("there is no /dev/fuse here (a plain container?); give it with --device /dev/fuse "
-                          "--cap-add SYS_ADMIN, or use the SDK")
-    return place
+    errors = [found[1] for line in lines if (found := _ERROR_LINE.match(line))]
+    return errors[-3:] or lines[-3:]
 
 
 def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
