@@ -14,11 +14,13 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.base.units import GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
 
 HAS_XATTRS = 1
+FILE_BYTES_MAX = GIB
+"""Memory is what there is."""
 
 
 class _Node:
@@ -163,6 +165,8 @@ class MemoryVfs:
 
     @staticmethod
     def _resize(node: _Node, size: int) -> None:
+        if size > FILE_BYTES_MAX:
+            raise errors.FileTooLarge()
         if size < len(node.content):
             del node.content[size:]
         else:

@@ -95,8 +95,8 @@ def is_mounted(place):
 
 
 def nvpool(*words, **options):
-    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, capture_output=True, text=True,
-                          cwd="/", timeout=120, **options)
+    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, capture_output=True,
+                          text=True, cwd="/", timeout=120, **options)
 
 
 class Pool:

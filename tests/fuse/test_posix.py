@@ -45,7 +45,7 @@ def number_of(call):
 
 @pytest.fixture
 def tree(here):
-    """f: a file · d: a directory with a file · e: an empty one · l: link to f · b: broken link · o: link to itself · p: a fifo"""
+    """f: file · d: directory with a file · e: an empty one · l: link to f · b: broken link · o: link to itself · p: fifo"""
     touch(here / "f", b"content")
     (here / "d").mkdir()
     touch(here / "d" / "inside")
@@ -67,7 +67,8 @@ REFUSALS = [
     ("open_new", "missing/x", errno.ENOENT), ("open_new", TOO_LONG, errno.ENAMETOOLONG), ("open_new", "d", errno.EISDIR),
     ("mkdir", "f", errno.EEXIST), ("mkdir", "d", errno.EEXIST), ("mkdir", "b", errno.EEXIST), ("mkdir", "f/x", errno.ENOTDIR),
     ("mkdir", "missing/x", errno.ENOENT), ("mkdir", TOO_LONG, errno.ENAMETOOLONG),
-    ("rmdir", "d", errno.ENOTEMPTY), ("rmdir", "f", errno.ENOTDIR), ("rmdir", "missing", errno.ENOENT), ("rmdir", "l", errno.ENOTDIR),
+    ("rmdir", "d", errno.ENOTEMPTY), ("rmdir", "f", errno.ENOTDIR), ("rmdir", "missing", errno.ENOENT),
+    ("rmdir", "l", errno.ENOTDIR),
     ("rmdir", "e/.", errno.EINVAL), ("rmdir", "d/..", errno.ENOTEMPTY), ("rmdir", TOO_LONG, errno.ENAMETOOLONG),
     ("unlink", "missing", errno.ENOENT), ("unlink", "d", errno.EISDIR), ("unlink", "f/x", errno.ENOTDIR),
     ("unlink", TOO_LONG, errno.ENAMETOOLONG),
@@ -99,7 +100,8 @@ def test_each_call_refuses_what_it_must_with_the_right_errno(tree):
 
 
 RENAMES = [  # from, to, flags, errno
-    ("missing", "x", 0, errno.ENOENT), ("f", "d", 0, errno.EISDIR), ("d", "f", 0, errno.ENOTDIR), ("e", "d", 0, errno.ENOTEMPTY),
+    ("missing", "x", 0, errno.ENOENT), ("f", "d", 0, errno.EISDIR), ("d", "f", 0, errno.ENOTDIR),
+    ("e", "d", 0, errno.ENOTEMPTY),
     ("d", "d/x", 0, errno.EINVAL), ("f", "missing/x", 0, errno.ENOENT), ("f", TOO_LONG, 0, errno.ENAMETOOLONG),
     ("f", "f/x", 0, errno.ENOTDIR), ("f", "l", NOREPLACE, errno.EEXIST), ("d", "e", NOREPLACE, errno.EEXIST),
     ("f", "missing", EXCHANGE, errno.ENOENT), ("missing", "f", EXCHANGE, errno.ENOENT), ("f", "x", 3, errno.EINVAL),
@@ -110,7 +112,7 @@ RENAMES = [  # from, to, flags, errno
 def test_rename_refuses_what_it_must_and_changes_nothing(tree):
     wrong = [(old, new[:20], flags, errno.errorcode[expected], errno.errorcode.get(got, got))
              for old, new, flags, expected in RENAMES
-             if (got := number_of(lambda old=old, new=new, flags=flags: rename2(f"{tree}/{old}", f"{tree}/{new}", flags))) != expected
+             if (got := number_of(lambda a=f"{tree}/{old}", b=f"{tree}/{new}", flags=flags: rename2(a, b, flags))) != expected
              and not (expected == errno.ENOTEMPTY and got in (errno.EEXIST, errno.EINVAL))]
     assert not wrong
     assert sorted(os.listdir(tree)) == ["b", "d", "e", "f", "l", "o", "p"]
@@ -196,8 +198,10 @@ def test_each_call_stamps_the_times_that_it_must_and_no_others(here, call, mtime
     before, above = times(file), times(here)
     time.sleep(0.02)
     {"write": lambda: file.write_bytes(b"34"), "truncate": lambda: os.truncate(file, 1), "chmod": lambda: file.chmod(0o600),
-     "chown": lambda: os.chown(file, 5, 5), "link": lambda: os.link(file, here / "f3"), "unlink": lambda: os.unlink(here / "f2"),
-     "rename": lambda: os.rename(here / "f2", here / "f4"), "setxattr": lambda: os.setxattr(file, "user.a", b"1"),
+     "chown": lambda: os.chown(file, 5, 5), "link": lambda: os.link(file, here / "f3"),
+     "unlink": lambda: os.unlink(here / "f2"),
+     "rename": lambda: os.rename(here / "f2", here / "f4"),
+     "setxattr": lambda: os.setxattr(file, "user.a", b"1"),
      "create": lambda: touch(here / "g"), "mkdir": lambda: (here / "g").mkdir(), "rmdir": lambda: (here / "e").rmdir(),
      "symlink": lambda: (here / "g").symlink_to("x"), "read": file.read_bytes, "stat": lambda: os.stat(file)}[call]()
     after, above_after = times(file), times(here)
@@ -272,7 +276,7 @@ def test_symbolic_links_hold_what_they_were_given(here):
 
 @pytest.fixture
 def owned(here):
-    """a: Alice's file 0600 · g: Alice's file of group STAFF 0640 · w: anybody's 0666 · s: a sticky directory with a file of each"""
+    """a: Alice's file 0600 · g: hers of group STAFF 0640 · w: anybody's 0666 · s: a sticky directory with a file of each"""
     for name, mode, group in (("a", 0o600, ALICE), ("g", 0o640, STAFF), ("w", 0o666, ALICE)):
         touch(here / name, b"secret")
         os.chown(here / name, ALICE, group)
@@ -404,7 +408,8 @@ def test_a_descriptor_allows_what_it_was_opened_for_after_the_mode_has_changed(h
 def test_extended_attributes_come_back_as_they_were_set(here):
     file = touch(here / "f")
     assert os.listxattr(file) == []
-    values = {"user.a": b"1", "user.empty": b"", "user.big": bytes(range(256)) * 16, "user." + "n" * 250: b"x", "trusted.t": b"t"}
+    values = {"user.a": b"1", "user.empty": b"", "user.big": bytes(range(256)) * 16, "user." + "n" * 250: b"x",
+              "trusted.t": b"t"}
     for name, value in values.items():
         os.setxattr(file, name, value)
     assert {name: os.getxattr(file, name) for name in os.listxattr(file)} == values

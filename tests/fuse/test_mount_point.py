@@ -1,0 +1,146 @@
+"""Where a mount may go, and how one is taken away, dead ones too. Runs on the floor: no pool is needed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import Mounted, is_mounted
+
+from nvpool.base.errors import InUse, InvalidRequest, NotADirectory, NotFound
+from nvpool.fuse.mount import check_mount_point, look_at, mount_at, place_of, set_read_ahead, unmount
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def floor(tmp_path):
+    made = Mounted(None, tmp_path / "m")
+    yield made
+    made.end(signal.SIGKILL)
+
+
+def test_an_empty_directory_is_a_mount_point(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to("m")
+    assert check_mount_point(tmp_path / "m") == tmp_path / "m"
+    assert check_mount_point(tmp_path / "link") == tmp_path / "m"
+
+
+def test_what_is_no_mount_point_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(NotFound, match="mkdir -p"):
+        check_mount_point(tmp_path / "missing")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectory, match="empty directory"):
+        check_mount_point(tmp_path / "file")
+    with pytest.raises(InUse, match="'file' is in it"):
+        check_mount_point(tmp_path)
+
+
+def test_a_place_that_is_mounted_is_refused_also_by_force(floor):
+    for force in (False, True):
+        with pytest.raises(InUse, match=f"nvpool umount {floor.place}"):
+            check_mount_point(floor.place, force=force)
+    assert look_at(floor.place) == "alive" and is_mounted(floor.place)
+
+
+def test_a_foreign_mount_is_refused(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path], check=True)
+    try:
+        with pytest.raises(InUse, match="tmpfs"):
+            check_mount_point(tmp_path, force=True)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
+    floor.process.kill()
+    floor.process.wait()
+    assert is_mounted(floor.place) and look_at(floor.place) == "dead"
+    with pytest.raises(InUse, match="dead mount.*--force"):
+        check_mount_point(floor.place)
+    assert check_mount_point(floor.place, force=True) == floor.place
+    assert not is_mounted(floor.place)
+
+
+def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
+    monkeypatch.setattr("nvpool.fuse.mount.LOOK_S", 0.3)
+    floor.process.send_signal(signal.SIGSTOP)
+    try:
+        assert look_at(floor.place) == "hung"
+        with pytest.raises(InUse, match="hung mount"):
+            check_mount_point(floor.place)
+        unmount(floor.place, lazy=True)
+        assert not is_mounted(floor.place)
+    finally:
+        floor.process.send_signal(signal.SIGCONT)
+
+
+def test_mounts_are_told_with_their_type_and_source(floor):
+    found = mount_at(floor.place)
+    assert (found.type, found.source) == ("fuse.nvpool", "nvpool:floor")
+    assert mount_at(floor.place.parent) is None
+
+
+def test_odd_names_are_found_in_the_table(tmp_path):
+    odd = tmp_path / "a b\tc\\d\ne"
+    odd.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", odd], check=True)
+    try:
+        assert mount_at(odd).type == "tmpfs"
+    finally:
+        unmount(odd)
+    assert mount_at(odd) is None
+
+
+def test_unmounting_a_busy_mount_is_refused_and_lazily_done(floor):
+    with open(floor.place / "f", "w"):
+        with pytest.raises(InUse, match="--lazy"):
+            unmount(floor.place)
+        unmount(floor.place, lazy=True)
+        assert not is_mounted(floor.place)
+    assert floor.process.wait(10) == 0  # the last user is gone, and so is the daemon
+
+
+def test_unmounting_nothing_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="nothing is mounted"):
+        unmount(tmp_path)
+
+
+def test_the_daemon_ends_when_somebody_unmounts(floor):
+    subprocess.run(["umount", floor.place], check=True)
+    assert floor.process.wait(10) == 0
+
+
+def test_a_mount_may_be_looked_for_through_symbolic_links(floor, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert place_of(tmp_path / "link" / "m") == floor.place
+
+
+def test_the_kernel_reads_ahead_as_far_as_it_is_told(floor):
+    found = mount_at(floor.place)
+    assert set_read_ahead(found, 1 << 20)
+    with open(f"/sys/class/bdi/{found.device}/read_ahead_kb") as file:
+        assert int(file.read()) == 1024
+
+
+def test_a_killed_reader_does_not_stop_the_others(floor):
+    """Its requests vanish from the queue between epoll and read: the loop must not wait for the next one."""
+    (floor.place / "f").write_bytes(os.urandom(1 << 20))
+    program = """
+import mmap, os, sys, threading
+fd, page = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, 4096)
+def run():
+    while True:
+        os.preadv(fd, [page], 0)
+[threading.Thread(target=run).start() for _ in range(8)]
+print("reads", flush=True)
+"""
+    for _ in range(5):
+        reader = subprocess.Popen([sys.executable, "-c", program, floor.place / "f"], stdout=subprocess.PIPE)
+        assert reader.stdout.readline() == b"reads\n"
+        reader.kill()
+        reader.communicate()
+        assert (floor.place / "f").stat().st_size == 1 << 20
+    assert "Traceback" not in floor.log.read_text()
