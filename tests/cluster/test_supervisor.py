@@ -1,0 +1,287 @@
+"""Real processes of a real pool: who starts whom, who notices a death, and that nothing is ever there twice.
+
+One pool for the tests that leave it as they found it; tests that need another make their own.
+"""
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import PoolDirectory, holder_of
+from nvpool.base.host import identity_of
+from nvpool.logic.poolmap import decode_map
+
+pytestmark = pytest.mark.xdist_group("supervisor")
+
+SIZES = ("--size", "128M", "--size", "192M")
+
+
+def nvpool(*arguments, code: int | None = 0, wait_s: float = 90) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, arguments)], capture_output=True, text=True,
+                          timeout=wait_s, check=False)
+    assert code is None or done.returncode == code, (arguments, done)
+    return done
+
+
+def status(directory) -> dict:
+    return json.loads(nvpool("status", directory, "--json").stdout)
+
+
+def pids(directory) -> dict[str, int]:
+    return {process.get("name", process["role"]): process["pid"] for process in status(directory)["processes"]}
+
+
+def until(holds, what: str, wait_s: float = 30.0):
+    """What `holds` answers once that is true."""
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    while not (found := holds()):
+        assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}"
+        threading.Event().wait(0.05)
+    return found
+
+
+def all_serve(directory) -> dict:
+    def look():
+        done = nvpool("status", directory, "--json", code=None)
+        if done.returncode:
+            return None
+        seen = json.loads(done.stdout)
+        return seen if all(process["state"] == "serving" for process in seen["processes"]) else None
+
+    return until(look, "all processes serve")
+
+
+def processes_of(directory) -> list[int]:
+    """Every process of this pool, whoever started it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or identity_of(int(entry.name)) is None:
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.fsencode(str(directory)) in words and any(word.startswith(b"nvpool.run.") for word in words):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal a process and, if that kills it, wait until it is gone."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+        if number == signal.SIGKILL:
+            assert select.select([pidfd], [], [], 20)[0]
+    finally:
+        os.close(pidfd)
+
+
+def clean_up(directory: Path) -> None:
+    """After whatever a test did: nothing of it runs, nothing of it is there."""
+    nvpool("dev", "down", directory, code=None)
+    for pid in processes_of(directory):
+        kill(pid)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shared") / "pool"
+    nvpool("dev", "up", directory, *SIZES)
+    yield directory
+    clean_up(directory)
+
+
+@pytest.fixture
+def pool(shared):
+    """The shared pool with everything running, whatever the last test did."""
+    nvpool("dev", "up", shared)
+    return shared
+
+
+@pytest.fixture
+def own(tmp_path):
+    yield tmp_path / "pool"
+    clean_up(tmp_path / "pool")
+
+
+def test_status_names_every_process_of_the_pool_and_each_runs(pool):
+    seen = all_serve(pool)
+    assert sorted(process["role"] for process in seen["processes"]) == ["meta", "store", "store", "supervisor"]
+    assert sorted(process["pid"] for process in seen["processes"]) == processes_of(pool)
+    assert seen["problems"] == [] and seen["pool"]["state"] == "serving"
+    assert [drive["capacity_bytes"] >> 20 for drive in seen["drives"]] == [128, 192]
+    assert all(drive["in_use"] for drive in seen["drives"])
+    assert nvpool("status", pool, "--check").returncode == 0
+
+
+def test_the_pool_is_reached_by_directory_and_by_every_address_of_its_node(pool):
+    directory = PoolDirectory(pool)
+    for endpoint in decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints:
+        assert status(endpoint)["pool"]["directory"] == str(pool)
+    tcp = next(e for e in decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints if e.startswith("stream://"))
+    assert status(tcp.removeprefix("stream://"))["pool"]["directory"] == str(pool)
+
+
+def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(pool):
+    first = pids(pool)["supervisor"]
+    for program in (["nvpool.run.nvpoold", str(pool)], ["nvpool.cli.main", "serve", str(pool)]):
+        done = subprocess.run([sys.executable, "-m", *program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1 and f"in use by process {first}" in done.stderr
+    assert pids(pool)["supervisor"] == first
+
+
+def test_a_killed_child_is_back_in_no_time_and_counted(pool):
+    before = pids(pool)
+    for name in ("meta-1", "target-1", "target-2"):
+        kill(before[name])
+    seen = all_serve(pool)
+    for process in seen["processes"]:
+        if process["role"] != "supervisor":
+            assert process["pid"] != before[process["name"]] and process["restarts"] >= 1
+            assert process["last_end"] == "killed by SIGKILL"
+    assert len(processes_of(pool)) == 4
+
+
+def test_a_killed_supervisor_is_started_by_a_child_and_adopts_all_of_them(pool):
+    before = pids(pool)
+    kill(before["supervisor"])
+    seen = all_serve(pool)
+    after = {process.get("name", process["role"]): process["pid"] for process in seen["processes"]}
+    assert after.pop("supervisor") != before.pop("supervisor") and after == before, "no child was started a second time"
+    assert all(process["adopted"] for process in seen["processes"] if process["role"] != "supervisor")
+    assert len(processes_of(pool)) == 4
+
+
+def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(pool):
+    directory, free, ended = PoolDirectory(pool), [], threading.Event()
+    supervisors = set()
+
+    def watch() -> None:
+        """Try to share the lock: that works only while nobody holds it. At most the moment between a death and the wake-up of
+        the next who waits is seen, so what counts is who holds it afterwards, and that it is one at a time."""
+        while not ended.wait(0.002):
+            holder = holder_of(directory.lock)
+            if holder is not None:
+                supervisors.add(holder.pid)
+            running = [pid for pid in processes_of(pool) if b"nvpool.run.nvpoold" in _words(pid)]
+            if len(running) > 1:
+                free.append(running)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(3):
+            all_serve(pool)
+            kill(pids(pool)["supervisor"])
+        all_serve(pool)
+    finally:
+        ended.set()
+        watcher.join()
+    serving = [both for both in free if len([pid for pid in both if _has_lock_open(pid, directory.lock)]) > 1]
+    assert not [both for both in serving if all(identity_of(pid) for pid in both)], "two supervisors at once"
+    assert len(supervisors) >= 4
+
+
+def _words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _has_lock_open(pid: int, path: Path) -> bool:
+    try:
+        return any(os.path.samefile(f"/proc/{pid}/fd/{fd}", path) for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def test_a_child_killed_while_there_is_no_supervisor_is_started_by_the_next(pool):
+    before = pids(pool)
+    for name in ("supervisor", "target-1"):
+        kill(before[name])
+    seen = all_serve(pool)
+    after = {process.get("name", process["role"]): process["pid"] for process in seen["processes"]}
+    assert after["target-1"] != before["target-1"] and after["meta-1"] == before["meta-1"]
+    assert len(processes_of(pool)) == 4
+
+
+def test_after_a_death_of_all_at_once_nothing_runs_and_the_pool_starts_again(pool):
+    for pid in processes_of(pool):  # stopped first, so that none of them can start another
+        kill(pid, signal.SIGSTOP)
+    for pid in processes_of(pool):
+        kill(pid)
+    assert processes_of(pool) == []
+    done = nvpool("status", pool, "--wait", "0.3", code=3)
+    assert "nvpool serve" in done.stderr
+    nvpool("dev", "up", pool)
+    assert len(processes_of(pool)) == 4
+
+
+def test_a_stopped_supervisor_keeps_its_lock_and_nobody_takes_its_place(pool):
+    supervisor = pids(pool)["supervisor"]
+    kill(supervisor, signal.SIGSTOP)
+    try:
+        with open(PoolDirectory(pool).lock) as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert nvpool("status", pool, "--wait", "0.5", code=None).returncode == 3
+    finally:
+        kill(supervisor, signal.SIGCONT)
+    assert all_serve(pool)["processes"][0]["pid"] == supervisor
+
+
+def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
+    supervisor = pids(pool)["supervisor"]
+    kill(supervisor, signal.SIGTERM)
+    until(lambda: processes_of(pool) == [], "all have ended")
+    directory = PoolDirectory(pool)
+    assert list(directory.run.glob("*.json")) == [] and directory.supervisor() is None
+    log = (directory.log / "nvpoold.log").read_text().splitlines()
+    assert log[-1].endswith("stopped")
+    for name in ("meta-1", "target-1", "target-2"):
+        assert (directory.log / f"{name}.log").read_text().splitlines()[-1].endswith("stopped"), name
+
+
+def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(pool, tmp_path):
+    import socket
+    kill(pids(pool)["supervisor"], signal.SIGTERM)
+    until(lambda: processes_of(pool) == [], "all have ended")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(30)
+        daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(pool), "--log", "stderr"],
+                                  stderr=subprocess.PIPE, env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert systemd.recv(1000).startswith(b"READY=1")
+        daemon.send_signal(signal.SIGINT)
+        _, said = daemon.communicate(timeout=60)
+    assert daemon.returncode == 0 and b"stopping: SIGINT" in said
+    assert processes_of(pool) == []
+
+
+@pytest.mark.parametrize("damage, said", [
+    (lambda d: d.format.write_text("nvpool pool 2\n"), "nvpool pool 2"),
+    (lambda d: d.node_toml.write_text("[log]\nlevl = 'info'\n"), "line 2: log.levl is not known here; did you mean level?"),
+    (lambda d: d.node_toml.unlink(), "nvpool config sample"),
+    (lambda d: shutil.rmtree(d.map), "map")])
+def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, said):
+    made = {"verb": "pool", "directory": str(own), "name": "x", "chunk_bytes": 1 << 20, "replicas": 1, "config": "",
+            "drives": [{"path": str(own / "targets" / "1"), "capacity_bytes": 128 << 20}], "throw_away": True}
+    subprocess.run([sys.executable, "-m", "nvpool.run.making"], input=json.dumps(made), text=True, check=True, timeout=60,
+                   stdout=subprocess.DEVNULL)
+    damage(PoolDirectory(own))
+    done = subprocess.run([sys.executable, "-m", "nvpool.run.nvpoold", str(own), "--log", "stderr"], capture_output=True,
+                          text=True, timeout=60, check=False)
+    assert done.returncode in (1, 2, 4) and said in done.stderr, done
+    assert "Traceback" not in done.stderr and processes_of(own) == []
