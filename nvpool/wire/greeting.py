@@ -10,11 +10,12 @@ from __future__ import annotations
 from google.protobuf.message import DecodeError
 
 from nvpool.base.errors import CorruptFrame, ProtocolMismatch
+from nvpool.base.version import VERSION
 from nvpool.wire.transport import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Greeting
 from nvpool.wire.v1 import wire_pb2
 
-SOFTWARE = "nvpool 0.1.0"
-"""For people who read refusals and logs; nothing is decided by it. A test keeps it equal to pyproject.toml."""
+SOFTWARE = f"nvpool {VERSION}"
+"""For people who read refusals and logs; nothing is decided by it."""
 
 HELLO_S = 10.0
 """Who has not said hello by then is hung up on: half-open connections must not pile up."""
