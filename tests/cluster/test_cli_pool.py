@@ -1,0 +1,223 @@
+"""A pool's beginning and end on the command line: made, found again, grown, destroyed; and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_supervisor import SIZES, all_serve, clean_up, kill, nvpool, pids, processes_of, status
+
+from nvpool.base.directory import PoolDirectory
+from nvpool.logic.poolmap import decode_map
+
+pytestmark = pytest.mark.xdist_group("supervisor")
+ROOT = os.geteuid() == 0
+MOUNTS = ROOT and os.path.exists("/dev/fuse")
+
+
+@pytest.fixture
+def own(tmp_path):
+    yield tmp_path / "pool"
+    clean_up(tmp_path / "pool")
+
+
+def test_dev_up_twice_finds_the_pool_and_down_leaves_nothing(own):
+    nvpool("dev", "up", own, *SIZES)
+    before = (pids(own), PoolDirectory(own).poolmap.read_bytes())
+    done = nvpool("dev", "up", own, "--drives", "2", "--json")
+    assert json.loads(done.stdout)["pool"]["name"] == "pool"
+    assert (pids(own), PoolDirectory(own).poolmap.read_bytes()) == before
+    sockets = PoolDirectory(own).socket_directory()
+    nvpool("dev", "down", own)
+    assert processes_of(own) == [] and not own.exists() and not sockets.exists()
+    nvpool("dev", "down", own)
+
+
+def test_a_pool_starts_again_with_the_same_addresses(own):
+    nvpool("dev", "up", own, *SIZES)
+    first = PoolDirectory(own).poolmap.read_bytes()
+    for pid in processes_of(own):
+        kill(pid)
+    nvpool("dev", "up", own)
+    all_serve(own)
+    assert PoolDirectory(own).poolmap.read_bytes() == first
+    assert len(processes_of(own)) == 4
+
+
+@pytest.mark.parametrize("name", ["a b%20c #1?x=ü", "x" * 100])
+def test_any_directory_name_will_do(tmp_path, name):
+    own = tmp_path / name / "pool"
+    try:
+        nvpool("dev", "up", own, "--size", "128M")
+        endpoints = decode_map(PoolDirectory(own).poolmap.read_bytes()).nodes[0].endpoints
+        assert endpoints[0].startswith("stream+unix://")
+        assert status(endpoints[0])["pool"]["directory"] == str(own)
+        sockets = PoolDirectory(own).socket_directory()
+    finally:
+        clean_up(own)
+    assert not own.exists() and not sockets.exists()
+
+
+def test_making_that_was_interrupted_is_begun_again_with_the_same_id(own):
+    own.mkdir()
+    (own / "FORMAT").write_text("nvpool pool being made\n")
+    (own / "being-made").write_text("ab" * 16)
+    (own / "targets" / "1").mkdir(parents=True)
+    (own / "targets" / "1" / "half").write_text("x")
+    assert nvpool("status", own, code=1).stderr.count("again")
+    nvpool("dev", "up", own, *SIZES)
+    assert status(own)["pool"]["id"] == "ab" * 16
+    assert not (own / "being-made").exists()
+
+
+def test_a_directory_that_holds_anything_is_not_taken(own):
+    own.mkdir()
+    (own / "mine").write_text("precious")
+    assert "not empty" in nvpool("dev", "up", own, code=1).stderr
+    assert "not empty" in nvpool("pool", "create", own, "--drive", own, code=1).stderr
+    assert [path.name for path in own.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--drive", "{tmp}/missing"], "is it mounted?"), (["--drive", "{tmp}/file"], "neither a directory nor a block device"),
+    (["--drive", "{tmp}/a:1K"], "too little"), (["--drive", "{tmp}/a:9999T"], "whole file system"),
+    (["--drive", "{tmp}/a:128M", "--drive", "{tmp}/a/../a:128M"], "named twice"),
+    (["--drive", "{tmp}/a:128M", "--replicas", "2"], "replicas"),
+    (["--drive", "{tmp}/a:128M", "--chunk-size", "3M"], "power of two"),
+    (["--drive", "{tmp}/a:128M", "--name", "a b"], "no name for a pool")])
+def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(own, tmp_path, arguments, said):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "file").write_text("x")
+    words = [word.format(tmp=tmp_path) for word in arguments]
+    assert said in nvpool("pool", "create", own, *words, code=1).stderr
+    assert list((tmp_path / "a").iterdir()) == []
+    nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M")
+
+
+def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "lost+found").mkdir()
+    made = json.loads(nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M", "--drive", f"{tmp_path}/b:192M", "--name",
+                             "training", "--json").stdout)
+    assert [Path(drive["path"]).parent.name for drive in made["drives"]] == ["a", "b"]
+    assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
+    assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr
+
+    daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
+    all_serve(own)
+    tables = decode_map(PoolDirectory(own).poolmap.read_bytes()).tables
+    for place, said in ((f"{tmp_path}/a", "in the pool already"), (f"{tmp_path}/nowhere", "does not exist")):
+        assert said in nvpool("drive", "add", own, place, code=None).stderr
+    added = json.loads(nvpool("drive", "add", own, f"{tmp_path}/c", "--size", "128M", "--json").stdout)
+    assert added["target"] == 3 and "rebalancing" in added["note"]
+    assert len(all_serve(own)["drives"]) == 3
+    assert [drive["in_use"] for drive in status(own)["drives"]] == [True, True, False]
+    assert decode_map(PoolDirectory(own).poolmap.read_bytes()).tables == tables, "no chain moves before its chunks do"
+    rows = nvpool("drive", "ls", own).stdout.splitlines()
+    assert len(rows) == 4 and rows[0].split("\t")[0] == "DRIVE"
+
+    nvpool("pool", "destroy", own, code=130)  # asks, and nobody answers
+    assert daemon.poll() is None
+    nvpool("pool", "destroy", own, "--yes")
+    assert daemon.wait(30) == 0 and processes_of(own) == [] and not own.exists()
+    assert [path.name for name in ("a", "b", "c") for path in (tmp_path / name).iterdir()] == ["lost+found"]
+
+
+@pytest.mark.skipif(not ROOT, reason="mounts need root")
+def test_dev_down_removes_nothing_while_something_else_is_mounted_below(own):
+    nvpool("dev", "up", own, *SIZES)
+    (own / "targets" / "mine").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", own / "targets" / "mine"], check=True, timeout=30)
+    try:
+        (own / "targets" / "mine" / "precious").write_text("x")
+        for arguments in (("dev", "down", own), ("pool", "destroy", "--yes", own)):
+            assert "Nothing was removed" in nvpool(*arguments, code=1).stderr
+        assert (own / "targets" / "mine" / "precious").read_text() == "x"
+        all_serve(own)
+    finally:
+        subprocess.run(["umount", own / "targets" / "mine"], check=True, timeout=30)
+    nvpool("dev", "down", own)
+
+
+def test_dev_down_follows_no_symbolic_link(own, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("x")
+    nvpool("dev", "up", own, "--size", "128M")
+    (own / "link").symlink_to(tmp_path / "elsewhere")
+    nvpool("dev", "down", own)
+    assert not own.exists() and (tmp_path / "elsewhere" / "precious").read_text() == "x"
+
+
+@pytest.mark.mount
+@pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
+def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
+    place, other = tmp_path / "mnt", tmp_path / "other"
+    other.mkdir()
+    nvpool("dev", "up", own, *SIZES, "--mount", place)
+    nvpool("dev", "up", own, "--mount", place)
+    (place / "file").write_text("kept")
+    mounts = [process for process in status(own)["processes"] if process["role"] == "mount"]
+    assert [process["mountpoint"] for process in mounts] == [str(place)]
+    assert "mounted" in nvpool("mount", own, place, code=1).stderr
+
+    nvpool("mount", own, other)
+    assert (other / "file").read_text() == "kept"
+    assert "is mounted at" in nvpool("pool", "destroy", "--yes", own, code=1).stderr
+    with open(other / "file"):
+        assert "--lazy" in nvpool("umount", other, code=1).stderr
+    nvpool("umount", other)
+    nvpool("umount", other, code=1)
+    assert not (other / "file").exists()
+
+    kill(next(process["pid"] for process in status(own)["processes"] if process["role"] == "mount"))
+    assert "did not answer" in nvpool("umount", place).stderr
+    nvpool("mount", own, place)
+    assert (place / "file").read_text() == "kept"
+    nvpool("dev", "down", own)
+    assert not own.exists() and not os.path.ismount(place) and processes_of(own) == []
+
+
+@pytest.mark.mount
+@pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
+def test_what_was_written_is_there_after_every_process_was_killed(own, tmp_path):
+    place = tmp_path / "mnt"
+    nvpool("dev", "up", own, *SIZES, "--mount", place)
+    (place / "directory").mkdir()
+    for number in range(20):
+        (place / "directory" / f"file{number}").write_bytes(os.urandom(1000) * number * 10)
+    contents = {path.name: path.read_bytes() for path in (place / "directory").iterdir()}
+    for name, pid in pids(own).items():
+        if not name.startswith("mount"):
+            kill(pid)
+    nvpool("dev", "up", own)
+    assert {path.name: path.read_bytes() for path in (place / "directory").iterdir()} == contents
+    nvpool("umount", place)
+
+
+@pytest.mark.skipif(not ROOT, reason="loop devices need root")
+def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
+    image = tmp_path / "image"
+    with open(image, "wb") as file:
+        file.truncate(256 << 20)
+    looped = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, timeout=30, check=False)
+    if looped.returncode:
+        pytest.skip(f"no loop device: {looped.stderr}")
+    device = looped.stdout.strip()
+    try:
+        nvpool("pool", "create", own, "--drive", device)
+        assert "already" in nvpool("pool", "create", tmp_path / "another", "--drive", device, code=1).stderr
+        daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
+        store = next(process for process in all_serve(own)["processes"] if process["role"] == "store")
+        assert store["path"] == device and store["kind"].startswith("block")
+        assert store["capacity_bytes"] == 256 << 20
+        nvpool("pool", "destroy", "--yes", own)
+        assert daemon.wait(30) == 0
+        with open(device, "rb") as file:
+            assert file.read(65536) == bytes(65536)
+        nvpool("pool", "create", own, "--drive", device)
+    finally:
+        nvpool("pool", "destroy", "--yes", own, code=None)
+        subprocess.run(["losetup", "--detach", device], check=False, timeout=30)
