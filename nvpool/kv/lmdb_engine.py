@@ -6,8 +6,8 @@ transaction together with its last sequence number. What is read is the layer, e
 reader of LMDB ends within the call that began it. Opening replays the journal and checkpoints at once under a new
 generation, so nothing that a torn write left behind can become valid later.
 
-Directory: `FORMAT` (text), `lock` (flock of the owner), `journal-0`, `journal-1` (see kv/journal), `data.mdb` and
-`lock.mdb` (see kv/lmdb_tree).
+Files: `FORMAT` and `lock` (see kv/directory), `journal-0` and `journal-1` (kv/journal), `data.mdb` and `lock.mdb`
+(kv/lmdb_tree).
 
 One event loop owns an engine; two threads work for it, one for fdatasync, one for checkpoints, so that a sync never
 waits for a checkpoint. LMDB is never run without its syncs. Used by meta, store and cluster; it knows nothing of them.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import heapq
 import logging
 import os
@@ -30,16 +29,15 @@ from nvpool.base.errors import (
     Busy,
     CorruptRecord,
     Fenced,
-    InUse,
     InvalidRequest,
     NoSpace,
     NvpoolError,
     TooBig,
     WrongFormat,
-    from_os_error,
 )
 from nvpool.base.units import MIB
 from nvpool.kv.contract import KEY_END, Effect, checked_effects
+from nvpool.kv.directory import EngineDirectory
 from nvpool.kv.journal import Journal, encode
 from nvpool.kv.lmdb_tree import LmdbTree, Mark
 from nvpool.kv.ordered import Layer
@@ -47,7 +45,6 @@ from nvpool.kv.snapshot import Snapshot, SnapshotSet
 
 log = logging.getLogger(__name__)
 
-FORMAT = "nvpool kv 1\n"
 _ABSENT: bytes = b"absent\0"  # compared by identity only
 
 Step = Callable[[str], None]
@@ -125,7 +122,7 @@ class LmdbKv:
         self._sync_thread = ThreadPoolExecutor(1, "kv-sync")
         self._checkpoint_thread = ThreadPoolExecutor(1, "kv-checkpoint")
         self._record_bytes_max = self.options.journal_bytes // 8
-        self._lock = -1
+        self._directory: EngineDirectory | None = None
         self._journal: Journal | None = None
         self._tree: LmdbTree | None = None
         self._layer, self._frozen = Layer(), None
@@ -145,8 +142,8 @@ class LmdbKv:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._make_directory()
-        formatted = self._check_format()
+        self._directory = EngineDirectory(self.path)
+        formatted = self._directory.prepare()
         self._tree = LmdbTree(self.path, self.options.map_bytes)
         sequence, generation = self._stored_mark(formatted)
         self._journal = Journal(self.path, self.options.journal_bytes)
@@ -164,49 +161,7 @@ class LmdbKv:
             log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
         await self._checkpoint_once()
         if not formatted:
-            self._write_format()
-
-    def _make_directory(self) -> None:
-        try:
-            if not self.path.is_dir():
-                self.path.mkdir(mode=0o700)
-                _sync_directory(self.path.parent)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InUse(f"{self.path} is open already; stop the other daemon, or wait for it to end") from None
-        except OSError as error:
-            raise from_os_error(error, f"open {self.path}") from error
-
-    def _check_format(self) -> bool:
-        """Whether the directory was made completely before."""
-        try:
-            text = (self.path / "FORMAT").read_bytes()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise from_os_error(error, f"read {self.path}/FORMAT") from error
-        if text != FORMAT.encode():
-            raise WrongFormat(f"{self.path} has the format {text[:40]!r}; this version of nvpool knows {FORMAT.strip()!r} only")
-        if not (self.path / "data.mdb").exists():
-            raise CorruptRecord(f"{self.path}/data.mdb is missing: restore the directory from its backup or dump")
-        return True
-
-    def _write_format(self) -> None:
-        # Last of all, so that a directory with a FORMAT is known to be whole and one without to be empty.
-        try:
-            temporary = self.path / "FORMAT.new"
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                os.write(descriptor, FORMAT.encode())
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            _sync_directory(self.path)  # names of data.mdb and the journals before that of FORMAT
-            os.rename(temporary, self.path / "FORMAT")
-            _sync_directory(self.path)
-        except OSError as error:
-            raise from_os_error(error, f"write {self.path}/FORMAT") from error
+            self._directory.finish()
 
     def _stored_mark(self, formatted: bool) -> tuple[int, int]:
         """Sequence and generation of what LMDB holds."""
@@ -215,8 +170,6 @@ class LmdbKv:
             if formatted:
                 raise CorruptRecord(f"{self.path}/data.mdb is empty: restore the directory from its backup or dump")
             return 0, 0
-        if mark.sequence and not formatted:
-            raise WrongFormat(f"{self.path} has records but no FORMAT: restore the file, it holds {FORMAT.strip()!r}")
         if mark.term > self.options.term:
             raise WrongFormat(f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}")
         return mark.sequence, mark.generation
@@ -571,19 +524,10 @@ class LmdbKv:
             self._tree.close()
         if self._journal is not None:
             self._journal.close()
-        if self._lock >= 0:
-            os.close(self._lock)
+        if self._directory is not None:
+            self._directory.release()
 
     def _cancel_timers(self) -> None:
         for timer in (self._sync_timer, self._checkpoint_timer):
             if timer is not None:
                 timer.cancel()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
