@@ -21,10 +21,9 @@ HELLO_S = 10.0
 """Who has not said hello by then is hung up on: half-open connections must not pile up."""
 
 
-def encode_hello(greeting: Greeting, schemes: tuple[str, ...] = ()) -> bytes:
+def encode_hello(greeting: Greeting) -> bytes:
     return wire_pb2.Hello(version=PROTOCOL_VERSION, version_min=PROTOCOL_VERSION_MIN, name=greeting.name,
-                          fingerprint=greeting.fingerprint, software=SOFTWARE, transports=schemes,
-                          host_id=greeting.host_id).SerializeToString()
+                          fingerprint=greeting.fingerprint, software=SOFTWARE, host_id=greeting.host_id).SerializeToString()
 
 
 def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:

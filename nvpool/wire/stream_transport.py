@@ -485,7 +485,7 @@ def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
     known = from_os_error(error, endpoint)
     if isinstance(known, TooManyOpen):
         return known
-    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}")
+    return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 
 def _listen_error(error: OSError, endpoint: str) -> NvpoolError:

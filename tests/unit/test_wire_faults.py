@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -322,6 +323,43 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def survives_mutated_frames(path, connections, seed):
+    """Whatever bytes `connections` clients send, derived from sound ones, another client goes on as if they were not there."""
+    dice = random.Random(seed)
+    listener = await serve(path)
+    good = await connect(path)
+    for _ in range(connections):
+        stream = bytearray(HELLO_FRAME)
+        for number in range(4):
+            size = dice.choice((0, 10, 70_000))
+            message = dice.randbytes(dice.randrange(50))
+            stream += pack_head(dice.choice((REQUEST, CANCEL)), 1, number, 1000, message, size) + dice.randbytes(size)
+        for _ in range(dice.randrange(3)):
+            at = dice.randrange(len(stream))
+            what = dice.randrange(3)
+            stream[at:at + what] = dice.randbytes(dice.randrange(3))
+        writer = (await asyncio.open_unix_connection(f"{path}/s"))[1]
+        writer.write(stream[:dice.randrange(len(stream) + 1)])
+        assert (await good.call(1, b"well", deadline_s=soon())).message == b"well"
+        writer.close()
+    await until(lambda: len(listener.connections) == 1)
+    await good.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@on_a_loop
+async def test_mutated_frames_harm_nobody_else(tmp_path, seed):
+    await survives_mutated_frames(tmp_path, 50, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 105))
+@on_a_loop
+async def test_mutated_frames_harm_nobody_else_for_long(tmp_path, seed):
+    await survives_mutated_frames(tmp_path, 2000, seed)
 
 
 SERVER_PROGRAM = """
