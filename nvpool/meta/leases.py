@@ -109,25 +109,21 @@ class Sessions:
             self.holders[inode] = self.holders.get(inode, 0) + 1
         session.opens[inode] = count + 1
 
-    def close(self, session: Session, inode: int) -> bool:
-        """One handle less. Whether nobody has the inode open any more. What was not open is ignored: after a restart
-        of the shard a close can come before the list of open files."""
-        count = session.opens.get(inode)
-        if count is None:
-            return False
+    def close(self, session: Session, inode: int) -> None:
+        """One handle less. What was not open is ignored: after a restart of the shard a close can come before the list
+        of open files."""
+        count = session.opens.get(inode, 0)
         if count > 1:
             session.opens[inode] = count - 1
-            return False
-        del session.opens[inode]
-        return self._let_go(inode)
+        elif count:
+            del session.opens[inode]
+            self._let_go(inode)
 
-    def _let_go(self, inode: int) -> bool:
-        left = self.holders[inode] - 1
-        if left:
-            self.holders[inode] = left
-            return False
-        del self.holders[inode]
-        return True
+    def _let_go(self, inode: int) -> None:
+        if self.holders[inode] > 1:
+            self.holders[inode] -= 1
+        else:
+            del self.holders[inode]
 
     def check_room(self, session: Session) -> None:
         if len(session.opens) >= OPEN_INODES_MAX:
@@ -140,11 +136,13 @@ class Sessions:
         return effects
 
     def drop(self, session: Session) -> list[int]:
-        """Forget the session; the inodes that nobody has open any more."""
+        """Forget the session; the inodes that it had open."""
         self.by_number.pop(session.number, None)
-        let_go = [inode for inode in session.opens if self._let_go(inode)]
+        held = list(session.opens)
+        for inode in held:
+            self._let_go(inode)
         session.opens.clear()
-        return let_go
+        return held
 
     def expired(self, now_s: float) -> list[Session]:
         return [session for session in self.by_number.values() if session.expires_s < now_s]

@@ -52,3 +52,7 @@ class Numbers:
         if self._reserving is None or self._reserving.done():
             self._reserving = asyncio.ensure_future(self._raise(self.bounds))
         await asyncio.shield(self._reserving)
+
+    async def raise_above(self, counter: int) -> None:
+        """After damage: make the stored bound higher than this counter and than all that was reserved."""
+        await self._raise(records.Bounds(max(counter + 1, self.bounds.inode), self.next_session))

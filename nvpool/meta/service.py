@@ -28,6 +28,7 @@ from nvpool.base.errors import (
     DeadlineExceeded,
     Draining,
     Fenced,
+    InUse,
     InvalidRequest,
     NotSupported,
     NvpoolError,
@@ -50,10 +51,12 @@ from nvpool.meta.changes.rename import rename
 from nvpool.meta.changes.unlink import rmdir, unlink
 from nvpool.meta.changes.xattr import removexattr, setxattr
 from nvpool.meta.cuts import Cuts
+from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Session, Sessions, Slot
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.targets import Dialer, Targets
+from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
 from nvpool.meta.view import CutInProgress, Draft, View
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -89,6 +92,8 @@ class MetaService:
         self._incarnation = 0
         self._sessions = Sessions(kv, options.session_lease_s)
         self._numbers = Numbers(kv)
+        self._runs = Runs(clock)
+        self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
         self._waiting: set[asyncio.Task] = set()
         self._background: set[asyncio.Task] = set()
@@ -105,6 +110,14 @@ class MetaService:
 
         WrongFormat when the records are those of another shard, or of a load that did not end (load again).
         """
+        identity = self._assemble()
+        if identity.loading:
+            self._state = "loading"
+        else:
+            await self._take_up()
+        self._own(self._run_background())
+
+    def _assemble(self) -> records.Identity:
         identity = self._identity()
         self._view = View(self._kv, identity, self._secret, self._options.grant_s)
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
@@ -113,11 +126,7 @@ class MetaService:
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
-        if identity.loading:
-            self._state = "loading"
-            return
-        await self._take_up()
-        self._own(self._run_background())
+        return identity
 
     async def _take_up(self) -> None:
         """Memory from the records."""
@@ -168,6 +177,7 @@ class MetaService:
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"
+        self._runs.end_all()
         if self._waiting and drain_s > 0:
             await asyncio.wait(self._waiting, timeout=drain_s)
         tasks = [*self._waiting, *self._background]
@@ -203,7 +213,8 @@ class MetaService:
             if stood_still_s > 0:
                 self._sessions.lengthen(stood_still_s)
             last_s = now_s
-            await self.run_once()
+            if self._state == "serving":
+                await self.run_once()
 
     async def run_once(self) -> tuple[int, int]:
         """What the background does at each tick: end leases that are over, reserve numbers, collect."""
@@ -257,6 +268,9 @@ class MetaService:
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
             wire.META_COLLECT: self._collect,
+            wire.META_FSCK: self._fsck,
+            wire.META_DUMP: self._dump,
+            wire.META_LOAD: self._load,
         }
         for method, (request_class, decide) in _CHANGES.items():
             routes[method] = self._change_route(request_class, decide)
@@ -281,7 +295,7 @@ class MetaService:
                 if self._kv.full:
                     self._later(call, self._kv.room)
                     return
-                self._kv.apply(list(draft.finish().items()))
+                self._kv.apply(list(draft.finish().items()), reclaims=True)
             call.reply(draft.reply.SerializeToString())
 
         return answer
@@ -329,7 +343,7 @@ class MetaService:
         effects = draft.finish()
         if effects:
             effects[records.slot_key(session.number, index)] = records.encode_slot(sequence, waits_for, answer)
-            self._kv.apply(list(effects.items()), reclaims=draft.reclaims)
+            self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
         slot.sequence, slot.waits_for, slot.answer, slot.error = sequence, waits_for, answer, None
         if draft.born:
@@ -398,6 +412,8 @@ class MetaService:
         except NvpoolError as error:
             if isinstance(error, Fenced):
                 self._die(error)
+            call.fail(error)
+        except Exception as error:
             call.fail(error)
         else:
             then()
@@ -500,6 +516,55 @@ class MetaService:
             call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
 
         self._task(call, run, lambda: None)
+
+    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer]) -> None:
+        async def run() -> None:
+            answer = await work
+            call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+        try:
+            self._task(call, run, lambda: None)
+        except Busy:
+            work.close()
+            raise
+
+    def _fsck(self, call: Call) -> None:
+        def make(repair: bool) -> Fsck:
+            return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
+
+        self._answer(call, fsck_step(self._runs, pb.FsckRequest.FromString(call.message), self._kv, self._view,
+                                     self._numbers, make))
+
+    def _dump(self, call: Call) -> None:
+        answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
+        call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+    def _load(self, call: Call) -> None:
+        self._answer(call, self._load_step(pb.LoadRequest.FromString(call.message), bytes(call.payload)))
+
+    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
+        if request.first:
+            if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
+                raise InUse("a load wants an empty shard that nobody has mounted")
+            self._state = "loading"
+            self._runs.end_all()
+            self._loading = Load(self._kv, self._identity())
+            await self._loading.begin()
+        load = self._loading
+        if load is None:
+            raise InvalidRequest("no load is under way; begin with the first part")
+        try:
+            await load.take(payload, request.first)
+            if request.last:
+                await load.end()
+        except BaseException:
+            self._loading = None  # what is there is a part; only a new beginning makes it whole
+            raise
+        if request.last:
+            self._loading = None
+            self._assemble()
+            await self._take_up()
+        return Answer(pb.LoadReply(records=load.records))
 
     def _status(self, call: Call) -> None:
         reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid())

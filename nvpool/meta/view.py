@@ -58,7 +58,8 @@ class View:
 
     def use_map(self, pool_map: PoolMap) -> None:
         owners = pool_map.shard_of_partition
-        self.owners = () if all(owner == self.shard for owner in owners) else owners
+        mine_alone = not pool_map.partitions or all(owner == self.shard for owner in owners)
+        self.owners = () if mine_alone else owners
         self.tables = frozenset(pool_map.table_by_id) or self.tables
 
     def inode(self, number: int) -> Inode:
@@ -113,7 +114,7 @@ class Draft:
     """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
 
     __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
-                 "orphans", "reclaims", "sync")
+                 "orphans", "adds", "sync")
 
     def __init__(self, view: View, now_ns: int) -> None:
         self.view = view
@@ -129,7 +130,8 @@ class Draft:
         """A truncation that the targets have to be told of before the answer is given."""
         self.born = False
         self.orphans: list[int] = []
-        self.reclaims = False
+        self.adds = False
+        """Whether it is to be refused when there is no room. What does not add records works always."""
         self.sync = False
 
     def inode(self, number: int) -> Inode:
@@ -163,7 +165,7 @@ class Draft:
     def birth(self, partition: int, **fields) -> Inode:
         """A new inode with the next number; all its times are now."""
         number = inode_number(partition, self.view.next_number)
-        self.born = True
+        self.born = self.adds = True
         now = self.now_ns
         born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, **fields)
         self.inodes[number] = self.dirty[number] = born
@@ -177,7 +179,6 @@ class Draft:
         if not inode.links:
             self.effects[records.numbered_key(records.ORPHAN, inode.number)] = records.ORPHAN_VALUE
             self.orphans.append(inode.number)
-        self.reclaims = True
 
     def grant(self, inode: Inode, rights: int, session: int) -> bytes:
         """A grant for a file, b"" where none is wanted or there is nothing to grant."""

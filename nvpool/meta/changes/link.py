@@ -23,6 +23,7 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     if inode.links >= LINK_COUNT_MAX:
         raise TooManyLinks(f"a file has {LINK_COUNT_MAX} names at most")
     inode.links += 1
+    draft.adds = True
     draft.stamp(inode)
     draft.effects[key] = records.encode_dentry(partition, inode.number, inode.kind)
     parent.size += 1

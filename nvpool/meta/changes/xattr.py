@@ -40,6 +40,7 @@ def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draf
     elif request.flags == CREATE:
         raise AlreadyExists(f"there is an attribute {request.name!r} already")
     inode.flags |= records.HAS_XATTRS
+    draft.adds = True
     draft.effects[key] = records.XATTR_HEAD + request.value
     draft.stamp(inode)
     draft.reply = meta_pb2.AttrReply()
@@ -58,7 +59,6 @@ def removexattr(view: View, request: meta_pb2.RemoveXattrRequest, now_ns: int) -
         inode.flags &= ~records.HAS_XATTRS
     draft.effects[key] = None
     draft.stamp(inode)
-    draft.reclaims = True
     draft.reply = meta_pb2.AttrReply()
     fill_attr(draft.reply.attr, inode)
     return draft

@@ -1,0 +1,181 @@
+"""Fsck, dump and load as requests: runs under way, found by their cursors, one bounded step for each request.
+
+A cursor is a run's number and the count of its steps; a step whose answer was lost may be asked for again. Runs live in
+memory: after a restart of the shard they begin anew (StaleCursor). Owned by `meta/service`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import InUse, InvalidRequest, StaleCursor
+from nvpool.base.ids import ROOT_INODE
+from nvpool.kv.contract import Kv
+from nvpool.meta import dump, records
+from nvpool.meta.fsck import Fsck
+from nvpool.meta.numbers import Numbers
+from nvpool.meta.view import View
+from nvpool.wire.v1 import meta_pb2 as pb
+
+RUNS_MAX = 3
+"""The engine reads four snapshots at once at most."""
+IDLE_S = 120.0
+"""A run that nobody has asked for that long makes place for another."""
+LOAD_BATCH = 500
+_CURSOR = struct.Struct("<QI")
+
+
+class Answer(NamedTuple):
+    message: Any
+    payload: bytes = b""
+
+
+class _Run:
+    def __init__(self, work: Fsck | dump.Dump) -> None:
+        self.work = work
+        self.steps = 0
+        self.used_s = 0.0
+        self.last: Answer | None = None
+
+
+class Runs:
+    """Fscks and dumps under way."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._runs: dict[int, _Run] = {}
+
+    def begin(self, work: Fsck | dump.Dump) -> tuple[int, _Run]:
+        number = int.from_bytes(self._clock.secret(8), "little")
+        run = self._runs[number] = _Run(work)
+        run.used_s = self._clock.boottime_s()
+        return number, run
+
+    def make_room(self) -> None:
+        """InUse when there are too many; called before the work of a new one is made."""
+        now_s = self._clock.boottime_s()
+        for number in [n for n, run in self._runs.items() if now_s - run.used_s > IDLE_S]:
+            self._end(number)
+        if len(self._runs) >= RUNS_MAX:
+            raise InUse(f"{RUNS_MAX} checks or dumps are under way; wait for one to end")
+
+    def find(self, cursor: bytes, kind: type) -> tuple[int, _Run, bool]:
+        """(number, run, whether its last step is asked for again)."""
+        if len(cursor) != _CURSOR.size:
+            raise StaleCursor("this is no cursor of a check or dump")
+        number, steps = _CURSOR.unpack(cursor)
+        run = self._runs.get(number)
+        if run is None or not isinstance(run.work, kind) or steps not in (run.steps, run.steps - 1):
+            raise StaleCursor("this check or dump has ended; begin it again")
+        run.used_s = self._clock.boottime_s()
+        return number, run, steps == run.steps - 1
+
+    def stepped(self, number: int, run: _Run, answer: Answer, done: bool) -> Answer:
+        run.steps += 1
+        answer.message.cursor = _CURSOR.pack(number, run.steps)
+        answer.message.done = done
+        run.last = answer
+        if done:
+            # The last answer is kept until the place is needed: it may be asked for again.
+            run.work.close()
+            run.used_s -= IDLE_S
+        return answer
+
+    def _end(self, number: int) -> None:
+        self._runs.pop(number).work.close()
+
+    def end_all(self) -> None:
+        for number in list(self._runs):
+            self._end(number)
+
+
+async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any) -> Answer:
+    while kv.full:
+        await kv.room()
+    if request.cursor:
+        number, run, again = runs.find(request.cursor, Fsck)
+        if again:
+            return run.last
+    else:
+        runs.make_room()
+        number, run = runs.begin(make(request.repair))
+    work = run.work
+    if work.done:
+        raise StaleCursor("this check has ended; begin it again")
+    problems = work.step(request.limit)
+    if work.counter_max and request.repair:
+        counter, work.counter_max = work.counter_max, 0
+        view.next_number = max(view.next_number, counter + 1)
+        await numbers.raise_above(counter)
+    reply = pb.FsckReply(checked=work.checked)
+    for problem in problems:
+        reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired)
+    return runs.stepped(number, run, Answer(reply), work.done)
+
+
+def dump_step(runs: Runs, request: pb.DumpRequest, kv: Kv, shard: int) -> Answer:
+    if request.cursor:
+        number, run, again = runs.find(request.cursor, dump.Dump)
+        if again:
+            return run.last
+    else:
+        runs.make_room()
+        number, run = runs.begin(dump.Dump(kv, shard))
+    if run.work.done:
+        raise StaleCursor("this dump has ended; begin it again")
+    lines, count = run.work.step(request.limit)
+    return runs.stepped(number, run, Answer(pb.DumpReply(records=count), lines), run.work.done)
+
+
+class Load:
+    """A load under way: the shard holds nothing that can be relied on until it ends."""
+
+    def __init__(self, kv: Kv, identity: records.Identity) -> None:
+        self._kv = kv
+        self._identity = identity
+        self._bounds = records.Bounds(0, 0)
+        self.records = 0
+
+    async def begin(self) -> None:
+        """Mark the shard as loading, and empty it of what it began with, or of a load that did not end."""
+        raw = self._kv.get(records.BOUNDS_KEY)
+        self._bounds = records.decode_bounds(raw) if raw is not None else self._bounds
+        await self._apply([(records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=True)))])
+        first = b"\0"
+        while pairs := self._kv.scan(first, records.END_OF_KEYS, LOAD_BATCH):
+            await self._apply([(key, None) for key, _ in pairs if key not in (records.IDENTITY_KEY, records.BOUNDS_KEY)])
+            first = pairs[-1][0] + b"\0"
+
+    async def take(self, payload: bytes, first: bool) -> None:
+        batch: list[tuple[bytes, bytes | None]] = []
+        for key, raw in dump.parse(payload, first):
+            self.records += 1
+            if key == records.IDENTITY_KEY:
+                found = records.decode_identity(raw)
+                self._identity = records.Identity(self._identity.shard, found.name_key, True)
+            elif key == records.BOUNDS_KEY:
+                found_bounds = records.decode_bounds(raw)
+                self._bounds = records.Bounds(max(self._bounds.inode, found_bounds.inode),
+                                              max(self._bounds.session, found_bounds.session))
+            else:
+                batch.append((key, raw))
+                if len(batch) >= LOAD_BATCH:
+                    await self._apply(batch)
+                    batch = []
+        await self._apply(batch)
+
+    async def end(self) -> None:
+        """The shard is what the dump was, durably. Numbers go on above those of both."""
+        if self._kv.get(records.inode_key(ROOT_INODE)) is None:
+            raise InvalidRequest("the dump has no root directory; it is not whole")
+        await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
+                           (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
+        await self._kv.sync()
+
+    async def _apply(self, effects: list) -> None:
+        while self._kv.full:
+            await self._kv.room()
+        if effects:
+            self._kv.apply(list(dict(effects).items()))

@@ -1,0 +1,143 @@
+"""Stored formats of the metadata service: golden values, round trips, refusal of what makes no sense."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvpool.base.errors import CorruptRecord, StaleCursor
+from nvpool.base.ids import inode_number
+from nvpool.logic import partition
+from nvpool.meta import records
+from nvpool.meta.records import Inode
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+T = 1_700_000_000_123_456_789
+HASH = bytes(range(1, 8))
+FILE = inode_number(7, 0x123456)
+
+INODES = {
+    "file": Inode(FILE, 0o100644, uid=1000, gid=100, size=4096, blocks=8, atime_ns=T - 5000, mtime_ns=T, ctime_ns=T, change=2,
+                  flags=records.TOUCHED),
+    "empty file of root": Inode(FILE, 0o100600, atime_ns=T, mtime_ns=T, ctime_ns=T),
+    "large sparse file": Inode(FILE, 0o100644, links=3, uid=70000, gid=70001, size=1 << 40, blocks=16, atime_ns=1,
+                               mtime_ns=T, ctime_ns=T + 77, change=1 << 20, cut=9, table=3, chunk_bits=24,
+                               flags=records.TOUCHED | records.HAS_XATTRS),
+    "root directory": Inode(1, 0o40755, links=2, atime_ns=T, mtime_ns=T, ctime_ns=T, parent=1),
+    "wide directory": Inode(FILE, 0o42775, links=5, gid=5, size=70000, atime_ns=T, mtime_ns=T, ctime_ns=T, parent=1,
+                            flags=records.WIDE),
+    "symlink": Inode(FILE, 0o120777, size=6, atime_ns=T, mtime_ns=T, ctime_ns=T, target=b"../a\xff\xfe"),
+    "device": Inode(FILE, 0o60660, rdev=0x0801, atime_ns=T, mtime_ns=T, ctime_ns=T),
+    "times before 1970": Inode(FILE, 0o100644, atime_ns=-5, mtime_ns=-7, ctime_ns=T),
+}
+
+
+def golden_values() -> dict[str, str]:
+    values = {f"inode: {name}": records.encode_inode(inode).hex() for name, inode in INODES.items()}
+    values |= {
+        "key: inode": records.inode_key(FILE).hex(),
+        "key: dentry": records.dentry_key(7, FILE, HASH, b"name").hex(),
+        "key: xattr": records.xattr_key(FILE, b"user.a").hex(),
+        "key: orphan": records.numbered_key(records.ORPHAN, FILE).hex(),
+        "key: collect": records.numbered_key(records.COLLECT, FILE).hex(),
+        "key: intent": records.numbered_key(records.INTENT, FILE).hex(),
+        "key: identity": records.IDENTITY_KEY.hex(), "key: bounds": records.BOUNDS_KEY.hex(),
+        "key: counts": records.COUNTS_KEY.hex(), "key: session": records.session_key(1 << 48 | 5).hex(),
+        "key: slot": records.slot_key(1 << 48 | 5, 63).hex(), "key: damaged": records.damaged_key(b"abc").hex(),
+        "dentry: same partition": records.encode_dentry(7, FILE, 8).hex(),
+        "dentry: other partition": records.encode_dentry(8, FILE, 4).hex(),
+        "intent": records.encode_intent(records.Intent(3, 1 << 33, 2, 20)).hex(),
+        "collect": records.encode_collect(records.Collect(2, 22)).hex(),
+        "session": records.encode_session(records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
+        "slot": records.encode_slot(77, FILE, b"answer").hex(),
+        "identity": records.encode_identity(records.Identity(1, bytes(range(16)))).hex(),
+        "bounds": records.encode_bounds(records.Bounds(65538, 65537)).hex(),
+        "counts": records.encode_counts(12345).hex(),
+        "orphan": records.ORPHAN_VALUE.hex(), "xattr head": records.XATTR_HEAD.hex(),
+    }
+    return values
+
+
+def golden_partitions() -> dict:
+    name_hash = partition.name_hasher(bytes(range(16)))
+    return {f"{directory}/{name}": [h.hex(), partition.partition_of_name(directory, False, h),
+                                    partition.partition_of_name(directory, True, h), partition.partition_of_directory(h),
+                                    partition.cursor_behind(h, 1)]
+            for directory in (1, FILE) for name in ("a", "file.txt", "é", "x" * 255)
+            for h in [name_hash(directory, name.encode())]}
+
+
+def test_keys_and_records_are_those_of_the_golden_file():
+    assert golden_values() == json.loads((GOLDEN / "meta_records.json").read_text())
+
+
+def test_partitions_and_name_hashes_are_those_of_the_golden_file():
+    assert golden_partitions() == json.loads((GOLDEN / "partition.json").read_text())
+
+
+@pytest.mark.parametrize("name", INODES)
+def test_an_inode_comes_back_from_its_record(name):
+    inode = INODES[name]
+    assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
+
+
+u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.builds(Inode, st.integers(1, 2**63 - 1), st.sampled_from([0o100644, 0o40755, 0o10600]), st.integers(0, 2**32 - 1),
+                 st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), u64, u64, s64, s64, s64, u64, u64,
+                 st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**16 - 1),
+                 st.integers(0, 2**63 - 1)))
+def test_every_inode_comes_back_from_its_record(inode):
+    assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
+
+
+@given(st.binary(max_size=80))
+def test_bytes_that_are_no_record_are_called_corrupt(raw):
+    for decode in (lambda: records.decode_inode(1, raw), lambda: records.decode_dentry(1, raw),
+                   lambda: records.decode_intent(raw), lambda: records.decode_collect(raw),
+                   lambda: records.decode_session(raw), lambda: records.decode_slot(raw),
+                   lambda: records.decode_identity(raw), lambda: records.decode_bounds(raw),
+                   lambda: records.decode_counts(raw), lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):
+        try:
+            decode()
+        except CorruptRecord:
+            pass
+
+
+@given(st.integers(0, 4095), st.integers(1, 2**51 - 1), st.integers(0, 4095), st.sampled_from(sorted(records.KINDS)))
+def test_a_dentry_names_the_inode_it_was_made_for(owner, counter, home, kind):
+    inode = inode_number(owner, counter)
+    assert records.decode_dentry(home, records.encode_dentry(home, inode, kind)) == (inode, kind)
+
+
+@given(st.integers(0, 4095), st.integers(1, 2**51 - 1))
+def test_every_key_of_a_partition_lies_in_its_range(owner, counter):
+    inode = inode_number(owner, counter)
+    keys = [records.inode_key(inode), records.dentry_key(owner, inode, HASH, b"n" * 255), records.xattr_key(inode, b"user.x"),
+            *(records.numbered_key(kind, inode) for kind in (records.ORPHAN, records.COLLECT, records.INTENT))]
+    for key in keys:
+        assert records.prefix(owner, 0) <= key < records.prefix(owner + 1, 0) and len(key) <= 511
+        assert records.partition_of_key(key) == owner
+    assert {records.inode_of_key(key) for key in keys if records.kind_of(key) != records.DENTRY} == {inode}
+    assert keys == sorted(keys)
+    assert all(key < records.IDENTITY_KEY < records.END_OF_KEYS for key in keys)
+
+
+@given(st.binary(min_size=7, max_size=7).filter(any), st.integers(1, 300))
+def test_a_cursor_tells_hash_and_count_and_leaves_small_numbers_free(name_hash, equal):
+    cursor = partition.cursor_behind(name_hash, equal)
+    assert 4 <= cursor < 1 << 63
+    again, count = partition.cursor_parts(cursor)
+    if equal < partition.EQUAL_MAX:
+        assert (again, count) == (name_hash, equal)
+    elif name_hash != b"\xff" * 7:
+        assert again > name_hash and count == 0
+
+
+@pytest.mark.parametrize("cursor", [1, 3, 127, 1 << 63, (1 << 64) - 1])
+def test_a_number_that_is_no_cursor_is_refused(cursor):
+    with pytest.raises(StaleCursor):
+        partition.cursor_parts(cursor)
