@@ -1,5 +1,24 @@
-"""One fast, shared file system from the NVMe drives of ordinary servers."""
+"""One fast, shared file system from the NVMe drives of ordinary servers.
+
+    import nvpool
+    pool = nvpool.connect("/srv/pool")          # or "host:port" of any node
+    pool.read_many([("/train/a.bin", 0, 4096), …], into=buffer)
+
+Importing this package loads nothing but the version: the client comes with the first use of one of the names below, because
+the command line and every daemon import it too.
+"""
 
 from nvpool.base.version import VERSION as __version__
 
-__all__ = ["__version__"]
+_LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.asynchronous", "FileSystem": "nvpool.sdk.filesystem",
+         "AsyncFileSystem": "nvpool.sdk.asynchronous"}
+
+__all__ = ["AsyncFileSystem", "FileSystem", "__version__", "connect", "connect_async"]
+
+
+def __getattr__(name: str):
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'nvpool' has no attribute {name!r}")
+    from importlib import import_module
+    return getattr(import_module(module), name)

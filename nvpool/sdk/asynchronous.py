@@ -1,0 +1,405 @@
+"""The SDK for asyncio programs: a pool as a file system of paths.
+
+Guarantees what the client does (close-to-open between clients, read-your-writes in one). Errors are OSError with the usual
+subclasses; nvpool's own error, which says more, is their cause. One object belongs to one event loop and one process.
+`sdk/filesystem` is the synchronous face of this.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotADirectory, NotFound, NvpoolError
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
+from nvpool.client.vfs import NOW, Caller, FileHandle, StatFs
+from nvpool.sdk.batch import Batches, contiguous
+from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result
+
+_COPY_BYTES = 4 * MIB
+_LIST_STEP = 1000
+_MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+          "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}
+
+
+def flags_of(mode: str) -> int:
+    """Flags of open(2) for a mode of Python's open, whose letters b and t are of no interest here. ValueError."""
+    kind = mode.replace("b", "").replace("t", "")
+    flags = _MODES.get(kind.replace("+", ""))
+    if flags is None or kind.count("+") > 1:
+        raise ValueError(f"{mode!r} is no mode of open")
+    return flags & ~os.O_ACCMODE | os.O_RDWR if "+" in kind else flags
+
+
+class Entry(NamedTuple):
+    """One name of a directory, with what stat shows of it (a symbolic link is not followed)."""
+
+    name: str
+    stat: os.stat_result
+
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.stat.st_mode)
+
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.stat.st_mode)
+
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.stat.st_mode)
+
+
+class AsyncFile:
+    """An open file without a position: reads and writes say where. Use `async with`, or close it."""
+
+    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle):
+        self.path = path
+        self.handle = handle
+        self._vfs = pool.vfs
+
+    @property
+    def size(self) -> int:
+        return self.handle.size
+
+    async def read(self, offset: int, length: int) -> memoryview | bytes:
+        """Up to `length` bytes, fewer only at the end of the file."""
+        with as_os_error(self.path):
+            return await self._vfs.read(self.handle, offset, length)
+
+    async def write(self, offset: int, buffer) -> int:
+        """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised."""
+        with as_os_error(self.path):
+            view = memoryview(buffer)
+            return await self._vfs.write(self.handle, offset, buffer if type(buffer) is bytes else view.cast("B"))
+
+    async def truncate(self, size: int) -> None:
+        with as_os_error(self.path):
+            await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
+
+    async def flush(self) -> None:
+        """What was written is at the stores and seen by whoever opens the file from now on."""
+        with as_os_error(self.path):
+            await self._vfs.flush(self.handle)
+
+    async def fsync(self) -> None:
+        """What was written survives the loss of power."""
+        with as_os_error(self.path):
+            await self._vfs.fsync(self.handle, False)
+
+    async def stat(self) -> os.stat_result:
+        with as_os_error(self.path):
+            return stat_result(await self._vfs.getattr(self.handle.inode))
+
+    async def close(self) -> None:
+        """Flush and close; may be called twice. The file is closed also where this raises."""
+        if self.handle.closed:
+            return
+        with as_os_error(self.path):
+            try:
+                await self._vfs.flush(self.handle)
+            finally:
+                await self._vfs.release(self.handle)
+
+    async def __aenter__(self) -> AsyncFile:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+
+class AsyncFileSystem:
+    """Made by `await nvpool.connect_async(where)`. Use `async with`, or close it."""
+
+    def __init__(self, client: Client, caller: Caller):
+        self.client = client
+        self.vfs = client.vfs
+        self.caller = caller
+        self._batches = Batches(client.vfs, caller)
+
+    @classmethod
+    async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+        with as_os_error():
+            client = await Client.open(where, name or f"sdk pid {os.getpid()}", options)
+        return cls(client, Caller(os.getuid(), os.getgid(), os.getpid()))
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        try:
+            await self._batches.forget()
+        except NvpoolError:
+            pass  # read-only handles: the session's end gives them up
+        await self.client.close(timeout_s)
+
+    async def __aenter__(self) -> AsyncFileSystem:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    async def open_handle(self, path: Path, flags: int, mode: int = 0o666) -> FileHandle:
+        """Open as open(2) would, but for rights and the umask, which are the caller's affair."""
+        if flags & os.O_CREAT:
+            place = await locate(self.vfs, path, follow=not flags & os.O_EXCL)
+            if not place.name:
+                raise IsADirectory
+            if place.attr is None or flags & os.O_EXCL:
+                return (await self.vfs.create(place.parent, place.name, mode, flags, self.caller))[1]
+            attr = place.attr
+        else:
+            attr = await find(self.vfs, path)
+        if stat.S_ISDIR(attr.mode):
+            raise IsADirectory
+        if not stat.S_ISREG(attr.mode):
+            raise InvalidRequest("only regular files can be opened through the SDK")
+        try:
+            return await self.vfs.open(attr.inode, flags, self.caller)
+        except NotFound:
+            # the name stands for another file since we looked
+            place = await locate(self.vfs, path)
+            self.vfs.cache.forget_entry(place.parent, place.name)
+            if flags & os.O_CREAT:
+                return (await self.vfs.create(place.parent, place.name, mode, flags, self.caller))[1]
+            return await self.vfs.open((await find(self.vfs, path)).inode, flags, self.caller)
+
+    async def open(self, path: Path, mode: str = "rb", permissions: int = 0o644) -> AsyncFile:
+        """Modes as of Python's open, always binary."""
+        flags = flags_of(mode)
+        with as_os_error(path):
+            return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
+
+    async def read_many(self, reads: Sequence[tuple[Path | AsyncFile | FileHandle, int, int]], into=None):
+        """Each (path or open file, offset, length), all in one message per target.
+
+        With `into` (any writable buffer) the bytes lie there, each read's at the sum of the lengths before it, and a list of
+        lengths is returned: shorter than asked for only at the end of a file. Without, a list of memoryviews. On an error
+        `into` holds nothing that may be relied on; it must not be used while this waits.
+        """
+        with as_os_error():
+            plan = [(what.handle if type(what) is AsyncFile else what, offset, length) for what, offset, length in reads]
+            if into is not None:
+                return await self._batches.read_many(plan, contiguous(into))
+            whole = memoryview(bytearray(sum(read[2] for read in plan)))
+            lengths = await self._batches.read_many(plan, whole)
+        found, place = [], 0
+        for (_, _, asked), length in zip(plan, lengths, strict=True):
+            found.append(whole[place:place + length])
+            place += asked
+        return found
+
+    async def read_bytes(self, path: Path) -> bytes:
+        async with await self.open(path) as file:
+            parts = []
+            at = 0
+            while len(part := await file.read(at, _COPY_BYTES)):
+                parts.append(part)
+                at += len(part)
+            return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+
+    async def write_bytes(self, path: Path, content) -> int:
+        async with await self.open(path, "wb") as file:
+            return await file.write(0, content)
+
+    async def copy(self, source: Path, target: Path) -> int:
+        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole: under its name only when stored."""
+        with as_os_error(source):
+            attr = await find(self.vfs, source)
+        if stat.S_ISDIR(attr.mode):
+            raise IsADirectoryError(errno.EISDIR, "copy takes files", os.fspath(source))
+        beside = os.fsencode(target) + b".nvpool-copy-%x" % attr.inode
+        count = 0
+        try:
+            async with await self.open(source) as reading, await self.open(beside, "wb", stat.S_IMODE(attr.mode)) as writing:
+                while len(part := await reading.read(count, _COPY_BYTES)):
+                    await writing.write(count, part)
+                    count += len(part)
+            await self.rename(beside, target)
+        except BaseException:
+            try:
+                await self.remove(beside)
+            except OSError:
+                pass  # it was not made, or is renamed
+            raise
+        return count
+
+    # -- names -----------------------------------------------------------------------------------------------------------
+
+    async def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        with as_os_error(path):
+            attr = await find(self.vfs, path, follow=follow_symlinks)
+            return stat_result(await self.vfs.getattr(attr.inode))
+
+    async def exists(self, path: Path) -> bool:
+        try:
+            await self.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    async def is_dir(self, path: Path) -> bool:
+        try:
+            return stat.S_ISDIR((await self.stat(path)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    async def is_file(self, path: Path) -> bool:
+        try:
+            return stat.S_ISREG((await self.stat(path)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    async def scan(self, path: Path = "/") -> AsyncIterator[Entry]:
+        """The entries of a directory in no particular order, in bounded memory however many there are."""
+        with as_os_error(path):
+            directory = await self.vfs.opendir((await find(self.vfs, path)).inode)
+        cursor, more = 0, True
+        while more:
+            with as_os_error(path):
+                entries, more = await self.vfs.readdir(directory, cursor, _LIST_STEP)
+            for entry in entries:
+                cursor = entry.cursor
+                yield Entry(os.fsdecode(entry.name), stat_result(entry.attr))
+
+    async def list(self, path: Path = "/") -> list[str]:
+        """The names in a directory, sorted."""
+        return sorted([entry.name async for entry in self.scan(path)])
+
+    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, list[str], list[str]]]:
+        """As os.walk, top down; symbolic links are listed with the files and not followed."""
+        place = os.fsdecode(top)
+        directories, files = [], []
+        async for entry in self.scan(place):
+            (directories if entry.is_dir() else files).append(entry.name)
+        yield place, sorted(directories), sorted(files)
+        for name in sorted(directories):
+            async for found in self.walk(os.path.join(place, name)):
+                yield found
+
+    async def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
+                    wide: bool = False) -> None:
+        """`wide` spreads the names of a directory that will have very many over all partitions."""
+        with as_os_error(path):
+            try:
+                place = await locate(self.vfs, path)
+            except NotFound:
+                if not parents:
+                    raise
+                await self.mkdir(os.path.dirname(os.fsencode(path).rstrip(b"/")), parents=True, exist_ok=True)
+                place = await locate(self.vfs, path)
+            if place.attr is None:
+                try:
+                    await self.vfs.mkdir(place.parent, place.name, mode, self.caller, wide)
+                    return
+                except AlreadyExists:
+                    place = await locate(self.vfs, path)
+            if not exist_ok or place.attr is None or not stat.S_ISDIR(place.attr.mode):
+                raise AlreadyExists
+
+    async def remove(self, path: Path) -> None:
+        """Remove a file, a symbolic link or anything else that is no directory."""
+        with as_os_error(path):
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is None:
+                raise NotFound
+            await self._batches.forget([path])
+            await self.vfs.unlink(place.parent, place.name, self.caller)
+
+    async def rmdir(self, path: Path) -> None:
+        with as_os_error(path):
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is None:
+                raise NotFound
+            if not stat.S_ISDIR(place.attr.mode):
+                raise NotADirectory
+            await self.vfs.rmdir(place.parent, place.name, self.caller)
+
+    async def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all below it; symbolic links are removed, not followed."""
+        names = [entry async for entry in self.scan(path)]
+        for entry in names:
+            below = os.path.join(os.fsdecode(path), entry.name)
+            if entry.is_dir():
+                await self.remove_tree(below)
+            else:
+                await self.remove(below)
+        await self.rmdir(path)
+
+    async def rename(self, source: Path, target: Path) -> None:
+        """What `target` stood for, if anything, is replaced; also after a loss of power it shows the old bytes or the new."""
+        with as_os_error(source):
+            old = await locate(self.vfs, source, follow=False)
+            new = await locate(self.vfs, target, follow=False)
+            if old.attr is None:
+                raise NotFound
+            await self._batches.forget()
+            await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
+
+    async def link(self, source: Path, target: Path) -> None:
+        with as_os_error(source):
+            attr = await find(self.vfs, source, follow=False)
+            new = await locate(self.vfs, target, follow=False)
+            await self.vfs.link(attr.inode, new.parent, new.name, self.caller)
+
+    async def symlink(self, target: Path, path: Path) -> None:
+        """`path` becomes a symbolic link to `target`."""
+        with as_os_error(path):
+            place = await locate(self.vfs, path, follow=False)
+            if place.attr is not None:
+                raise AlreadyExists
+            await self.vfs.symlink(place.parent, place.name, os.fsencode(target), self.caller)
+
+    async def readlink(self, path: Path) -> str:
+        with as_os_error(path):
+            return os.fsdecode(await self.vfs.readlink((await find(self.vfs, path, follow=False)).inode))
+
+    # -- attributes --------------------------------------------------------------------------------------------------------
+
+    async def chmod(self, path: Path, mode: int) -> None:
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, mode=mode, caller=self.caller)
+
+    async def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
+        with as_os_error(path):
+            attr = await find(self.vfs, path)
+            await self.vfs.setattr(attr.inode, uid=None if uid < 0 else uid, gid=None if gid < 0 else gid, caller=self.caller)
+
+    async def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
+        atime, mtime = ns if ns is not None else (NOW, NOW)
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
+
+    async def truncate(self, path: Path, size: int) -> None:
+        with as_os_error(path):
+            await self.vfs.setattr((await find(self.vfs, path)).inode, size=size, caller=self.caller)
+
+    async def getxattr(self, path: Path, name: str) -> bytes:
+        with as_os_error(path):
+            return await self.vfs.getxattr((await find(self.vfs, path)).inode, os.fsencode(name))
+
+    async def setxattr(self, path: Path, name: str, value: bytes, flags: int = 0) -> None:
+        with as_os_error(path):
+            await self.vfs.setxattr((await find(self.vfs, path)).inode, os.fsencode(name), value, flags, self.caller)
+
+    async def listxattr(self, path: Path) -> list[str]:
+        with as_os_error(path):
+            return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
+
+    async def removexattr(self, path: Path, name: str) -> None:
+        with as_os_error(path):
+            await self.vfs.removexattr((await find(self.vfs, path)).inode, os.fsencode(name), self.caller)
+
+    async def statfs(self) -> StatFs:
+        """Sizes of the whole pool."""
+        with as_os_error():
+            return await self.vfs.statfs()
+
+
+async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    """The pool that `where` names (its directory on this host, or "host:port" of any node), on the running event loop.
+
+    OSError: FileNotFoundError where there is no pool, ConnectionError's like where nobody answers.
+    """
+    return await AsyncFileSystem.connect(where, name=name, options=options)

@@ -1,0 +1,428 @@
+"""The SDK for ordinary programs: a pool as a file system of paths, from any thread.
+
+The client runs on an event loop in a thread of its own; each call here hands work to it and waits. So:
+
+* threads: one FileSystem may be used by any number of threads at once. One File's position is not guarded, as that of io.FileIO
+  is not; `pread`, `pwrite` and `read_many` need none.
+* fork: a child process (a DataLoader's worker) connects anew at its first call, as a client of its own. Files that were
+  open are opened again there by inode number; what the parent had not stored at the fork stays the parent's alone.
+* at exit, what is still open is stored and closed.
+
+Errors are OSError with the usual subclasses; nvpool's own error, which says more, is their cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import io
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+from nvpool.base.errors import BadHandle
+from nvpool.base.units import KIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import FileHandle, StatFs
+from nvpool.sdk.asynchronous import AsyncFileSystem, Entry, flags_of
+from nvpool.sdk.batch import contiguous
+from nvpool.sdk.paths import Path, as_os_error, stat_result
+
+BUFFER_BYTES = 128 * KIB
+"""Of buffered files: a call into the loop's thread costs about as much as reading that much."""
+_all: weakref.WeakSet[FileSystem] = weakref.WeakSet()
+_abandoned: list = []
+"""Loops and clients of the parent, in a forked child. They are kept alive: tearing one down would unregister the parent's
+sockets from the epoll instance that both processes share."""
+
+
+class _Runtime:
+    """An event loop in a thread, and the client that lives on it."""
+
+    def __init__(self, where, name: str, options: ClientOptions | None):
+        self.pid = os.getpid()
+        self.loop = _new_loop()
+        self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
+        self.thread.start()
+        try:
+            self.pool: AsyncFileSystem = self.call(AsyncFileSystem.connect(where, name=name, options=options))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def call(self, work):
+        future: Future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C: do not leave the work behind
+            raise
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5.0)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class File(io.RawIOBase):
+    """An open file of a pool; compatible with io.FileIO but for fileno. Made by FileSystem.open(..., buffering=0), and below
+    the buffered files that open gives otherwise (`.raw`)."""
+
+    def __init__(self, pool: FileSystem, path: Path, flags: int, permissions: int):
+        super().__init__()
+        self.name = path
+        self._pool = pool
+        self._flags = flags
+        runtime = pool._running()
+        with as_os_error(path):
+            self._handle: FileHandle = runtime.call(runtime.pool.open_handle(path, flags, permissions))
+        self._runtime = runtime
+        self._place = 0
+
+    def _opened(self) -> tuple[_Runtime, FileHandle]:
+        """Where the file is open, in this process."""
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        runtime = self._pool._running()
+        if runtime is not self._runtime:
+            flags = self._flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+            with as_os_error(self.name):
+                self._handle = runtime.call(runtime.pool.vfs.open(self._handle.inode, flags, runtime.pool.caller))
+            self._runtime = runtime
+        return self._runtime, self._handle
+
+    def readable(self) -> bool:
+        return self._flags & os.O_ACCMODE != os.O_WRONLY
+
+    def writable(self) -> bool:
+        return self._flags & os.O_ACCMODE != os.O_RDONLY
+
+    def seekable(self) -> bool:
+        return True
+
+    def pread(self, length: int, offset: int) -> bytes:
+        """Up to `length` bytes from `offset`, fewer only at the end of the file. Leaves the position alone."""
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            return bytes(runtime.call(runtime.pool.vfs.read(handle, offset, length)))
+
+    def pwrite(self, buffer, offset: int) -> int:
+        """Take all of `buffer` as bytes from `offset`. Leaves the position alone."""
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            view = buffer if type(buffer) is bytes else memoryview(buffer).cast("B")
+            return runtime.call(runtime.pool.vfs.write(handle, offset, view))
+
+    def readinto(self, buffer) -> int:
+        runtime, handle = self._opened()
+        if not self.readable():
+            raise io.UnsupportedOperation("not open for reading")
+        view = contiguous(buffer)
+        with as_os_error(self.name):
+            found = runtime.call(runtime.pool.vfs.read(handle, self._place, len(view)))
+        view[:len(found)] = found
+        self._place += len(found)
+        return len(found)
+
+    def readall(self) -> bytes:
+        parts = []
+        while part := self.pread(4096 * KIB, self._place):
+            parts.append(part)
+            self._place += len(part)
+        return b"".join(parts)
+
+    def write(self, buffer) -> int:
+        if not self.writable():
+            raise io.UnsupportedOperation("not open for writing")
+        count = self.pwrite(buffer, self._place)
+        self._place = self._opened()[1].size if self._flags & os.O_APPEND else self._place + count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: lambda: 0, os.SEEK_CUR: lambda: self._place, os.SEEK_END: self.size}.get(whence)
+        if base is None:
+            raise ValueError(f"{whence} is no whence of seek")
+        place = base() + offset
+        if place < 0:
+            raise OSError(22, "a negative position")
+        self._place = place
+        return place
+
+    def tell(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return self.stat().st_size
+
+    def stat(self) -> os.stat_result:
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            return stat_result(runtime.call(runtime.pool.vfs.getattr(handle.inode)))
+
+    def truncate(self, size: int | None = None) -> int:
+        runtime, handle = self._opened()
+        if not self.writable():
+            raise io.UnsupportedOperation("not open for writing")
+        size = self._place if size is None else size
+        with as_os_error(self.name):
+            runtime.call(runtime.pool.vfs.setattr(handle.inode, size=size, caller=runtime.pool.caller, handle=handle))
+        return size
+
+    def flush(self) -> None:
+        """What was written is at the stores and seen by whoever opens the file from now on."""
+        if self.closed or not self.writable():
+            return
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            runtime.call(runtime.pool.vfs.flush(handle))
+
+    def fsync(self) -> None:
+        """What was written survives the loss of power."""
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            runtime.call(runtime.pool.vfs.fsync(handle, False))
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        runtime = self._runtime
+        try:
+            super().close()  # flushes
+        finally:
+            if runtime is self._pool._runtime and runtime.pid == os.getpid():
+                with as_os_error(self.name):
+                    runtime.call(runtime.pool.vfs.release(self._handle))
+
+
+class FileSystem:
+    """Made by `nvpool.connect(where)`. A context manager; close it, or leave that to the end of the program."""
+
+    def __init__(self, where, *, name: str = "", options: ClientOptions | None = None):
+        self._where = where
+        self._name = name
+        self._options = options
+        self._lock = threading.Lock()
+        self._closed = False
+        self._runtime: _Runtime | None = None
+        self._running()
+        _all.add(self)
+
+    def _running(self) -> _Runtime:
+        runtime = self._runtime
+        if runtime is not None:
+            return runtime
+        with self._lock:
+            if self._closed:
+                raise ValueError("the connection to the pool is closed")
+            if self._runtime is None:
+                self._runtime = _Runtime(self._where, self._name, self._options)
+            return self._runtime
+
+    def _call(self, method: str, *arguments, **named):
+        runtime = self._running()
+        return runtime.call(getattr(runtime.pool, method)(*arguments, **named))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Store what was written, at most for `timeout_s`, and end. May be called twice."""
+        with self._lock:
+            runtime, self._runtime = self._runtime, None
+            self._closed = True
+        if runtime is not None and runtime.pid == os.getpid():
+            try:
+                runtime.call(runtime.pool.close(timeout_s))
+            finally:
+                runtime.stop()
+
+    def __enter__(self) -> FileSystem:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # -- files -----------------------------------------------------------------------------------------------------------
+
+    def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+             newline: str | None = None, permissions: int = 0o644):
+        """As Python's open. Binary modes give a buffered file over a File, or with buffering=0 the File itself."""
+        flags = flags_of(mode)
+        if buffering == 0 and "b" not in mode:
+            raise ValueError("a text file can not be unbuffered")
+        raw = File(self, path, flags, permissions)
+        if buffering == 0:
+            return raw
+        size = buffering if buffering > 1 else BUFFER_BYTES
+        kind = io.BufferedRandom if "+" in mode else io.BufferedReader if raw.readable() else io.BufferedWriter
+        if flags & os.O_APPEND:
+            raw.seek(0, os.SEEK_END)
+        buffered = kind(raw, size)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
+                                                             line_buffering=buffering == 1)
+
+    def read_many(self, reads: Sequence[tuple], into=None):
+        """Each (path or open file, offset, length), all in one message per target: see AsyncFileSystem.read_many.
+
+        Does not touch the files' positions, and what a buffered file has not flushed is not seen.
+        """
+        runtime = self._running()
+        return runtime.call(runtime.pool.read_many([(_plain(what), offset, length) for what, offset, length in reads], into))
+
+    def read_bytes(self, path: Path) -> bytes:
+        return self._call("read_bytes", path)
+
+    def write_bytes(self, path: Path, content) -> int:
+        return self._call("write_bytes", path, content)
+
+    def copy(self, source: Path, target: Path) -> int:
+        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole."""
+        return self._call("copy", source, target)
+
+    # -- names -----------------------------------------------------------------------------------------------------------
+
+    def stat(self, path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        return self._call("stat", path, follow_symlinks=follow_symlinks)
+
+    def exists(self, path: Path) -> bool:
+        return self._call("exists", path)
+
+    def is_dir(self, path: Path) -> bool:
+        return self._call("is_dir", path)
+
+    def is_file(self, path: Path) -> bool:
+        return self._call("is_file", path)
+
+    def scan(self, path: Path = "/") -> Iterator[Entry]:
+        """The entries of a directory in no particular order, in bounded memory however many there are."""
+        return self._drain("scan", path)
+
+    def list(self, path: Path = "/") -> list[str]:
+        """The names in a directory, sorted."""
+        return self._call("list", path)
+
+    def walk(self, top: Path = "/") -> Iterator[tuple[str, list[str], list[str]]]:
+        """As os.walk, top down; symbolic links are listed with the files and not followed."""
+        return self._drain("walk", top)
+
+    def _drain(self, method: str, path: Path) -> Iterator:
+        runtime = self._running()
+        source = getattr(runtime.pool, method)(path)
+
+        async def some() -> list:
+            found = []
+            async for item in source:
+                found.append(item)
+                if len(found) == 1000:
+                    break
+            return found
+
+        while found := runtime.call(some()):
+            yield from found
+
+    def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
+              wide: bool = False) -> None:
+        """`wide` spreads the names of a directory that will have very many over all partitions."""
+        self._call("mkdir", path, mode, parents=parents, exist_ok=exist_ok, wide=wide)
+
+    def remove(self, path: Path) -> None:
+        self._call("remove", path)
+
+    def rmdir(self, path: Path) -> None:
+        self._call("rmdir", path)
+
+    def remove_tree(self, path: Path) -> None:
+        self._call("remove_tree", path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._call("rename", source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self._call("link", source, target)
+
+    def symlink(self, target: Path, path: Path) -> None:
+        self._call("symlink", target, path)
+
+    def readlink(self, path: Path) -> str:
+        return self._call("readlink", path)
+
+    # -- attributes --------------------------------------------------------------------------------------------------------
+
+    def chmod(self, path: Path, mode: int) -> None:
+        self._call("chmod", path, mode)
+
+    def chown(self, path: Path, uid: int = -1, gid: int = -1) -> None:
+        self._call("chown", path, uid, gid)
+
+    def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
+        self._call("utime", path, ns)
+
+    def truncate(self, path: Path, size: int) -> None:
+        self._call("truncate", path, size)
+
+    def getxattr(self, path: Path, name: str) -> bytes:
+        return self._call("getxattr", path, name)
+
+    def setxattr(self, path: Path, name: str, value: bytes, flags: int = 0) -> None:
+        self._call("setxattr", path, name, value, flags)
+
+    def listxattr(self, path: Path) -> list[str]:
+        return self._call("listxattr", path)
+
+    def removexattr(self, path: Path, name: str) -> None:
+        self._call("removexattr", path, name)
+
+    def statfs(self) -> StatFs:
+        return self._call("statfs")
+
+
+def _plain(what):
+    """The handle or path that read_many of the client takes."""
+    if isinstance(what, (str, bytes, FileHandle)):
+        return what
+    raw = what if isinstance(what, File) else getattr(getattr(what, "buffer", what), "raw", what)
+    if isinstance(raw, File):
+        return raw._opened()[1]
+    if isinstance(raw, os.PathLike):
+        return raw
+    with as_os_error():
+        raise BadHandle(f"{what!r} is neither a path nor an open file of a pool")
+
+
+def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
+    """The pool that `where` names: its directory on this host, or "host:port" of any of its nodes.
+
+    OSError: FileNotFoundError where there is no pool, otherwise as the reason says.
+    """
+    return FileSystem(where, name=name, options=options)
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_all):
+        _abandoned.append(pool._runtime)
+        pool._runtime = None
+        pool._lock = threading.Lock()  # another thread of the parent may have held it
+
+
+def _at_exit() -> None:
+    for pool in list(_all):
+        try:
+            pool.close()
+        except Exception:  # the program is over; what can not be stored is lost, as with a process that is killed
+            pass
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

@@ -1,0 +1,104 @@
+"""Paths of a pool: from text to inodes, symbolic links followed, and errors as Python programs know them.
+
+A path is text or bytes with `/` between names; it begins at the pool's root whether or not it begins with `/`. Called by the
+SDK's file systems. Believes directories for the client's `attr_s`; opening a file asks the service again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from nvpool.base.errors import NotADirectory, NotFound, NvpoolError
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.vfs import Vfs
+from nvpool.wire.v1.meta_pb2 import Attr
+
+SYMLINKS_MAX = 40
+"""As Linux: who follows more is in a circle."""
+
+Path = str | bytes | os.PathLike
+
+
+class TooManySymlinks(NvpoolError):
+    """Too many levels of symbolic links."""
+
+    errno = errno.ELOOP
+
+
+class Place(NamedTuple):
+    """Where a path leads: the directory, the name in it (empty for the root), and what is there, if anything."""
+
+    parent: int
+    name: bytes
+    attr: Attr | None
+
+
+def names_of(path: Path) -> list[bytes]:
+    return [name for name in os.fsencode(path).split(b"/") if name and name != b"."]
+
+
+@contextmanager
+def as_os_error(path: Path | None = None) -> Iterator[None]:
+    """nvpool's errors leave as OSError (FileNotFoundError and its like), with the reason as their cause."""
+    try:
+        yield
+    except NvpoolError as error:
+        if path is None:
+            raise OSError(error.errno, str(error)) from error
+        raise OSError(error.errno, str(error), os.fspath(path)) from error
+
+
+async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
+    """The attributes of what the path leads to. NotFound, NotADirectory, TooManySymlinks."""
+    place = await locate(vfs, path, follow=follow)
+    if place.attr is None:
+        raise NotFound
+    return place.attr
+
+
+async def locate(vfs: Vfs, path: Path, *, follow: bool = True) -> Place:
+    """Where the path leads; its last name need not exist. A symbolic link there is followed unless told otherwise."""
+    names = names_of(path)[::-1]
+    above: list[int] = [ROOT_INODE]   # directories from the root to where we are
+    links = 0
+    while names:
+        name = names.pop()
+        if name == b"..":
+            if len(above) > 1:
+                above.pop()
+            continue
+        try:
+            attr = await vfs.walk(above[-1], name)
+        except NotFound:
+            if names:
+                raise
+            return Place(above[-1], name, None)
+        if stat.S_ISLNK(attr.mode) and (names or follow):
+            links += 1
+            if links > SYMLINKS_MAX:
+                raise TooManySymlinks
+            target = await vfs.readlink(attr.inode)
+            if target.startswith(b"/"):
+                del above[1:]
+            names += names_of(target)[::-1]
+            continue
+        if not names:
+            return Place(above[-1], name, attr)
+        if not stat.S_ISDIR(attr.mode):
+            raise NotADirectory
+        above.append(attr.inode)
+    attr = await vfs.getattr(above[-1])
+    return Place(above[-2] if len(above) > 1 else ROOT_INODE, b"", attr)
+
+
+def stat_result(attr: Attr) -> os.stat_result:
+    return os.stat_result((attr.mode, attr.inode, 0, attr.links, attr.uid, attr.gid, attr.size, attr.atime_ns // 10**9,
+                           attr.mtime_ns // 10**9, attr.ctime_ns // 10**9),
+                          {"st_atime": attr.atime_ns / 1e9, "st_mtime": attr.mtime_ns / 1e9, "st_ctime": attr.ctime_ns / 1e9,
+                           "st_atime_ns": attr.atime_ns, "st_mtime_ns": attr.mtime_ns, "st_ctime_ns": attr.ctime_ns,
+                           "st_blksize": 4096, "st_blocks": attr.blocks, "st_rdev": attr.rdev})
