@@ -49,7 +49,7 @@ _ABSENT: bytes = b"absent\0"  # compared by identity only
 
 Step = Callable[[str], None]
 BeforeCheckpoint = Callable[[], Awaitable[None]]
-OnReplay = Callable[[int, list[Effect]], "Iterable[Effect] | None"]
+OnReplay = Callable[[list[list[Effect]], Callable[[bytes], bytes | None]], list[list[Effect]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class LmdbKv:
         On return everything that was acknowledged before is there and durable. Interrupted, it may be repeated.
 
         before_checkpoint  awaited each time before a frozen layer is written to LMDB: make durable what its records name
-        on_replay          given (sequence, effects) of each replayed change, answers with those effects that stand (the
-                           list itself: all; None: none). Called in order, before anything is written.
+        on_replay          given the effects of all replayed changes, in order, and a function that gets what LMDB holds under
+                           a key; answers with the effects that stand, change by change. Called before anything is written.
         on_fence           told the reason, once, when the engine fences itself: end the process, or open anew
         step               told the name of each step of a checkpoint; for tests that stop between two of them
 
@@ -134,7 +134,8 @@ class LmdbKv:
         self._limit_adding = self._limit_reclaiming = 0
         self._sync_timer: asyncio.TimerHandle | None = None
         self._checkpoint_timer: asyncio.TimerHandle | None = None
-        self._sync_task: asyncio.Task[None] | None = None
+        self._syncing = False
+        self._sync_waiters: list[asyncio.Future[None]] = []
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._sync_count = self._checkpoint_count = self._replayed_count = 0
         self._snapshots = SnapshotSet(self)
@@ -149,12 +150,16 @@ class LmdbKv:
         self._journal = Journal(self.path, self.options.journal_bytes)
         # A crash leaves records in the generation after the stored one, and in the one after that when it came
         # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
+        changes: list[list[Effect]] = []
         for replayed in (generation + 1, generation + 2):
             for record in self._journal.replay(replayed, sequence):
-                effects = record.effects if self._on_replay is None else self._on_replay(record.sequence, record.effects)
-                self._layer.values.update(effects or ())
+                changes.append(record.effects)
                 sequence = record.sequence
-                self._replayed_count += 1
+        self._replayed_count = len(changes)
+        if changes and self._on_replay is not None:
+            changes = self._on_replay(changes, self._tree.get)
+        for effects in changes:
+            self._layer.values.update(effects)
         self._sequence = sequence
         self._journal.begin(generation + 2)
         if self._replayed_count:
@@ -355,30 +360,48 @@ class LmdbKv:
         self._raise_if_fenced()
         while self._synced_sequence < wanted:
             # One that is under way may have begun before our change; then a second one follows, for all who wait.
-            if self._sync_task is None:
-                self._sync_task = self._loop.create_task(self._sync_once())
-            await asyncio.wait((self._sync_task,))
+            if not self._syncing:
+                self._begin_sync()
+            waiter = self._loop.create_future()
+            self._sync_waiters.append(waiter)
+            await waiter
             self._raise_if_fenced()
 
-    async def _sync_once(self) -> None:
-        # Both files, since a record of the new generation is worth nothing without those of the one before it.
+    def _begin_sync(self) -> None:
+        # Not to be divided: the number and the files that hold all up to it. Both files, since a record of the new
+        # generation is worth nothing without those of the one before it.
         sequence, files = self._sequence, self._journal.take_unsynced()
+        self._syncing = True
+        self._sync_thread.submit(self._sync_files, sequence, files)
+
+    def _sync_files(self, sequence: int, files: list[int]) -> None:
+        """In the thread. Tells the loop the outcome, whatever it is."""
+        failure = ""
         try:
             for descriptor in files:
-                await self._loop.run_in_executor(self._sync_thread, self._journal.sync_file, descriptor)
+                self._journal.sync_file(descriptor)
+        except OSError as error:
+            failure = f"a sync of the journal failed: {error.strerror}"
+        self._loop.call_soon_threadsafe(self._sync_ended, sequence, failure)
+
+    def _sync_ended(self, sequence: int, failure: str) -> None:
+        self._syncing = False
+        if failure:
+            self._fence(failure)
+        else:
             self._synced_sequence = max(self._synced_sequence, sequence)
             self._sync_count += 1
-        except OSError as error:
-            self._fence(f"a sync of the journal failed: {error.strerror}")
-        finally:
-            self._sync_task = None
+        waiters, self._sync_waiters = self._sync_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _sync_due(self) -> None:
         self._sync_timer = None
-        if self._sync_task is not None:  # it may have begun before the last change
+        if self._syncing:  # it may have begun before the last change
             self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
-        elif self._synced_sequence < self._sequence and not self._fenced:
-            self._sync_task = self._loop.create_task(self._sync_once())
+        elif self._synced_sequence < self._sequence:
+            self._begin_sync()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -514,9 +537,8 @@ class LmdbKv:
         self._set_limits()
         self._cancel_timers()
         self._snapshots.end_all()
-        for task in (self._sync_task, self._checkpoint_task):
-            if task is not None:
-                task.cancel()
+        if self._checkpoint_task is not None:
+            self._checkpoint_task.cancel()
         # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.
         for thread in (self._sync_thread, self._checkpoint_thread):
             await self._loop.run_in_executor(None, thread.shutdown)
