@@ -8,13 +8,15 @@ is the client's Vfs; this layer adds only what a *kernel* needs:
   was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
 * open files and directories get numbers, valid from open to release.
 * pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
+* attributes: where an open finds a `change` that the kernel was not told of, its cached attributes (the size!) are invalidated
+  before the open is answered. So what another node closed is seen at the next open, whatever the kernel keeps.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service.
 * listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
   this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
 inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is
-found.
+found. For the same reason a file without a name can be opened only while it is open here already (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ LIST_BATCH = 512
 
 SEEN_MAX = 1 << 18
 """Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
+
+TOLD_MAX = 1 << 16
+"""Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
@@ -113,7 +118,18 @@ class FuseOps:
         self._directories: dict[int, _OpenDirectory] = {}
         self._last_handle = 0
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
+        self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._changes = 0  # made through this mount; counted when they are done
+
+        self.invalidate_attributes: Callable[[int], None] = lambda inode: None
+        """Set by the engine: make the kernel ask again for the attributes of an inode. Must not wait."""
+
+    def _telling(self, attr: Attr) -> Attr:
+        told = self._told
+        if len(told) >= TOLD_MAX and attr.inode not in told:
+            del told[next(iter(told))]
+        told[attr.inode] = attr.change
+        return attr
 
     @property
     def open_files(self) -> int:
@@ -124,10 +140,10 @@ class FuseOps:
     async def lookup(self, parent: int, name: bytes) -> Attr | None:
         """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
         if name in (b".", b".."):  # asked for by NFS export and open_by_handle only
-            attr = await self._vfs.getattr(parent)
-            return attr if name == b"." else await self._vfs.getattr(attr.parent or parent)
+            attr = await self.getattr(parent)
+            return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
-            return await self._vfs.lookup(parent, name)
+            return self._telling(await self._vfs.lookup(parent, name))
         except NotFound:
             return None
 
@@ -135,9 +151,10 @@ class FuseOps:
         """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
         for inode, _ in forgotten:
             self._seen.pop(inode, None)
+            self._told.pop(inode, None)
 
     async def getattr(self, inode: int) -> Attr:
-        return await self._vfs.getattr(inode)
+        return self._telling(await self._vfs.getattr(inode))
 
     async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
                       gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
@@ -146,8 +163,9 @@ class FuseOps:
         if size is not None:
             mtime_ns = None  # a change of size is stamped by the service
         try:
-            return await self._vfs.setattr(inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns,
-                                           caller=caller, handle=self._files.get(handle))
+            return self._telling(await self._vfs.setattr(
+                inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
+                handle=self._files.get(handle)))
         finally:
             self._changes += 1
 
@@ -174,7 +192,7 @@ class FuseOps:
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         try:
-            return await self._vfs.link(inode, parent, name, caller)
+            return self._telling(await self._vfs.link(inode, parent, name, caller))
         finally:
             self._changes += 1
 
@@ -205,14 +223,21 @@ class FuseOps:
     # -- open files --------------------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, caller: Caller) -> Opened:
-        return self._opened(await self._vfs.open(inode, flags, caller), flags)
+        file = await self._vfs.open(inode, flags, caller)
+        attr = file.attr
+        if not attr.links and not any(other.inode == inode for other in self._files.values()):
+            await self._vfs.release(file)
+            raise NotFound(f"inode {inode:#x} has no name any more")
+        if self._told.get(inode) != attr.change:
+            self.invalidate_attributes(inode)
+        return self._opened(file, flags)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
         try:
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
             self._changes += 1
-        return attr, self._opened(file, flags)
+        return self._telling(attr), self._opened(file, flags)
 
     def _opened(self, file, flags: int) -> Opened:
         attr = file.attr
@@ -293,6 +318,7 @@ class FuseOps:
                 entry = entries[directory.at]
                 if not add(entry.name, entry.attr, entry.cursor):
                     return
+                self._telling(entry.attr)
                 directory.at += 1
                 directory.cursor = cursor = entry.cursor
             if not directory.more:

@@ -407,6 +407,7 @@ class Pyfuse3Engine:
 
     def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None):
         self._requests = _Requests(ops, on_ready)
+        ops.invalidate_attributes = self._invalidate_attributes
         self._mount_point = mount_point
         self._options = options
         self._mount: Mount | None = None
@@ -437,6 +438,14 @@ class Pyfuse3Engine:
         await pyfuse3.main(WORKERS_MAX, WORKERS_MAX)
         if self._loop.failed is not None:
             raise Unavailable(f"/dev/fuse failed: {self._loop.failed}")
+
+    def _invalidate_attributes(self, inode: int) -> None:
+        """With attr_only the kernel marks them and returns; it would wait for pages."""
+        try:
+            pyfuse3.invalidate_inode(inode, attr_only=True)
+        except OSError as error:
+            if error.errno != errno.ENOENT:  # the kernel does not know the inode
+                log.warning("attributes of %#x could not be invalidated: %s", inode, error)
 
     def stop(self) -> None:
         """Take no further request; `serve` returns when those in work are answered."""

@@ -109,6 +109,33 @@ def test_pages_are_kept_while_nothing_changes_and_not_after(fs):
     assert not fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
 
 
+def test_attributes_that_the_kernel_was_not_told_of_are_invalidated_at_open(fs):
+    invalidated = []
+    fs.ops.invalidate_attributes = invalidated.append
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    fs.open(attr.inode, os.O_RDONLY, ME)
+    assert invalidated == []
+    asyncio.run(fs.vfs.setattr(attr.inode, size=10, caller=ME))  # another node
+    fs.open(attr.inode, os.O_RDONLY, ME)
+    assert invalidated == [attr.inode]
+    fs.getattr(attr.inode)
+    fs.open(attr.inode, os.O_RDONLY, ME)
+    assert invalidated == [attr.inode]
+
+
+def test_a_file_without_a_name_is_opened_only_while_it_is_open(fs):
+    attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
+    fs.unlink(ROOT, b"f", ME)
+    again = fs.open(attr.inode, os.O_RDONLY, ME)
+    held = asyncio.run(fs.vfs.open(attr.inode, os.O_RDONLY, ME))  # by another node
+    fs.release(opened.handle)
+    fs.release(again.handle)
+    with pytest.raises(errors.NotFound):
+        fs.open(attr.inode, os.O_RDONLY, ME)
+    asyncio.run(fs.vfs.release(held))
+    assert attr.inode not in fs.vfs._nodes
+
+
 def test_appending_handles_bypass_the_pages_and_reading_ones_do_not(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_WRONLY, ME)
     assert fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, ME).direct_io
