@@ -151,7 +151,7 @@ class LocalPool:
         capacity = pool.pool_map.target_by_id[target].capacity_bytes
         if pool.directory is None:
             from nvpool.store.memory import MemoryChunkStore
-            store = pool._memory.get(("target", target)) or MemoryChunkStore(target, capacity)
+            store = pool._memory.get(("target", target)) or MemoryChunkStore(capacity)
             pool._memory["target", target] = store
         else:
             path = pool._path("targets", str(target))

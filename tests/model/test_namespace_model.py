@@ -1,0 +1,386 @@
+"""The name space and the contents of files, through the Vfs of a whole pool, beside a plain directory of this machine.
+
+A state machine does the same to both and compares results, errnos, listings, what stat shows, and every byte. Two clients take
+part: after a close each sees what the other did (close-to-open).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import stat
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nvpool.base.errors import NvpoolError
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import RENAME_NOREPLACE, Caller
+from nvpool.testing.plain_store import PlainStore
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(os.getuid(), os.getgid())
+CHUNK = 64 * KIB
+NAMES = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe"])
+DIRS = st.sampled_from([(), (b"d",), (b"d", b"e"), (b"a",)])
+OFFSETS = st.one_of(st.integers(0, 3 * CHUNK), st.sampled_from([0, 1, 4095, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]))
+LENGTHS = st.one_of(st.integers(1, 9000), st.sampled_from([1, 4096, CHUNK, CHUNK + 4096, 2 * CHUNK + 17]))
+
+
+async def _plain(pool: LocalPool, target: int) -> PlainStore:
+    return PlainStore(target, pool.grant_secret)
+
+
+class Pool:
+    """One loop, one pool, two clients; every call runs to its end."""
+
+    def __init__(self, make_store=_plain) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.local = LocalPool(chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB))
+        self.run(self.local.__aenter__())
+        options = ClientOptions(attr_s=0.0, fresh_s=0.0, deadline_s=20.0, write_buffer_bytes=256 * KIB,
+                                write_flight_bytes=128 * KIB, read_ahead_bytes=256 * KIB)
+        self.clients = [self.run(self.local.client(f"client {n}", options)) for n in range(2)]
+
+    def run(self, work):
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def close(self) -> None:
+        self.run(self.local.__aexit__())
+        self.run(asyncio.sleep(0))
+        self.loop.close()
+
+
+class NamespaceMachine(RuleBasedStateMachine):
+    make_store = staticmethod(_plain)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = tempfile.mkdtemp(prefix="nvpool-model-").encode()
+        self.pool = Pool(self.make_store)
+        self.open: list[tuple[int, int, object]] = []   # (client, descriptor, handle)
+
+    def teardown(self) -> None:
+        for _, descriptor, _ in self.open:
+            os.close(descriptor)
+        self.pool.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    # -- both sides ------------------------------------------------------------------------------------------------------
+
+    def vfs(self, client: int):
+        return self.pool.clients[client].vfs
+
+    def path(self, directory: tuple[bytes, ...], name: bytes = b"") -> bytes:
+        place = self.root
+        for part in directory:
+            place = os.path.join(place, part)
+            if os.path.islink(place):
+                raise NotADirectoryError(errno.ENOTDIR, "the Vfs follows no symbolic link; its callers do")
+        return os.path.join(place, name) if name else place
+
+    def is_link(self, directory: tuple[bytes, ...], name: bytes) -> bool:
+        try:
+            return os.path.islink(self.path(directory, name))
+        except NotADirectoryError:
+            return False
+
+    async def find(self, vfs, directory: tuple[bytes, ...]) -> int:
+        inode = ROOT_INODE
+        for name in directory:
+            attr = await vfs.lookup(inode, name)
+            inode = attr.inode
+        return inode
+
+    def both(self, plain, ours):
+        """Do `plain()` and run `ours`; both give the same errno, or both a result."""
+        try:
+            expected, wrong = plain(), 0
+        except OSError as error:
+            expected, wrong = None, error.errno
+        try:
+            found, ours_wrong = self.pool.run(ours), 0
+        except NvpoolError as error:
+            found, ours_wrong = None, error.errno
+        assert ours_wrong == wrong, f"plain: {errno.errorcode.get(wrong, wrong)}, ours: {errno.errorcode.get(ours_wrong, ours_wrong)}"
+        return expected, found, not wrong
+
+    # -- names -----------------------------------------------------------------------------------------------------------
+
+    @initialize()
+    def make_directories(self) -> None:
+        os.mkdir(self.path((b"d",)))
+        self.pool.run(self.vfs(0).mkdir(ROOT_INODE, b"d", 0o755, ME))
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o755, 0o700]))
+    def mkdir(self, client, directory, name, mode) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME)
+        self.both(lambda: os.mkdir(self.path(directory, name), mode), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
+    def rmdir(self, client, directory, name) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            await vfs.rmdir(await self.find(vfs, directory), name, ME)
+        self.both(lambda: os.rmdir(self.path(directory, name)), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
+    def unlink(self, client, directory, name) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            await vfs.unlink(await self.find(vfs, directory), name, ME)
+        self.both(lambda: os.unlink(self.path(directory, name)), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, text=st.sampled_from([b"a", b"../b", b"x" * 300]))
+    def symlink(self, client, directory, name, text) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            await vfs.symlink(await self.find(vfs, directory), name, text, ME)
+        self.both(lambda: os.symlink(text, self.path(directory, name)), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
+    def readlink(self, client, directory, name) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            return await vfs.readlink((await vfs.lookup(await self.find(vfs, directory), name)).inode)
+        expected, found, _ = self.both(lambda: os.readlink(self.path(directory, name)), ours())
+        assert found == expected
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, other=DIRS, new=NAMES, keep=st.booleans())
+    def rename(self, client, directory, name, other, new, keep) -> None:
+        if (*other, new) == (*directory, name)[:len(other) + 1] and len(other) < len(directory):
+            return  # onto a directory above: the kernel refuses that itself (ENOTEMPTY), before a file system is asked
+
+        async def ours():
+            vfs = self.vfs(client)
+            source, place = await self.find(vfs, directory), await self.find(vfs, other)
+            await vfs.rename(source, name, place, new, RENAME_NOREPLACE if keep else 0, ME)
+
+        def plain():
+            if keep and not os.path.lexists(self.path(directory, name)):
+                os.lstat(self.path(directory, name))
+            if keep and os.path.lexists(self.path(other, new)):
+                raise FileExistsError(errno.EEXIST, "exists")
+            os.rename(self.path(directory, name), self.path(other, new))
+        self.both(plain, ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, other=DIRS, new=NAMES)
+    def link(self, client, directory, name, other, new) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            attr = await vfs.lookup(await self.find(vfs, directory), name)
+            return await vfs.link(attr.inode, await self.find(vfs, other), new, ME)
+        self.both(lambda: os.link(self.path(directory, name), self.path(other, new), follow_symlinks=False), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o644, 0o600, 0o755, 0o4755]))
+    def chmod(self, client, directory, name, mode) -> None:
+        if self.is_link(directory, name):
+            return
+
+        async def ours():
+            vfs = self.vfs(client)
+            attr = await vfs.lookup(await self.find(vfs, directory), name)
+            await vfs.setattr(attr.inode, mode=mode, caller=ME)
+        self.both(lambda: os.chmod(self.path(directory, name), mode), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, atime=st.integers(0, 1 << 40), mtime=st.integers(0, 1 << 60))
+    def utime(self, client, directory, name, atime, mtime) -> None:
+        async def ours():
+            vfs = self.vfs(client)
+            attr = await vfs.lookup(await self.find(vfs, directory), name)
+            return await vfs.setattr(attr.inode, atime_ns=atime, mtime_ns=mtime, caller=ME)
+        _, attr, worked = self.both(lambda: os.utime(self.path(directory, name), ns=(atime, mtime), follow_symlinks=False), ours())
+        if worked:
+            assert attr.mtime_ns == mtime
+
+    # -- contents --------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.open) < 6)
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES,
+          flags=st.sampled_from([0, os.O_CREAT, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_TRUNC, os.O_TRUNC]))
+    def open_file(self, client, directory, name, flags) -> None:
+        self.settle()
+        if self.is_link(directory, name) or flags & os.O_TRUNC and self.is_open(directory, name):
+            return
+
+        async def ours():
+            vfs = self.vfs(client)
+            place = await self.find(vfs, directory)
+            if flags & os.O_CREAT:
+                return (await vfs.create(place, name, 0o644, os.O_RDWR | flags, ME))[1]
+            attr = await vfs.lookup(place, name)
+            if stat.S_ISDIR(attr.mode):
+                raise NvpoolErrorOf(errno.EISDIR)
+            return await vfs.open(attr.inode, os.O_RDWR | flags, ME)
+        descriptor, handle, worked = self.both(lambda: os.open(self.path(directory, name), os.O_RDWR | flags, 0o644), ours())
+        if worked:
+            self.open.append((client, descriptor, handle))
+
+    def is_open(self, directory: tuple[bytes, ...], name: bytes) -> bool:
+        try:
+            inode = os.lstat(self.path(directory, name)).st_ino
+        except OSError:
+            return False
+        return any(os.fstat(descriptor).st_ino == inode for _, descriptor, _ in self.open)
+
+    def settle(self) -> None:
+        """All that was written is known to all, as after a close."""
+        for client, _, handle in self.open:
+            self.pool.run(self.vfs(client).flush(handle))
+
+    def alone(self, which: int) -> bool:
+        """Whether no other client has the file open: between two writers close-to-open promises nothing."""
+        client, descriptor, _ = self.open[which]
+        inode = os.fstat(descriptor).st_ino
+        return all(other == client or os.fstat(d).st_ino != inode for other, d, _ in self.open)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), offset=OFFSETS, length=LENGTHS, seed=st.integers(0, 255))
+    def write(self, which, offset, length, seed) -> None:
+        which %= len(self.open)
+        if not self.alone(which):
+            return
+        client, descriptor, handle = self.open[which]
+        content = bytes((seed + i * 7) & 255 for i in range(min(length, 256))) * (length // 256 + 1)
+        content = content[:length]
+        self.both(lambda: os.pwrite(descriptor, content, offset), self.vfs(client).write(handle, offset, bytearray(content)))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), offset=OFFSETS, length=LENGTHS)
+    def read(self, which, offset, length) -> None:
+        which %= len(self.open)
+        if not self.alone(which):
+            return
+        client, descriptor, handle = self.open[which]
+        expected, found, _ = self.both(lambda: os.pread(descriptor, length, offset), self.vfs(client).read(handle, offset, length))
+        assert bytes(found) == expected
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), places=st.lists(st.tuples(OFFSETS, st.integers(1, 9000)), min_size=1, max_size=6))
+    def read_many(self, which, places) -> None:
+        which %= len(self.open)
+        if not self.alone(which):
+            return
+        client, descriptor, handle = self.open[which]
+        into = bytearray(sum(length for _, length in places))
+        lengths = self.pool.run(self.vfs(client).read_many([(handle, *place) for place in places], memoryview(into)))
+        at = 0
+        for (offset, length), count in zip(places, lengths, strict=True):
+            assert bytes(into[at:at + count]) == os.pread(descriptor, length, offset)
+            at += length
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), offset=OFFSETS, count=st.integers(2, 12), length=st.sampled_from([4096, 20000, CHUNK]))
+    def read_in_sequence(self, which, offset, count, length) -> None:
+        for number in range(count):
+            self.read(which, offset + number * length, length)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), size=st.one_of(OFFSETS, LENGTHS))
+    def truncate(self, which, size) -> None:
+        which %= len(self.open)
+        if not self.alone(which):
+            return
+        client, descriptor, handle = self.open[which]
+        _, attr, _ = self.both(lambda: os.ftruncate(descriptor, size),
+                               self.vfs(client).setattr(handle.inode, size=size, caller=ME, handle=handle))
+        assert attr.size == size
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5))
+    def stat_open(self, which) -> None:
+        which %= len(self.open)
+        if not self.alone(which):
+            return
+        client, descriptor, handle = self.open[which]
+        attr = self.pool.run(self.vfs(client).getattr(handle.inode))
+        expected = os.fstat(descriptor)
+        assert (attr.size, attr.links, attr.mode) == (expected.st_size, expected.st_nlink, expected.st_mode)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5), datasync=st.booleans())
+    def fsync(self, which, datasync) -> None:
+        client, _, handle = self.open[which % len(self.open)]
+        self.pool.run(self.vfs(client).fsync(handle, datasync))
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 5))
+    def close(self, which) -> None:
+        client, descriptor, handle = self.open.pop(which % len(self.open))
+        os.close(descriptor)
+        self.pool.run(self.vfs(client).flush(handle))
+        self.pool.run(self.vfs(client).release(handle))
+
+    @rule(client=st.integers(0, 1))
+    def background(self, client) -> None:
+        self.pool.run(self.vfs(client).run_once())
+
+    # -- the whole tree --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_client_sees_the_same_names(self) -> None:
+        for client in range(2):
+            self.pool.run(self.compare(self.vfs(client), ROOT_INODE, self.root, contents=False))
+
+    @precondition(lambda self: not self.open)
+    @rule(client=st.integers(0, 1))
+    def contents_are_the_same(self, client) -> None:
+        self.pool.run(self.compare(self.vfs(client), ROOT_INODE, self.root, contents=True))
+
+    async def compare(self, vfs, inode: int, path: bytes, contents: bool) -> None:
+        listing = await vfs.opendir(inode)
+        entries, cursor, more = {}, 0, True
+        while more:
+            part, more = await vfs.readdir(listing, cursor, 2)
+            for entry in part:
+                assert entry.name not in entries
+                entries[entry.name] = entry.attr
+                cursor = entry.cursor
+        expected = {entry.name: entry for entry in os.scandir(path)}
+        assert entries.keys() == expected.keys()
+        for name, attr in entries.items():
+            found = expected[name].stat(follow_symlinks=False)
+            assert attr.mode == found.st_mode
+            if stat.S_ISDIR(attr.mode):
+                assert attr.links == found.st_nlink or os.path.getsize(path) == 0
+                await self.compare(vfs, attr.inode, os.path.join(path, name), contents)
+                continue
+            assert attr.links == found.st_nlink
+            if stat.S_ISLNK(attr.mode):
+                assert attr.size == found.st_size
+            elif contents:
+                assert attr.size == found.st_size
+                handle = await vfs.open(attr.inode, os.O_RDONLY, ME)
+                with open(os.path.join(path, name), "rb") as file:
+                    at = 0
+                    while part := file.read(50_000):
+                        assert bytes(await vfs.read(handle, at, 50_000)) == part
+                        at += len(part)
+                assert not len(await vfs.read(handle, at, 10))
+                await vfs.release(handle)
+
+
+class NvpoolErrorOf(NvpoolError):
+    def __init__(self, number: int):
+        super().__init__()
+        self.errno = number
+
+
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+TestNamespace = NamespaceMachine.TestCase
+TestNamespace.settings = settings(max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=SUPPRESSED,
+                                  print_blob=True)
+
+
+@pytest.mark.soak
+class TestNamespaceForLong(NamespaceMachine.TestCase):
+    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True)
