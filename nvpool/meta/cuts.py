@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from nvpool.base.errors import NvpoolError
-from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
 from nvpool.meta.records import Intent
@@ -41,11 +40,9 @@ class Cuts:
         self._spawn(self._finish(inode, intent, done))
         return done
 
-    async def resume(self) -> None:
-        """Find the intents that a restart left, and act on them."""
-        for partition in range(PARTITION_COUNT):
-            if not partition % 64:
-                await asyncio.sleep(0)
+    def resume(self, partitions: list[int]) -> None:
+        """Find the intents that a restart left in these partitions, and act on them."""
+        for partition in partitions:
             first, end = records.prefix(partition, records.INTENT), records.prefix(partition, records.INTENT + 1)
             while pairs := self._kv.scan(first, end, 1000):
                 for key, raw in pairs:

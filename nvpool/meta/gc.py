@@ -37,6 +37,25 @@ APPLY_BATCH = 128
 """Orphans that go in one change: about half a millisecond of the loop."""
 
 
+async def partitions_with_remains(kv: Kv) -> list[int]:
+    """The partitions that have orphans, a collect queue or intents, whose kinds lie beside one another; for a start.
+    Empty partitions are jumped over: one scan for each that is not, 4,096 at most."""
+    found, partition = [], 0
+    while partition < PARTITION_COUNT:
+        pairs = kv.scan(records.prefix(partition, records.ORPHAN), records.IDENTITY_KEY, 1)
+        if not pairs:
+            break
+        owner, kind = records.partition_of_key(pairs[0][0]), records.kind_of(pairs[0][0])
+        if kind in (records.ORPHAN, records.COLLECT, records.INTENT):
+            found.append(owner)
+            partition = owner + 1
+        else:
+            partition = owner if owner > partition and kind < records.ORPHAN else owner + 1
+        if not partition % 64:
+            await asyncio.sleep(0)
+    return found
+
+
 class Collector:
     def __init__(self, kv: Kv, view: View, targets: Targets, clock: Clock, linger_s: float,
                  is_open: Callable[[int], bool]) -> None:
@@ -66,20 +85,17 @@ class Collector:
             if inode in self.orphans:
                 self.orphans[inode] = max(self.orphans[inode], until_s)
 
-    async def load(self) -> None:
-        """Find what a restart left: all orphans, all partitions with a queue."""
+    def load(self, partitions: list[int]) -> None:
+        """Take up what a restart left in these partitions: orphans, and that they may have a queue."""
         now_s = self._clock.boottime_s()
         self.orphans.clear()
         self._queued.clear()
-        for partition in range(PARTITION_COUNT):
-            if not partition % 64:
-                await asyncio.sleep(0)
+        for partition in partitions:
             first, end = records.prefix(partition, records.ORPHAN), records.prefix(partition, records.COLLECT)
             while pairs := self._kv.scan(first, end, BATCH):
                 self.orphans.update((records.inode_of_key(key), now_s) for key, _ in pairs)
                 first = pairs[-1][0] + b"\0"
-            if self._kv.scan(end, records.prefix(partition, records.COLLECT + 1), 1):
-                self._queued.add(partition)
+            self._queued.add(partition)
 
     async def run_once(self) -> tuple[int, int]:
         """(inodes whose chunks are gone now, orphans and queue entries left). One run at a time; others wait for it."""

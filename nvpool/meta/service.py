@@ -52,7 +52,7 @@ from nvpool.meta.changes.unlink import rmdir, unlink
 from nvpool.meta.changes.xattr import removexattr, setxattr
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Fsck
-from nvpool.meta.gc import Collector
+from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.leases import Session, Sessions, Slot
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.targets import Dialer, Targets
@@ -136,8 +136,9 @@ class MetaService:
         self._sessions.load(self._clock.boottime_s())
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
-        await self._collector.load()
-        await self._cuts.resume()
+        remains = await partitions_with_remains(self._kv)
+        self._collector.load(remains)
+        self._cuts.resume(remains)
         self._state = "serving"
 
     def _identity(self) -> records.Identity:

@@ -9,8 +9,11 @@ from nvpool.base import errors, grants
 from nvpool.base.clock import ManualClock
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import PartitionRange, changed
+from nvpool.logic.poolmap import Shard as MapShard
+from nvpool.meta import records
 from nvpool.meta.service import MetaOptions, MetaService
-from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
 from nvpool.wire.v1 import meta_pb2 as pb
 
 SECRET = b"s" * 32
@@ -134,3 +137,595 @@ async def test_a_truncation_is_answered_when_all_targets_have_cut(shard, client)
     assert (await client.getattr(inode)).attr.size == 50
     assert {cut.target for cut in shard.stores.cuts} == {1, 2}
     assert {(cut.size, cut.cut) for cut in shard.stores.cuts} == {(5, 1)}
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_names_that_can_be_none_are_refused_and_255_bytes_are_taken(shard, client):
+    for name, error in ((b"", errors.InvalidRequest), (b".", errors.InvalidRequest), (b"..", errors.InvalidRequest),
+                        (b"a/b", errors.InvalidRequest), (b"a\0b", errors.InvalidRequest), (b"x" * 256, errors.NameTooLong)):
+        with pytest.raises(error):
+            await client.file(ROOT, name)
+    strange = bytes(byte for byte in range(1, 256) if byte != ord("/")) + b"x"
+    await client.file(ROOT, strange)
+    assert len(strange) == 255 and await client.names(ROOT) == {strange}
+
+
+@scenario
+async def test_a_directory_counts_its_entries_and_subdirectories(shard, client):
+    made = await client.mkdir(ROOT, b"d")
+    for name in (b"x", b"y"):
+        await client.mkdir(made.inode, name)
+    await client.file(made.inode, b"f")
+    attr = (await client.getattr(made.inode)).attr
+    assert attr.links == 4 and attr.size == 3 and attr.parent == ROOT
+    with pytest.raises(errors.DirectoryNotEmpty):
+        await client.rmdir(ROOT, b"d")
+    with pytest.raises(errors.IsADirectory):
+        await client.unlink(made.inode, b"x")
+    with pytest.raises(errors.NotADirectory):
+        await client.rmdir(made.inode, b"f")
+    await client.rmdir(made.inode, b"x")
+    assert (await client.getattr(made.inode)).attr.links == 3
+
+
+@scenario
+async def test_nothing_is_born_in_a_removed_directory_that_is_still_open(shard, client):
+    made = await client.mkdir(ROOT, b"d")
+    await client.open(made.inode, rights=0)
+    await client.rmdir(ROOT, b"d")
+    for attempt in (client.file(made.inode, b"f"), client.mkdir(made.inode, b"g"), client.lookup(made.inode, b"f")):
+        with pytest.raises(errors.NotFound):
+            await attempt
+    assert await client.names(made.inode) == set() and (await client.getattr(made.inode)).attr.links == 0
+
+
+@scenario
+async def test_a_set_gid_directory_hands_down_its_group(shard, client):
+    made = await client.mkdir(ROOT, b"d")
+    await client.setattr(made.inode, 1 | 4, mode=0o2775, gid=77)
+    sub, file = await client.mkdir(made.inode, b"s"), await client.file(made.inode, b"f")
+    assert (sub.gid, sub.mode & 0o7777) == (77, 0o2755) and (file.gid, file.mode & 0o7777) == (77, 0o644)
+
+
+@scenario
+async def test_layout_is_handed_down_by_directories_and_stays_with_a_file(shard, client):
+    made = await client.mkdir(ROOT, b"d")
+    before = await client.file(made.inode, b"before")
+    await client.setattr(made.inode, 512, chunk_bits=22)
+    sub = await client.mkdir(made.inode, b"sub")
+    assert (await client.file(sub.inode, b"f")).chunk_bits == 22
+    assert (await client.getattr(before.inode)).attr.chunk_bits == 20
+    for fields, error in (({"chunk_bits": 30, "valid": 512}, errors.InvalidRequest),
+                          ({"replicas": 9, "valid": 1024}, errors.InvalidRequest)):
+        with pytest.raises(error):
+            await client.setattr(made.inode, fields.pop("valid"), **fields)
+    with pytest.raises(errors.NotADirectory):
+        await client.setattr(before.inode, 512, chunk_bits=22)
+
+
+@scenario
+async def test_hard_links_share_an_inode_up_to_the_limit(shard, client):
+    made = await client.file(ROOT, b"a")
+    assert (await client.link(made.inode, ROOT, b"b")).links == 2
+    assert (await client.unlink(ROOT, b"a")).links == 1
+    directory = await client.mkdir(ROOT, b"d")
+    with pytest.raises(errors.NotPermitted):
+        await client.link(directory.inode, ROOT, b"e")
+    inode = shard.service._view.inode(made.inode)
+    inode.links = 1_000_000
+    shard.kv.apply([(records.inode_key(made.inode), records.encode_inode(inode))])
+    with pytest.raises(errors.TooManyLinks):
+        await client.link(made.inode, ROOT, b"c")
+
+
+@scenario
+async def test_symlinks_and_devices_are_born_as_asked(shard, client):
+    link = (await client.create(ROOT, b"l", stat.S_IFLNK | 0o777, target=b"a" * 4095)).entry.attr
+    assert link.size == 4095
+    reply = await client.ask("READLINK", pb.ReadLinkRequest(session=client.session, inode=link.inode))
+    assert reply.target == b"a" * 4095
+    with pytest.raises(errors.NameTooLong):
+        await client.create(ROOT, b"m", stat.S_IFLNK | 0o777, target=b"a" * 4096)
+    with pytest.raises(errors.InvalidRequest):
+        await client.ask("READLINK", pb.ReadLinkRequest(session=client.session, inode=ROOT))
+    assert (await client.create(ROOT, b"null", stat.S_IFCHR | 0o666, rdev=0x103)).entry.attr.rdev == 0x103
+    with pytest.raises(errors.InvalidRequest):
+        await client.create(ROOT, b"x", 0o644)
+    with pytest.raises(errors.AlreadyExists):
+        await client.create(ROOT, b"l", open=True)
+
+
+@scenario
+async def test_create_without_exclusive_opens_what_is_there(shard, client):
+    made = await client.file(ROOT, b"a")
+    reply = await client.create(ROOT, b"a", open=True, rights=3)
+    assert not reply.created and reply.entry.attr.inode == made.inode and reply.entry.grant
+    await client.mkdir(ROOT, b"d")
+    with pytest.raises(errors.IsADirectory):
+        await client.create(ROOT, b"d", open=True)
+    await client.report(made.inode, 100)
+    cut = (await client.create(ROOT, b"a", open=True, rights=3, truncate=True)).entry
+    assert cut.attr.size == 0 and cut.attr.cut == 1 and grants.read(cut.grant).cut == 1
+
+
+# -- rename -----------------------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_rename_moves_replaces_exchanges_and_refuses(shard, client):
+    a, b = await client.mkdir(ROOT, b"a"), await client.mkdir(ROOT, b"b")
+    f, g = await client.file(a.inode, b"f"), await client.file(b.inode, b"g")
+    with pytest.raises(errors.AlreadyExists):
+        await client.rename(a.inode, b"f", b.inode, b"g", flags=1)
+    await client.rename(a.inode, b"f", b.inode, b"g", flags=2)
+    assert (await client.lookup(a.inode, b"f")).attr.inode == g.inode
+    reply = await client.rename(a.inode, b"f", b.inode, b"g")
+    assert (reply.inode, reply.replaced) == (g.inode, f.inode)
+    assert (await client.getattr(f.inode)).attr.links == 0 and await client.names(a.inode) == set()
+    with pytest.raises(errors.NotFound):
+        await client.rename(a.inode, b"f", b.inode, b"g")
+    with pytest.raises(errors.NotFound):
+        await client.rename(b.inode, b"g", b.inode, b"h", flags=2)
+    with pytest.raises(errors.InvalidRequest):
+        await client.rename(b.inode, b"g", b.inode, b"h", flags=3)
+    with pytest.raises(errors.IsADirectory):
+        await client.rename(b.inode, b"g", ROOT, b"a")
+    with pytest.raises(errors.NotADirectory):
+        await client.rename(ROOT, b"a", b.inode, b"g")
+    with pytest.raises(errors.DirectoryNotEmpty):
+        await client.rename(ROOT, b"a", ROOT, b"b")
+    await client.rename(ROOT, b"b", ROOT, b"a")
+    assert await client.names(ROOT) == {b"a"} and (await client.getattr(ROOT)).attr.links == 3
+
+
+@scenario
+async def test_a_directory_never_moves_below_itself(shard, client):
+    a = await client.mkdir(ROOT, b"a")
+    b = await client.mkdir(a.inode, b"b")
+    c = await client.mkdir(b.inode, b"c")
+    for parent in (a, b, c):
+        with pytest.raises(errors.WouldLoop):
+            await client.rename(ROOT, b"a", parent.inode, b"x")
+    with pytest.raises(errors.WouldLoop):
+        await client.rename(b.inode, b"c", ROOT, b"a", flags=2)
+    await client.rename(b.inode, b"c", ROOT, b"c")
+    assert (await client.getattr(c.inode)).attr.parent == ROOT
+    await client.rename(ROOT, b"a", c.inode, b"a")
+    assert (await client.getattr(a.inode)).attr.parent == c.inode
+
+
+@scenario
+async def test_rename_of_two_names_of_one_inode_does_nothing(shard, client):
+    a = await client.file(ROOT, b"a")
+    await client.link(a.inode, ROOT, b"b")
+    assert (await client.rename(ROOT, b"a", ROOT, b"b")).replaced == 0
+    assert await client.names(ROOT) == {b"a", b"b"}
+
+
+# -- attributes, times, size ------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_times_never_run_backwards_though_the_clock_does(shard, client):
+    made = await client.file(ROOT, b"a")
+    shard.clock.now_s -= 500
+    later = (await client.setattr(made.inode, 1, mode=0o600)).attr
+    assert later.ctime_ns >= made.ctime_ns and later.change > made.change
+    set_back = (await client.setattr(made.inode, 16 | 32, atime_ns=-1, mtime_ns=123_456_789)).attr
+    assert (set_back.atime_ns, set_back.mtime_ns) == (-1, 123_456_789) and set_back.ctime_ns >= later.ctime_ns
+    now = (await client.setattr(made.inode, 64 | 128)).attr
+    assert now.atime_ns == now.mtime_ns == now.ctime_ns
+
+
+@scenario
+async def test_a_new_owner_takes_the_set_uid_bit_away(shard, client):
+    made = await client.file(ROOT, b"a")
+    await client.setattr(made.inode, 1, mode=0o6755)
+    assert (await client.setattr(made.inode, 2, uid=5)).attr.mode & 0o7777 == 0o755
+
+
+@scenario
+async def test_sizes_only_grow_by_reports_and_end_where_they_were_set(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    assert (await client.report(inode, 5000)).size == 5000
+    attr = await client.report(inode, 100)
+    assert attr.size == 5000 and attr.blocks == 16
+    grown = (await client.setattr(inode, 8, size=1 << 30)).attr
+    assert grown.size == 1 << 30 and grown.cut == 0 and grown.blocks == 16 and not shard.stores.cuts
+    with pytest.raises(errors.FileTooLarge):
+        await client.setattr(inode, 8, size=1 << 51)
+    with pytest.raises(errors.IsADirectory):
+        await client.setattr(ROOT, 8, size=0)
+    with pytest.raises(errors.InvalidRequest):
+        await client.report(inode, 5, cut=9)
+
+
+@scenario
+async def test_a_file_nobody_could_write_to_is_cut_without_asking_the_targets(shard, client):
+    made = await client.file(ROOT, b"a")
+    await client.setattr(made.inode, 8, size=1000)
+    assert (await client.setattr(made.inode, 8, size=10)).attr.cut == 0 and not shard.stores.cuts
+    await client.getattr(made.inode, rights=2)
+    assert (await client.setattr(made.inode, 8, size=5)).attr.cut == 1 and len(shard.stores.cuts) == 2
+
+
+@scenario
+async def test_two_truncations_of_one_file_follow_one_another(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 1000)
+    shard.stores.away = {"inproc://1"}
+    first = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
+    second = client.send("SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=200))
+    third = client.send("OPEN", pb.OpenRequest(change=client.change(2), inode=inode, rights=2, truncate=True))
+    again = client.send("SETATTR", pb.SetAttrRequest(change=pb.Change(session=client.session, slot=0,
+                        sequence=client.sequences[0]), inode=inode, valid=8, size=500))
+    await asyncio.sleep(0.03)
+    assert first.answer is second.answer is third.answer is again.answer is None
+    shard.stores.away = set()
+    sizes = [pb.Entry.FromString((await call.wait())[0]).attr.size for call in (first, again, second, third)]
+    assert sizes == [500, 500, 200, 0]
+    assert [(c.cut, c.size) for c in shard.stores.cuts if c.target == 1] == [(1, 500), (2, 200), (3, 0)]
+
+
+@scenario
+async def test_a_truncation_that_a_restart_interrupts_is_finished_and_answered_once(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 1000)
+    shard.stores.away = {"inproc://1", "inproc://2"}
+    call = client.send("SETATTR", pb.SetAttrRequest(change=client.change(), inode=inode, valid=8, size=5))
+    await asyncio.sleep(0)
+    await shard.restart()
+    with pytest.raises(errors.Draining):
+        await call.wait()
+    client.service = shard.service
+    again = client.send("SETATTR", pb.SetAttrRequest(change=pb.Change(session=client.session, sequence=client.sequences[0]),
+                                                     inode=inode, valid=8, size=5))
+    await asyncio.sleep(0.01)
+    assert again.answer is None
+    shard.stores.away = set()
+    assert pb.Entry.FromString((await again.wait())[0]).attr.cut == 1
+    assert {(c.cut, c.size) for c in shard.stores.cuts} == {(1, 5)}
+
+
+@scenario
+async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 1000)
+    shard.stores.away = {"inproc://1"}
+    request = pb.SetAttrRequest(change=client.change(), inode=inode, valid=8, size=5)
+    call = DirectCall(105, request.SerializeToString(), deadline_s=shard.clock.boottime_s() + 0.02)
+    shard.service.handle(call)
+    with pytest.raises(errors.DeadlineExceeded) as caught:
+        await call.wait()
+    assert caught.value.may_be_applied
+
+
+@scenario
+async def test_appends_of_many_writers_never_overlap(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    places = []
+    for length in (10, 4096, 1, 77):
+        reply = await client.ask("RESERVE", pb.ReserveRequest(change=client.change(), inode=inode, length=length))
+        places.append((reply.offset, length))
+        assert reply.attr.size == reply.offset + length
+    assert places == [(0, 10), (10, 4096), (4106, 1), (4107, 77)]
+    client.sequences[0] -= 1
+    again = await client.ask("RESERVE", pb.ReserveRequest(change=client.change(), inode=inode, length=77))
+    assert again.offset == 4107
+    await client.setattr(inode, 8, size=0)
+    with pytest.raises(errors.StaleCut):
+        await client.ask("RESERVE", pb.ReserveRequest(change=client.change(), inode=inode, length=1))
+
+
+# -- extended attributes ----------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_extended_attributes_come_back_and_keep_their_rules(shard, client):
+    inode = (await client.file(ROOT, b"a")).inode
+
+    async def put(name, value, flags=0):
+        return await client.ask("SETXATTR", pb.SetXattrRequest(change=client.change(), inode=inode, name=name, value=value,
+                                                               flags=flags))
+
+    async def get(name):
+        return (await client.ask("GETXATTR", pb.GetXattrRequest(session=client.session, inode=inode, name=name))).value
+
+    async def names():
+        return list((await client.ask("LISTXATTR", pb.ListXattrRequest(session=client.session, inode=inode))).names)
+
+    assert await names() == []
+    assert (await put(b"user.b", b"x" * 65536)).attr.flags & 1
+    await put(b"user.a", b"")
+    assert await names() == [b"user.a", b"user.b"] and await get(b"user.a") == b""
+    for attempt, error in ((put(b"user.a", b"", 1), errors.AlreadyExists), (put(b"user.c", b"", 2), errors.NoAttribute),
+                           (put(b"user.c", b"x" * 65537), errors.TooBig), (get(b"user.c"), errors.NoAttribute),
+                           (put(b"system.posix_acl_access", b"x"), errors.NotSupported),
+                           (get(b"system.posix_acl_default"), errors.NotSupported),
+                           (put(b"user.", b"x"), errors.InvalidRequest),
+                           (put(b"user." + b"n" * 255, b"x"), errors.RangeTooSmall)):
+        with pytest.raises(error):
+            await attempt
+    for name in (b"user.a", b"user.b"):
+        last = await client.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=client.change(), inode=inode, name=name))
+    assert last.attr.flags & 1 == 0 and await names() == []
+
+
+# -- listings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_each_name_comes_once_whatever_the_size_of_the_steps_and_though_others_come_and_go(wide):
+    async def body(shard, client):
+        made = await client.mkdir(ROOT, b"d", wide=wide)
+        kept = {b"k%d" % number for number in range(150)}
+        gone = {b"g%d" % number for number in range(50)}
+        for name in kept | gone:
+            await client.file(made.inode, name)
+        for limit in (1 if not wide else 40, 7, 64, 1000):
+            assert await client.names(made.inode, limit) == kept | gone
+        seen, cursor, removed = [], 0, sorted(gone)
+        while True:
+            request = pb.ListDirRequest(session=client.session, inode=made.inode, cursor=cursor, limit=9)
+            reply = await client.ask("LIST", request)
+            seen += [entry.name for entry in reply.entries]
+            if not reply.more:
+                break
+            cursor = reply.entries[-1].cursor
+            await client.file(made.inode, b"new%d" % len(seen))
+            if removed:
+                await client.unlink(made.inode, removed.pop())
+        assert len(seen) == len(set(seen)) and kept <= set(seen)
+        assert [e.cursor for e in await client.list(made.inode)] == sorted(e.cursor for e in await client.list(made.inode))
+        assert await client.fsck() == []
+
+    run(body)
+
+
+@scenario
+async def test_names_with_equal_hashes_are_all_listed(shard, client):
+    shard.service._view.name_hash = lambda directory, name: bytes([0, 0, 0, 0, 0, 0, 1 + len(name) % 2])
+    names = {b"n%d" % number for number in range(30)} | {b"m%d" % number for number in range(10, 40)}
+    for name in names:
+        await client.file(ROOT, name)
+    for limit in (1, 2, 5, 7, 100):
+        assert await client.names(ROOT, limit) == names
+
+
+@scenario
+async def test_a_wide_directory_is_removed_only_when_every_partition_is_empty(shard, client):
+    made = await client.mkdir(ROOT, b"d", wide=True)
+    assert made.flags & 4
+    inodes = {(await client.file(made.inode, b"%d" % number)).inode >> 51 for number in range(30)}
+    assert len(inodes) > 20
+    with pytest.raises(errors.DirectoryNotEmpty):
+        await client.rmdir(ROOT, b"d")
+    for number in range(30):
+        await client.unlink(made.inode, b"%d" % number)
+    await client.rmdir(ROOT, b"d")
+
+
+@scenario
+async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client):
+    made = await client.file(ROOT, b"a")
+    entry, = await client.list(ROOT, attrs=True)
+    assert entry.attr == made and entry.inode == made.inode and entry.kind == 8
+    with pytest.raises(errors.NotADirectory):
+        await client.list(made.inode)
+    with pytest.raises(errors.StaleCursor):
+        await client.ask("LIST", pb.ListDirRequest(session=client.session, inode=ROOT, cursor=3))
+
+
+# -- sessions, orphans, collector -------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_an_unlinked_file_lives_while_it_is_open_and_then_its_chunks_go(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 10)
+    await client.unlink(ROOT, b"a")
+    shard.clock.advance(3)
+    assert (await client.collect()).left == 1
+    assert (await client.getattr(inode, rights=1)).attr.links == 0
+    with pytest.raises(errors.NotFound):
+        await client.link(inode, ROOT, b"b")
+    await client.report(inode, 20, release=True)
+    shard.stores.away = {"inproc://2"}
+    reply = await client.collect()
+    assert (reply.inodes, reply.left) == (0, 1)
+    with pytest.raises(errors.NotFound):
+        await client.getattr(inode)
+    shard.stores.away = set()
+    reply = await client.collect()
+    assert (reply.inodes, reply.left) == (1, 0)
+    assert {r.target for r in shard.stores.removed} == {1, 2}
+    assert all(int.from_bytes(r.inodes, "little") == inode for r in shard.stores.removed)
+    grant = grants.verify(shard.stores.removed[0].authority, SECRET, shard.clock.wall_ns() // 1_000_000)
+    assert grant.rights == grants.SERVICE
+    assert await client.fsck() == []
+
+
+@scenario
+async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard, client):
+    made = await client.file(ROOT, b"a")
+    await client.unlink(ROOT, b"a")
+    shard.clock.advance(1)
+    await client.collect()
+    await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=made.inode.to_bytes(8, "little")))
+    shard.clock.advance(5)
+    await client.collect()
+    assert (await client.getattr(made.inode)).attr.links == 0
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=made.inode.to_bytes(8, "little")))
+    await client.collect()
+    with pytest.raises(errors.NotFound):
+        await client.getattr(made.inode)
+    assert not shard.stores.removed, "nobody could have written to it"
+
+
+@scenario
+async def test_a_session_that_is_not_renewed_ends_and_its_files_wait_for_its_grants(shard, client):
+    other = await shard.client()
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.unlink(ROOT, b"a")
+    shard.clock.advance(8)
+    await other.ask("RENEW_SESSION", pb.RenewSessionRequest(session=other.session))
+    shard.clock.advance(3)
+    await shard.service.run_once()
+    with pytest.raises(errors.StaleSession):
+        await client.lookup(ROOT, b"a")
+    assert (await other.getattr(inode)).attr.links == 0
+    shard.clock.advance(9)
+    await other.ask("RENEW_SESSION", pb.RenewSessionRequest(session=other.session))
+    shard.clock.advance(9)
+    await shard.service.run_once()
+    assert (await other.getattr(inode)).attr.links == 0
+    await other.ask("RENEW_SESSION", pb.RenewSessionRequest(session=other.session))
+    shard.clock.advance(3)
+    await shard.service.run_once()
+    with pytest.raises(errors.NotFound):
+        await other.getattr(inode)
+    assert await other.fsck() == []
+
+
+@scenario
+async def test_after_a_restart_clients_have_a_lease_to_name_their_open_files(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.unlink(ROOT, b"a")
+    first = (await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session))).incarnation
+    await shard.restart()
+    client.service = shard.service
+    shard.clock.advance(9)
+    assert (await client.collect()).left == 1
+    reply = await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session,
+                                                                     opened=inode.to_bytes(8, "little")))
+    assert reply.incarnation != first
+    shard.clock.advance(5)
+    await client.collect()
+    assert (await client.getattr(inode)).attr.links == 0
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
+    other = await shard.client()
+    assert (await other.collect()).inodes == 1
+
+
+@scenario
+async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
+    await client.file(ROOT, b"a")
+    with pytest.raises(errors.StaleSession):
+        await client.ask("OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=b"guess"))
+    reply = await client.ask("OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=client.secret))
+    assert reply.session == client.session and reply.sequences[0] == 1 and len(reply.sequences) == 64
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
+    with pytest.raises(errors.StaleSession):
+        await client.file(ROOT, b"b")
+
+
+@scenario
+async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothing(shard, client):
+    await client.file(ROOT, b"a")
+    with pytest.raises(errors.AlreadyExists):
+        await client.file(ROOT, b"a")
+    late = client.last.message
+    await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(1), parent=ROOT, name=b"a"))
+    call = DirectCall(108, late)
+    shard.service.handle(call)
+    with pytest.raises(errors.AlreadyExists):
+        await call.wait()
+    assert await client.names(ROOT) == set()
+
+
+@scenario
+async def test_nonsense_is_refused_and_changes_nothing(shard, client):
+    before = shard.kv.sequence
+    asks_nothing = {133, 134}  # META_STATUS and META_COLLECT have empty messages
+    for method in {*range(100, 135), 1, 0, 999} - asks_nothing:
+        for message in (b"\xff\xff\xff", b"\x08"):
+            call = DirectCall(method, message)
+            shard.service.handle(call)
+            with pytest.raises(errors.NvpoolError):
+                await call.wait()
+    for change in (pb.Change(session=client.session, slot=64, sequence=1), pb.Change(session=client.session, sequence=0)):
+        with pytest.raises(errors.InvalidRequest):
+            await client.ask("UNLINK", pb.UnlinkRequest(change=change, parent=ROOT, name=b"a"))
+    for inode in (0, 1 << 63, (1 << 64) - 1, 12345):
+        with pytest.raises(errors.NotFound):
+            await client.getattr(inode)
+    assert shard.kv.sequence == before
+
+
+@scenario
+async def test_numbers_are_never_given_twice_whatever_a_loss_of_power_takes(shard, client):
+    given = set()
+    for round_number in range(4):
+        for number in range(3):
+            given.add((await client.file(ROOT, b"r%d-%d" % (round_number, number))).inode & (1 << 51) - 1)
+        await shard.service.close()
+        shard.kv.crash()
+        await shard.start()
+        client = await shard.client()
+    assert len(given) == 12
+    assert await client.fsck() == []
+
+
+@scenario
+async def test_a_report_with_sync_is_answered_when_it_is_durable(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    assert shard.kv.synced_sequence < shard.kv.sequence
+    await client.report(inode, 10, sync=True)
+    assert shard.kv.synced_sequence == shard.kv.sequence
+    await client.file(ROOT, b"b")
+    await client.ask("SYNC", pb.SyncRequest(session=client.session))
+    assert shard.kv.synced_sequence == shard.kv.sequence
+
+
+@scenario
+async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
+    shard.kv.fail_next_sync()
+    with pytest.raises(errors.Fenced):
+        await client.ask("SYNC", pb.SyncRequest(session=client.session))
+    with pytest.raises(errors.Fenced):
+        await client.file(ROOT, b"a")
+    assert (await client.status()).state == "fenced"
+    with pytest.raises(errors.Fenced):
+        await shard.service.died
+    shard.kv.crash()
+    await shard.service.close()
+    await shard.start()
+
+
+@scenario
+async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, client):
+    room = asyncio.Event()
+    shard.kv.full, shard.kv.room = True, room.wait
+    calls = [client.send("CREATE", pb.CreateRequest(change=client.change(slot), parent=ROOT, name=b"a%d" % slot, mode=0o100644))
+             for slot in range(3)]
+    calls.append(client.send("CREATE", pb.CreateRequest(change=pb.Change(session=client.session, slot=0, sequence=1),
+                                                        parent=ROOT, name=b"a0", mode=0o100644, exclusive=True)))
+    await client.getattr(ROOT)
+    assert all(call.answer is None for call in calls)
+    shard.kv.full = False
+    room.set()
+    answers = [await call.wait() for call in calls]
+    assert answers[0] == answers[3] and await client.names(ROOT) == {b"a0", b"a1", b"a2"}
+
+
+@scenario
+async def test_statfs_and_status_count(shard, client):
+    await client.file(ROOT, b"a")
+    reply = await client.ask("STATFS", pb.StatFsRequest(session=client.session))
+    assert reply.files == 2 and reply.files_max > 10**6
+    status = await client.status()
+    assert status.state == "serving" and status.inodes == 2 and status.sessions == 1 and status.counters["kv_syncs"] >= 1
+
+
+@scenario
+async def test_a_name_of_another_shard_is_not_answered_here(shard, client):
+    pool_map = small_map()
+    shard.service.update_map(changed(pool_map, shards=(*pool_map.shards, MapShard(2, 1, ("inproc://m2",))),
+                                     partitions=(PartitionRange(0, 100, 1), PartitionRange(100, 3996, 2))))
+    with pytest.raises(errors.WrongShard):
+        await client.getattr(2000 << 51 | 5)
+    await client.file(ROOT, b"a")
