@@ -12,7 +12,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch
+from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, from_os_error
 from nvpool.cluster.coordinator import WATCH_S_MAX
 from nvpool.kv.contract import Kv
 from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map
@@ -78,6 +78,8 @@ class EmbeddedCoordinator:
             self._pool_map = new  # durable: from here on only forward, even where the copy can not be written
             try:
                 self._publish(raw)
+            except OSError as error:
+                raise from_os_error(error, "write the copy of the pool map") from error
             finally:
                 told, self._next = self._next, asyncio.get_running_loop().create_future()
                 told.set_result(None)

@@ -13,10 +13,12 @@ import logging
 import os
 import signal
 import subprocess
+from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.config import Supervisor as Timing
 from nvpool.base.directory import PoolDirectory, holder_of
+from nvpool.base.errors import NvpoolError
 from nvpool.base.host import Identity, runs
 from nvpool.run.daemon import EXIT_IN_USE, spawn
 
@@ -28,7 +30,8 @@ log = logging.getLogger("nvpool.run.child")
 
 class Child:
     def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
-                 clock: Clock):
+                 clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None):
+        """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is."""
         self.name = f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
@@ -39,6 +42,7 @@ class Child:
         self.last_end = ""
         self._directory = directory
         self._arguments = arguments
+        self._before_start = before_start
         self._timing = timing
         self._clock = clock
         self._identity: Identity | None = None
@@ -55,9 +59,7 @@ class Child:
         delay = self._timing.restart_delay_min_s
         while not stopping.is_set():
             started_s = self._clock.boottime_s()
-            if not self._adopt():
-                self._start()
-            code = await self._watch(stopping)
+            code = await self._run(stopping)
             if self._identity is not None:
                 return  # asked to stop while it runs
             if stopping.is_set():
@@ -94,6 +96,19 @@ class Child:
             await self._gone(30.0, asyncio.Event())
         self._forget()
         self.state = "stopped"
+
+    async def _run(self, stopping: asyncio.Event) -> int | None:
+        """Adopt the process or start it; its exit code once it has ended, or None when that is unknown or a stop was asked
+        for."""
+        if not self._adopt():
+            try:
+                if self._before_start is not None:
+                    await self._before_start()
+                self._start()
+            except (NvpoolError, OSError) as error:
+                self.last_end = f"it could not be started: {error}"
+                return None
+        return await self._watch(stopping)
 
     def _start(self) -> None:
         self._popen = spawn(self._arguments)

@@ -56,9 +56,12 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     arguments = _arguments(words)
     start_log("mount", arguments.log_level, arguments.log)
-    directory = PoolDirectory(arguments.pool) if PoolDirectory(arguments.pool).exists() else None
+    directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
     try:
-        section = load(directory.node_toml).client if directory is not None else ClientSection()
+        section = ClientSection()
+        if directory is not None:
+            directory.check()
+            section = load(directory.node_toml).client
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
     except NvpoolError as error:
         log.error("%s", error)

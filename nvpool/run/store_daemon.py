@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.run.served import Opened, main
+from nvpool.run.served import Opened, main, read_map
 from nvpool.store.chunkstore import StoreOptions, open_chunk_store
 from nvpool.store.service import StoreService
 
@@ -21,7 +21,9 @@ async def _open(opened: Opened) -> StoreService:
                            index_bytes_max=journal.map_bytes_max)
     store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
                                    clock=SYSTEM_CLOCK)
-    return StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK)
+    service = StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
+                           refresh_map=lambda: service.update_map(read_map(opened.directory)))
+    return service
 
 
 if __name__ == "__main__":

@@ -13,18 +13,19 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.base.errors import Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import Coordinator
-from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map
+from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map, target_restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
 from nvpool.run.making import endpoints_for, free_ports
@@ -36,6 +37,7 @@ _STATUS_DEADLINE_S = 2.0
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
 _MAKE_DEADLINE_S = 120.0
+_CHANGE_TRIES_MAX = 100
 DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
 
 log = logging.getLogger("nvpool.run.supervisor")
@@ -51,7 +53,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
-        self._changing = asyncio.Lock()
+        self._adding = asyncio.Lock()
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
 
@@ -91,7 +93,8 @@ class Supervisor:
         wanted += [("store", target.id) for target in pool_map.targets if target.node == self._node and target.state != "gone"]
         for role, number in wanted:
             arguments = command(f"{role}_daemon", str(self._directory.path), str(number))
-            child = Child(self._directory, role, number, arguments, self._config.supervisor, SYSTEM_CLOCK)
+            child = Child(self._directory, role, number, arguments, self._config.supervisor, SYSTEM_CLOCK,
+                          partial(self._raise_chain_epochs, number) if role == "store" else None)
             if child.name not in self._children:
                 self._children[child.name] = child
                 self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))
@@ -102,6 +105,20 @@ class Supervisor:
         for role in ("meta", "store"):
             await asyncio.gather(*(child.end(drain_s + 5.0, self._stop.hurry) for child in self._children.values()
                                    if child.role == role))
+
+    async def _raise_chain_epochs(self, target: int) -> None:
+        await self._change(lambda pool_map: target_restarted(pool_map, target))
+
+    async def _change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
+        """Replace the map by what `decide` makes of the newest; the new one. Decided again when somebody else was first."""
+        for _ in range(_CHANGE_TRIES_MAX):
+            try:
+                new = decide(self._coordinator.pool_map)
+                await self._coordinator.replace(new)
+                return new
+            except StaleEpoch:
+                continue
+        raise Busy("the pool map changes all the time", retry_after_s=1.0)
 
     def _pass_on(self, number: int) -> None:
         log.info("%s is passed on", signal.Signals(number).name)
@@ -120,7 +137,7 @@ class Supervisor:
         if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
             nodes = tuple(msgspec.structs.replace(node, host_id=host_id()) if node.id == self._node else node
                           for node in pool_map.nodes)
-            await self._coordinator.replace(changed(pool_map, nodes=nodes))
+            await self._change(lambda newest: changed(newest, nodes=nodes))
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -180,7 +197,7 @@ class Supervisor:
         sight. So the
         new target holds nothing until rebalancing moves chains, with their chunks, onto it.
         """
-        async with self._changing:
+        async with self._adding:
             pool_map = self._coordinator.pool_map
             drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
             target_id = max((target.id for target in pool_map.targets), default=0) + 1
@@ -191,8 +208,8 @@ class Supervisor:
                                       free_ports(2, self._config.network, used))
             drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
             target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
-            new = changed(pool_map, drives=(*pool_map.drives, drive), targets=(*pool_map.targets, target))
-            await self._coordinator.replace(new)
+            new = await self._change(lambda newest: changed(newest, drives=(*newest.drives, drive),
+                                                            targets=(*newest.targets, target)))
             self._start_missing()
             return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
                     "epoch": new.epoch, "note": DRIVE_ADDED_NOTE}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest
+from nvpool.base.errors import CorruptRecord, InvalidRequest, NoSpace
 from nvpool.cluster.embedded import KEPT_MAPS, EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
@@ -72,7 +72,7 @@ def test_a_copy_that_can_not_be_written_does_not_lose_the_map():
                 raise OSError(28, "No space left on device")
 
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map(), full)
-        with pytest.raises(OSError):
+        with pytest.raises(NoSpace):
             await coordinator.replace(changed(coordinator.pool_map, name="next"))
         assert coordinator.pool_map.epoch == 2, "an epoch is never given to two maps"
 
