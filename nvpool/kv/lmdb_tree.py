@@ -56,8 +56,9 @@ class LmdbTree:
         """Open the file in `directory`, making it where there is none. CorruptRecord, WrongFormat: LMDB can make
         nothing of it; NoSpace, DriveFailed and the like: as the drive says."""
         self.path = directory / "data.mdb"
-        self.entries = self.used_bytes = 0
-        """What the last checkpoint left: records, and bytes of the pages that they are in."""
+        self.entries = self.used_bytes = self.file_bytes = self.map_bytes = 0
+        """What the last checkpoint left: records, bytes of the pages that they are in, bytes of the file up to the last
+        page that was ever used (behind it is a reserve), bytes of the map."""
         self._file = -1
         try:
             # With room for growth at once: the first map of an existing file must hold it.
@@ -163,8 +164,7 @@ class LmdbTree:
         then, as LMDB demands: readers end in the call that began them, and the only writer comes after this. Pages
         that can be used again are not counted as free; a map that is too large costs address space only.
         """
-        found = self._env.info()
-        size, used = found["map_size"], (found["last_pgno"] + 1) * self._page_bytes
+        size, used = self.map_bytes, self.file_bytes
         need = _COPY_FACTOR * change_bytes + _RESERVE_BYTES
         wanted = size
         while wanted - used < max(wanted // 10, need):
@@ -181,13 +181,14 @@ class LmdbTree:
 
     def double_map(self) -> None:
         """After MapFullError, before the changes are written again."""
-        self._set_map_bytes(2 * self._env.info()["map_size"])
+        self._set_map_bytes(2 * self.map_bytes)
 
     def _set_map_bytes(self, map_bytes: int) -> None:
         try:
             self._env.set_mapsize(map_bytes)
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"map {self.path}") from error
+        self.map_bytes = map_bytes
 
     def write(self, values: dict[bytes, bytes | None], mark: Mark, step: Callable[[str], None]) -> bool:
         """Make `values` and `mark` true in one transaction, durably. False: the map was too small, nothing changed.
@@ -225,25 +226,18 @@ class LmdbTree:
         return True
 
     def measure(self) -> None:
-        """Bring `entries` and `used_bytes` up to date, after a `write`."""
+        """Bring the figures up to date, after a `write`."""
         try:
             self._measure()
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
     def _measure(self) -> None:
-        found = self._env.stat()
-        self.entries = max(0, found["entries"] - 1)
-        self.used_bytes = self._page_bytes * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
-
-    @property
-    def map_bytes(self) -> int:
-        return self._env.info()["map_size"]
-
-    @property
-    def file_bytes(self) -> int:
-        """Up to the last page that was ever used; the rest of the file is a reserve."""
-        return (self._env.info()["last_pgno"] + 1) * self._page_bytes
+        pages, found = self._env.stat(), self._env.info()
+        self.entries = max(0, pages["entries"] - 1)
+        self.used_bytes = self._page_bytes * (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"])
+        self.file_bytes = self._page_bytes * (found["last_pgno"] + 1)
+        self.map_bytes = found["map_size"]
 
     def close(self) -> None:
         self._env.close()
