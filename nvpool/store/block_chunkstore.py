@@ -62,6 +62,7 @@ from nvpool.store.device import Device, FileDevice
 from nvpool.store.index import Chunk, Index
 from nvpool.store.reads import BatchReader
 from nvpool.store.records import (
+    FLUSHED_KEY,
     IDENTITY_KEY,
     REQUESTS_KEPT,
     SEGMENT_BITS,
@@ -72,6 +73,7 @@ from nvpool.store.records import (
     Segment,
     bad_key,
     decode_segment,
+    encode_flushed,
     encode_segment,
     extent_count,
     inode_end_key,
@@ -416,8 +418,11 @@ class BlockChunkStore:
             if self._durable < wanted:
                 sequence = self.kv.sequence
                 await self.sync_data()
-                await self.kv.sync(sequence)
-                self._durable = max(self._durable, sequence)
+                # Tells a replay that blocks of earlier changes were on the drive: one that does not fit is damaged.
+                await self.kv.room()
+                mark = self.kv.apply([(FLUSHED_KEY, encode_flushed(sequence, self.kv.sequence + 1))], reclaims=True)
+                await self.kv.sync(mark)
+                self._durable = mark if mark == sequence + 1 else sequence
                 self.flush_count += 1
             await self._release()
 
@@ -604,6 +609,20 @@ class BlockChunkStore:
                 if self.lock >= 0:
                     os.close(self.lock)
                     self.lock = -1
+
+    async def abandon(self) -> None:
+        """Release everything as the death of this process would. For tests, and after a fence."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self.kv, "abandon"):
+            await self.kv.abandon()
+        self._thread.shutdown()
+        await self.device.close()
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
 
     async def _close_kv(self) -> None:
         abandon = getattr(self.kv, "abandon", None)

@@ -2,6 +2,8 @@
 
     key                                                   value
     F                                                     the store's identity (JSON, written once)
+    S                                                     u64, u64: changes up to the first sequence number were flushed, their
+                                                          data included; the second is this change's own
     c inode u64 · chunk u32 · segment u8   (big-endian)   segment record; segment 0 of a chunk also holds its head
     p …the same                                           reserved: the pending version of a segment, same record
     i inode u64                                           inode record: the newest cut known here
@@ -32,7 +34,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from itertools import pairwise
 from typing import NamedTuple
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
@@ -56,6 +57,7 @@ _BAD_KEY = struct.Struct(">cQII")
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 IDENTITY_KEY = b"F"
+FLUSHED_KEY = b"S"
 
 
 class Segment:
@@ -68,11 +70,9 @@ class Segment:
     def __init__(self, disk: array, crcs: bytes):
         self.disk = disk
         self.crcs = crcs
-        self.base = disk[0] if disk and disk[0] and disk[-1] == disk[0] + len(disk) - 1 and _is_run(disk) else 0
-
-
-def _is_run(disk: array) -> bool:
-    return len(disk) == 1 or all(b - a == 1 for a, b in pairwise(disk))
+        self.base = 0
+        if disk and disk[0] and disk[-1] == disk[0] + len(disk) - 1 and disk == array("Q", range(disk[0], disk[-1] + 1)):
+            self.base = disk[0]
 
 
 NO_BLOCKS = Segment(array("Q"), b"")
@@ -272,6 +272,14 @@ def extent_count(body: bytes) -> int:
 def fresh_of(body: bytes) -> tuple[int, int]:
     """(first, count) of the blocks that the change of this segment record wrote."""
     return body[4], body[5]
+
+
+def encode_flushed(flushed: int, own: int) -> bytes:
+    return _U64.pack(flushed) + _U64.pack(own)
+
+
+def decode_flushed(raw: bytes) -> tuple[int, int]:
+    return _U64.unpack_from(raw)[0], _U64.unpack_from(raw, 8)[0]
 
 
 def encode_rejected(rejected: int, body: bytes) -> bytes:

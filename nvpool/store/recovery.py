@@ -2,18 +2,23 @@
 
 Only a loss of power can leave such a record: the journal reached the drive and the data did not. Then nothing of that write was
 flushed, and the blocks that it replaced are untouched, since the store gives blocks out again only when data and index of the
-change that freed them are durable.
+change that freed them are durable. For the same reason only blocks that are named *at the end* of the replay may be judged: one
+that a later change freed can hold the bytes of another chunk by now, perhaps of a write that never came to its record.
 
-Two steps, because a replay sees changes and not what was before them:
+What a flush covered (it leaves a mark in the journal) was on the drive: a block of it that does not fit is damaged, is no
+business of a replay, and gives an error to whoever reads it, not older bytes.
 
-1. `ReplayCheck`, called by the kv with each replayed change, reads the *fresh* blocks of its segment records. When one does not
-   fit, all blocks of that change are rejected (a write is there wholly or not at all). A record that names a rejected block is
-   put under another key (r…), so the last sound record stays in its place; later records of the segment too, while they name
-   it.
-2. `settle_rejected`, after the index is open, merges the two: rejected blocks from the sound record, all others from the newer
-one.
-   One change does this for a segment, with the free map, which was replayed as the newer record says. Interrupted, it goes on
-   at the next start. The chunk's requests are forgotten, so that a repetition is written and not answered from the record.
+Two steps, because a replay sees records and not the free map:
+
+1. `ReplayCheck`, called by the kv with all replayed changes, reads the blocks that they wrote and that still count. Where one
+does
+   not fit, its change is rejected as a whole (a write is there wholly or not at all): its blocks give way to those before them,
+   which count from then on and are read too. A record that so changes is stored as merged, and as it was under another key
+   (r…).
+2. `settle_rejected`, after the index is open, brings the free map, which was replayed as the newer record says, in line with
+the
+   merged record, in one change a segment. Interrupted, it goes on at the next start. The chunk's requests are forgotten, so
+   that a repetition is written and not answered from the record.
 
 Called by block_chunkstore when a store is opened. Reads blocks and waits for them: nobody is served yet.
 """
@@ -23,16 +28,19 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
-from nvpool.base.checksum import crc32c
+from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import NvpoolError
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.kv.contract import Effect, Kv
 from nvpool.store.allocator import Allocator, Transaction
 from nvpool.store.records import (
+    FLUSHED_KEY,
     NO_BLOCKS,
     Head,
     Segment,
+    decode_flushed,
     decode_rejected,
     decode_segment,
     encode_rejected,
@@ -47,62 +55,127 @@ log = logging.getLogger(__name__)
 ReadWhole = Callable[[int, int], memoryview]
 
 
+class _Block(NamedTuple):
+    """A block of a segment: its disk block (0 a hole), its checksum, the change that wrote it (-1: one before the journal)."""
+
+    place: int
+    checksum: bytes
+    writer: int
+
+
+_HOLE = _Block(0, ZERO_BLOCK_CHECKSUM.to_bytes(4, "little"), -1)
+
+
 class ReplayCheck:
     """The on_replay of a store's kv."""
 
     def __init__(self, read_whole: ReadWhole):
         self._read_whole = read_whole
-        self._rejected: set[int] = set()
-        self._aside: set[bytes] = set()
+        self._sound: set[int] = set()
+        """Places that were read and fit."""
+        self._flushed = -1
+        """The last change that a flush covered."""
         self.checked_blocks = 0
 
-    def __call__(self, sequence: int, effects: list[Effect]) -> list[Effect]:
-        segments = {}
-        fresh: list[int] = []
-        bad = False
-        for key, raw in effects:
-            if key[:1] != b"c" or raw is None:
-                continue
-            segment = segments[key] = decode_segment(key, raw)[0]
-            first, count = fresh_of(raw)
-            for block in range(first, first + count):
-                place = segment.disk[block] if block < len(segment.disk) else 0
-                if place:
-                    fresh.append(place)
-                    bad = bad or not self._fits(place, segment.crcs[block * 4:block * 4 + 4])
-        if not bad and not self._rejected and not self._aside:
-            return effects
-        if bad:
-            self._rejected.update(fresh)
-        else:
-            self._rejected.difference_update(fresh)
-        return [changed for effect in effects for changed in self._judged(effect, segments.get(effect[0]))]
+    def __call__(self, changes: list[list[Effect]], stored: Callable[[bytes], bytes | None]) -> list[list[Effect]]:
+        """The changes as they stand. `stored` gives what the long-term store holds under a key."""
+        self._flushed = _last_flushed(changes)
+        rejected: set[int] = set()
+        segments = _segments_at_the_end(changes, stored, rejected)
+        while found := self._writers_of_bad_blocks(segments):
+            rejected |= found
+            segments = _segments_at_the_end(changes, stored, rejected)
+        return _merged(changes, segments) if rejected else changes
 
-    def _judged(self, effect: Effect, segment: Segment | None) -> list[Effect]:
-        key, raw = effect
-        if key[:1] != b"c":
-            return [effect]
-        aside = b"r" + key[1:]
-        rejected = 0
-        if segment is not None:
-            for block, place in enumerate(segment.disk):
-                if place in self._rejected:
-                    rejected |= 1 << block
-        if rejected:
-            self._aside.add(aside)
-            return [(aside, encode_rejected(rejected, raw))]
-        if aside in self._aside:
-            self._aside.discard(aside)
-            return [effect, (aside, None)]
-        return [effect]
+    def _writers_of_bad_blocks(self, segments: dict[bytes, list[_Block]]) -> set[int]:
+        return {block.writer for blocks in segments.values() for block in blocks
+                if block.writer > self._flushed and block.place and block.place not in self._sound and not self._fits(block)}
 
-    def _fits(self, place: int, checksum: bytes) -> bool:
+    def _fits(self, block: _Block) -> bool:
         self.checked_blocks += 1
         try:
-            return crc32c(self._read_whole(place * BLOCK_BYTES, BLOCK_BYTES)) == int.from_bytes(checksum, "little")
+            whole = self._read_whole(block.place * BLOCK_BYTES, BLOCK_BYTES)
         except NvpoolError as error:
-            log.error("block %d can not be read: %s", place, error)
+            log.error("block %d can not be read: %s", block.place, error)
             return False
+        if crc32c(whole) != int.from_bytes(block.checksum, "little"):
+            return False
+        self._sound.add(block.place)
+        return True
+
+
+def _last_flushed(changes: list[list[Effect]]) -> int:
+    last = -1
+    for number, effects in enumerate(changes):
+        for key, raw in effects:
+            if key == FLUSHED_KEY and raw is not None:
+                flushed, own = decode_flushed(raw)
+                last = max(last, number - (own - flushed))
+    return last
+
+
+def _segments_at_the_end(changes: list[list[Effect]], stored: Callable[[bytes], bytes | None],
+                         rejected: set[int]) -> dict[bytes, list[_Block]]:
+    """What each segment that the changes touch is after all of them but the rejected."""
+    writers: dict[int, int] = {}
+    segments: dict[bytes, list[_Block]] = {}
+    for number, effects in enumerate(changes):
+        for key, raw in effects:
+            if key[:1] != b"c":
+                continue
+            if raw is None:
+                segments[key] = []
+                continue
+            segment = decode_segment(key, raw)[0]
+            first, count = fresh_of(raw)
+            writers.update(dict.fromkeys(segment.disk[first:first + count], number))
+            before = segments.get(key)
+            if before is None and rejected:
+                before = _blocks(key, stored(key))
+            blocks = []
+            for at, place in enumerate(segment.disk):
+                writer = writers.get(place, -1) if place else -1
+                if writer in rejected:
+                    blocks.append(before[at] if at < len(before) else _HOLE)
+                else:
+                    blocks.append(_Block(place, segment.crcs[at * 4:at * 4 + 4], writer))
+            segments[key] = blocks
+    return segments
+
+
+def _blocks(key: bytes, raw: bytes | None) -> list[_Block]:
+    if raw is None:
+        return []
+    segment = decode_segment(key, raw)[0]
+    return [_Block(place, segment.crcs[at * 4:at * 4 + 4], -1) for at, place in enumerate(segment.disk)]
+
+
+def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) -> list[list[Effect]]:
+    """The changes with the last record of each segment that a rejection changed stored merged, and beside it as it was."""
+    found: list[list[Effect]] = []
+    seen: set[bytes] = set()
+    for effects in reversed(changes):
+        standing: list[Effect] = []
+        for key, raw in effects:
+            if key[:1] == b"c" and key not in seen:
+                seen.add(key)
+                if raw is not None:
+                    newer, head = decode_segment(key, raw)
+                    blocks = segments[key]
+                    mask = sum(1 << at for at, block in enumerate(blocks) if block.place != newer.disk[at])
+                    if mask:
+                        standing.append((b"r" + key[1:], encode_rejected(mask, raw)))
+                        raw = encode_segment(_segment_of(blocks), head)
+            standing.append((key, raw))
+        found.append(standing)
+    found.reverse()
+    return found
+
+
+def _segment_of(blocks: list[_Block]) -> Segment:
+    while blocks and not blocks[-1].place:
+        blocks = blocks[:-1]
+    return Segment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks])) if blocks else NO_BLOCKS
 
 
 def settle_rejected(kv: Kv, allocator: Allocator) -> int:

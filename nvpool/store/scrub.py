@@ -135,6 +135,6 @@ class Scrub:
                 lost = allocator.used_mask(group) & ~self._seen.get(group, 0) & ~allocator.changed_groups.get(group, 0)
                 if lost:
                     first = (group << GROUP_BITS) + (lost & -lost).bit_length() - 1
-                    problems.append(f"{lost.bit_count()} blocks from {first} on are in use in the free map, but no chunk has them")
+                    problems.append(f"{lost.bit_count()} blocks from {first} on are used in the free map, but no chunk has them")
         allocator.changed_groups = None
         return problems

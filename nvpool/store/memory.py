@@ -1,0 +1,291 @@
+"""The twin of the block store: chunks in a dict, with every promise of the contract and a memory of what was flushed.
+
+`crash` is a loss of power: each chunk is again what it was at the last flush. Used by tests of the client and by simulations;
+has no drive, no thread and no index, so nothing is shared with the block store but the contract.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c, piece_checksums
+from nvpool.base.errors import (
+    ChecksumMismatch,
+    Fenced,
+    InvalidRequest,
+    NoSpace,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    StaleGrant,
+)
+from nvpool.base.ids import RequestId, version_parts
+from nvpool.base.ids import version as make_version
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.store.chunkstore import (
+    ALL_INODES,
+    READ_BATCH_BYTES_MAX,
+    UNCHECKED,
+    BadBlock,
+    ChunkDescription,
+    ReadBatch,
+    ScrubStep,
+)
+
+_READ = struct.Struct("<QIIIHH")
+_RESULT = struct.Struct("<HHIQ")
+_REQUESTS_KEPT = 16
+
+
+class _Chunk(NamedTuple):
+    version: int
+    cut: int
+    requests: tuple[tuple[int, int, int], ...]
+    blocks: dict[int, tuple[bytes, int]]
+    """Bytes and checksum of each block that is there."""
+
+
+class MemoryChunkStore:
+    def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):
+        self._block_count = capacity_bytes // BLOCK_BYTES
+        self._limit = self._block_count - int(self._block_count * reserve_share)
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self._inodes: dict[int, tuple[int, int]] = {}  # cut, floor of versions
+        self._flushed = dict(self._chunks), dict(self._inodes)
+        self._used = 0
+        self._bad: dict[tuple[int, int, int], str] = {}
+        self.fenced_because = ""
+        self.fail_syncs = 0
+        self.fail_writes: list[NvpoolError] = []
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+        self._refuse_when_fenced()
+        if len(reads) % _READ.size:
+            raise InvalidRequest("not whole read headers")
+        batch = ReadBatch()
+        sums = []
+        total = 0
+        for inode, index, offset, length, grant, _ in _READ.iter_unpack(reads):
+            try:
+                found = self._read(inode, index, offset, length, owners[grant] if grant < len(owners) else None, verify)
+            except NvpoolError as error:
+                batch.results += _RESULT.pack(error.wire_code, 0, 0, 0)
+                continue
+            total += length
+            if total > READ_BATCH_BYTES_MAX:
+                raise InvalidRequest("the batch is too large")
+            blocks, version = found
+            batch.results += _RESULT.pack(0, UNCHECKED if blocks and not verify else 0, len(blocks) * BLOCK_BYTES, version)
+            batch.payload += [memoryview(block) for block, _ in blocks]
+            sums += [checksum for _, checksum in blocks]
+        batch.checksums = struct.pack(f"<{len(sums)}I", *sums)
+        return batch
+
+    def _read(self, inode, index, offset, length, owner, verify) -> tuple[list[tuple[bytes, int]], int]:
+        if owner is None or offset % BLOCK_BYTES or length % BLOCK_BYTES or not length or offset + length > CHUNK_BYTES_MAX:
+            raise InvalidRequest("not whole blocks of a chunk")
+        if owner not in (inode, ALL_INODES):
+            raise StaleGrant
+        chunk = self._chunks.get((inode, index))
+        if chunk is None:
+            return [], 0
+        wanted = range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES)
+        found = [chunk.blocks.get(number, (ZERO_BLOCK, ZERO_BLOCK_CHECKSUM)) for number in wanted]
+        while found and wanted[len(found) - 1] not in chunk.blocks:
+            found.pop()
+        for number, (block, checksum) in zip(wanted, found, strict=False):
+            if (verify or (inode, index, number) in self._bad) and crc32c(block) != checksum:
+                self._note_bad(inode, index, number, "does not fit its checksum when read")
+                raise ChecksumMismatch
+        return found, chunk.version
+
+    async def finish_read(self, batch: ReadBatch) -> None:
+        raise AssertionError("nothing is ever missed in memory")
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+        self._refuse_when_fenced()
+        if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
+            raise InvalidRequest("a write lies in a chunk")
+        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        its_cut, floor = self._inodes.get(inode, (0, 0))
+        if request is not None:
+            if any((session, slot) == request[:2] and request.sequence <= last for session, slot, last in chunk.requests):
+                return chunk.version
+            if request.slot > 0xFFFF:
+                raise InvalidRequest("no slot")
+        if cut < its_cut:
+            raise StaleCut
+        new_version = self._next(max(chunk.version, floor), epoch, version)
+        if len(checksums) != len(piece_checksums(bytes(len(buffer)), offset)):
+            raise InvalidRequest("the checksums do not fit the write")
+        if piece_checksums(buffer, offset) != bytes(checksums):
+            raise ChecksumMismatch("a written block is not what its writer summed")
+        blocks = self._merged(inode, index, chunk, offset, bytes(buffer))
+        added = len(blocks.keys() - chunk.blocks.keys())
+        if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
+            raise NoSpace
+        if self.fail_writes:
+            raise self.fail_writes.pop(0)
+        requests = chunk.requests
+        if request is not None:
+            kept = [one for one in requests if one[:2] != request[:2]][-(_REQUESTS_KEPT - 1):]
+            requests = (*kept, tuple(request))
+        self._chunks[inode, index] = _Chunk(new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks})
+        self._used += added
+        for number in blocks:
+            self._bad.pop((inode, index, number), None)
+        return new_version
+
+    async def write(self, *arguments, **named) -> int:
+        return self.write_now(*arguments, **named)
+
+    @staticmethod
+    def _next(floor: int, epoch: int, given: int) -> int:
+        if given:
+            if given <= floor:
+                raise StaleEpoch
+            return given
+        its_epoch, counter = version_parts(floor)
+        return make_version(epoch, 1) if epoch > its_epoch else make_version(its_epoch, counter + 1)
+
+    def _merged(self, inode, index, chunk: _Chunk, offset: int, buffer: bytes) -> dict[int, tuple[bytes, int]]:
+        first, end = offset // BLOCK_BYTES, -(-(offset + len(buffer)) // BLOCK_BYTES)
+        whole = bytearray((end - first) * BLOCK_BYTES)
+        for number in {first, end - 1}:
+            place = number * BLOCK_BYTES
+            if offset <= place and place + BLOCK_BYTES <= offset + len(buffer):
+                continue
+            block, checksum = chunk.blocks.get(number, (ZERO_BLOCK, ZERO_BLOCK_CHECKSUM))
+            if crc32c(block) != checksum:
+                self._note_bad(inode, index, number, "does not fit its checksum when merged with a write")
+                raise ChecksumMismatch
+            whole[place - first * BLOCK_BYTES:place - first * BLOCK_BYTES + BLOCK_BYTES] = block
+        within = offset - first * BLOCK_BYTES
+        whole[within:within + len(buffer)] = buffer
+        parts = [bytes(whole[at:at + BLOCK_BYTES]) for at in range(0, len(whole), BLOCK_BYTES)]
+        return {first + number: (part, crc32c(part)) for number, part in enumerate(parts)}
+
+    async def flush(self) -> None:
+        self._refuse_when_fenced()
+        if self.fail_syncs:
+            self.fail_syncs -= 1
+            self.fenced_because = "the drive refused to sync"
+            raise Fenced(self.fenced_because)
+        self._flushed = dict(self._chunks), dict(self._inodes)
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
+        self._refuse_when_fenced()
+        if not 16 <= chunk_bits <= 24 or size < 0:
+            raise InvalidRequest("no such size or chunk size")
+        its_cut, floor = self._inodes.get(inode, (0, 0))
+        if cut < its_cut:
+            raise StaleCut
+        last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
+        for name in sorted(name for name in self._chunks if name[0] == inode and name[1] >= last):
+            chunk = self._chunks[name]
+            if name[1] > last or not within:
+                floor = max(floor, chunk.version)
+                self._used -= len(self._chunks.pop(name).blocks)
+                continue
+            blocks = {number: block for number, block in chunk.blocks.items() if number * BLOCK_BYTES < within}
+            tail = within % BLOCK_BYTES
+            number = within // BLOCK_BYTES
+            if tail and number in blocks and crc32c(blocks[number][0]) == blocks[number][1]:
+                zeroed = blocks[number][0][:tail] + ZERO_BLOCK[tail:]
+                blocks[number] = zeroed, crc32c(zeroed)
+            if blocks != chunk.blocks:
+                self._used -= len(chunk.blocks) - len(blocks)
+                self._chunks[name] = chunk._replace(blocks=blocks, version=self._next(chunk.version, 0, 0))
+        self._inodes[inode] = cut, floor
+        self._forget_bad()
+        await self.flush()
+
+    async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
+        self._refuse_when_fenced()
+        gone = [name for name in self._chunks if name[0] in set(inodes)]
+        blocks = sum(len(self._chunks.pop(name).blocks) for name in gone)
+        self._used -= blocks
+        for inode in inodes:
+            self._inodes.pop(inode, None)
+        self._forget_bad()
+        return len(gone), blocks * BLOCK_BYTES
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        indexes = sorted(index for its_inode, index in self._chunks if its_inode == inode and index >= first)
+        found = []
+        for index in indexes[:limit]:
+            chunk = self._chunks[inode, index]
+            end = (max(chunk.blocks) + 1) * BLOCK_BYTES if chunk.blocks else 0
+            found.append(ChunkDescription(index, chunk.version, len(chunk.blocks), 1 if chunk.blocks else 0, chunk.cut, end))
+        return found, len(indexes) > limit
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        found = sorted({inode for inode, _ in self._chunks if inode > after})
+        return found[:limit], len(found) > limit
+
+    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+        self._refuse_when_fenced()
+        if cursor and (cursor[:1] != b"c" or len(cursor) != 13):
+            raise InvalidRequest("not a cursor of a scrub")
+        after = struct.unpack(">QI", cursor[1:]) if cursor else (-1, -1)
+        checked = 0
+        bad = []
+        for name in sorted(name for name in self._chunks if name > after):
+            for number, (block, checksum) in sorted(self._chunks[name].blocks.items()):
+                checked += 1
+                if crc32c(block) != checksum:
+                    text = "does not fit its checksum when scrubbed"
+                    self._note_bad(*name, number, text)
+                    bad.append(BadBlock(*name, number, text))
+            if checked >= blocks:
+                return ScrubStep(b"c" + struct.pack(">QI", *name), False, checked, bad, [])
+        return ScrubStep(b"", True, checked, bad, [])
+
+    def _note_bad(self, inode: int, index: int, block: int, text: str) -> None:
+        self._bad.setdefault((inode, index, block), text)
+
+    def _forget_bad(self) -> None:
+        self._bad = {name: text for name, text in self._bad.items()
+                     if name[:2] in self._chunks and name[2] in self._chunks[name[:2]].blocks}
+
+    def bad_blocks(self) -> list[BadBlock]:
+        return [BadBlock(*name, text) for name, text in sorted(self._bad.items())]
+
+    def status(self) -> dict:
+        return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
+                "capacity_bytes": self._limit * BLOCK_BYTES, "used_bytes": self._used * BLOCK_BYTES,
+                "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory",
+                "counters": {"bad_blocks": float(len(self._bad))}}
+
+    async def tend(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    # -- for tests ---------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """Power is lost: what was not flushed is gone."""
+        self._chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
+        self._used = sum(len(chunk.blocks) for chunk in self._chunks.values())
+        self.fenced_because = ""
+
+    def flip(self, inode: int, index: int, block: int) -> None:
+        """One bit of a block is another from now on."""
+        chunk = self._chunks[inode, index]
+        data, checksum = chunk.blocks[block]
+        self._chunks[inode, index] = chunk._replace(blocks={**chunk.blocks, block: (bytes([data[0] ^ 1]) + data[1:], checksum)})
+
+    def _refuse_when_fenced(self) -> None:
+        if self.fenced_because:
+            raise Fenced(self.fenced_because)
