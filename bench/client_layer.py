@@ -1,0 +1,157 @@
+"""The speed of the client layer alone: reads in batches and one by one, from a store in a second process, beside the floor.
+
+    python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
+
+One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
+same transport: as many messages with as many bytes as the reads need, answered without looking at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+
+import uvloop
+
+from nvpool.base.units import KIB, MIB
+from nvpool.client.session import Client
+from nvpool.client.vfs import Caller
+from nvpool.logic.poolmap import decode_map, encode_map
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Greeting
+
+ME = Caller(os.getuid(), os.getgid())
+FILE_BYTES = 64 * MIB
+ECHO = 999
+BATCH = 1024
+
+
+def places(transport: str, port: int):
+    def endpoint(role: str, number: int) -> str:
+        if transport == "stream+unix":
+            return f"stream+unix:///tmp/nvpool-bench-{port}-{role}-{number}.sock"
+        return f"{transport}://127.0.0.1:{port + {'meta': 0, 'target': 1, 'echo': 2}[role]}"
+    return endpoint
+
+
+async def serve(transport: str, port: int) -> None:
+    endpoint = places(transport, port)
+
+    def echo(call) -> None:
+        call.reply(b"", [block[:int.from_bytes(call.message, "little")]])
+
+    block = memoryview(bytes(4 * MIB))
+    async with LocalPool(capacities=(512 * MIB,), endpoints=endpoint) as pool:
+        listener = await listen(endpoint("echo", 1), Greeting("echo"), echo)
+        sys.stdout.buffer.write(encode_map(pool.pool_map) + b"\n")
+        sys.stdout.buffer.flush()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await listener.close()
+
+
+async def rate(seconds: float, step) -> float:
+    """Calls of `step` a second, each after the one before."""
+    await step()
+    gc.collect()
+    count, begin = 0, time.perf_counter()
+    while (now := time.perf_counter()) - begin < seconds:
+        await step()
+        count += 1
+    return count / (now - begin)
+
+
+async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
+    client = await Client.open(pool_map, "bench")
+    vfs = client.vfs
+    _, handle = await vfs.create(1, b"file", 0o644, os.O_RDWR, ME)
+    begin = time.perf_counter()
+    for at in range(0, FILE_BYTES, MIB):
+        await vfs.write(handle, at, os.urandom(MIB))
+    await vfs.fsync(handle, False)
+    print(f"{transport}: write and fsync           {FILE_BYTES / MIB / (time.perf_counter() - begin):8.0f} MiB/s")
+
+    dialer = Dialer(Greeting("bench"))
+    echo = await dialer.connect((places(transport, port)("echo", 1),), time.clock_gettime(time.CLOCK_BOOTTIME) + 10)
+    soon = time.clock_gettime(time.CLOCK_BOOTTIME) + 1000
+
+    async def echo_one() -> None:
+        await echo.call(ECHO, (4096).to_bytes(4, "little"), deadline_s=soon)
+
+    async def echo_batch() -> None:
+        size = (256 * 4096).to_bytes(4, "little")
+        await asyncio.gather(*[echo.call(ECHO, size, deadline_s=soon) for _ in range(BATCH // 256)])
+
+    floor_one = await rate(seconds, echo_one)
+    floor_batch = await rate(seconds, echo_batch) * BATCH
+    choose = random.Random(7)
+    blocks = FILE_BYTES // 4096
+    into = memoryview(bytearray(BATCH * 4096))
+
+    async def one() -> None:
+        await vfs.read(handle, choose.randrange(blocks) * 4096, 4096)
+
+    async def many() -> None:
+        await vfs.read_many([(handle, choose.randrange(blocks) * 4096, 4096) for _ in range(BATCH)], into)
+
+    async def crowd() -> None:
+        await asyncio.gather(*[one() for _ in range(16)])
+
+    print(f"{transport}: echo, one 4 KiB answer    {floor_one:8.0f} /s    (floor)")
+    alone = await rate(seconds, one)
+    print(f"{transport}: one 4 KiB read            {alone:8.0f} /s    {alone / floor_one:5.0%} of the floor")
+    print(f"{transport}: 16 reads at once          {await rate(seconds, crowd) * 16:8.0f} /s")
+    print(f"{transport}: echo of 1 MiB, as reads   {floor_batch:8.0f} /s    (floor)")
+    batched = await rate(seconds, many)
+    print(f"{transport}: read_many of {BATCH} x 4 KiB {batched * BATCH:8.0f} /s    {batched * BATCH / floor_batch:5.0%} of the floor")
+    place = 0
+
+    async def follow() -> None:
+        nonlocal place
+        part = await vfs.read(handle, place, MIB)
+        place = place + len(part) if place + len(part) < FILE_BYTES else 0
+
+    print(f"{transport}: 1 MiB reads in sequence   {await rate(seconds, follow):8.0f} MiB/s")
+
+    async def birth() -> None:
+        nonlocal place
+        place += 1
+        _, born = await vfs.create(1, b"small-%d" % place, 0o644, os.O_WRONLY, ME)
+        await vfs.write(born, 0, bytes(4 * KIB))
+        await vfs.flush(born)
+        await vfs.release(born)
+
+    print(f"{transport}: create, write 4 KiB, close{await rate(seconds, birth):8.0f} /s")
+    await dialer.close()
+    await client.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--transport", default="stream")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.serve:
+        uvloop.run(serve(chosen.transport, chosen.serve))
+        return
+    port = random.randrange(20000, 30000)
+    server = subprocess.Popen([sys.executable, __file__, "--transport", chosen.transport, "--serve", str(port)],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        pool_map = decode_map(server.stdout.readline())
+        uvloop.run(measure(chosen.transport, port, pool_map, chosen.seconds))
+    finally:
+        server.stdin.close()
+        server.wait(20)
+
+
+if __name__ == "__main__":
+    main()
