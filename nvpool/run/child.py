@@ -100,24 +100,30 @@ class Child:
     async def _run(self, stopping: asyncio.Event) -> int | None:
         """Adopt the process or start it; its exit code once it has ended, or None when that is unknown or a stop was asked
         for."""
-        if not self._adopt():
-            try:
+        try:
+            if not self._adopt():
                 if self._before_start is not None:
                     await self._before_start()
                 self._start()
-            except (NvpoolError, OSError) as error:
-                self.last_end = f"it could not be started: {error}"
-                return None
+        except (NvpoolError, OSError) as error:
+            self.last_end = f"it could not be started: {error}"
+            return None
         return await self._watch(stopping)
 
     def _start(self) -> None:
-        self._popen = spawn(self._arguments)
-        self._pidfd = os.pidfd_open(self._popen.pid)
-        self._identity = Identity(self._popen.pid, 0, "")
+        popen = spawn(self._arguments)
+        try:
+            self._pidfd = os.pidfd_open(popen.pid)
+        except OSError:  # no descriptor left: what can not be watched must not run
+            popen.kill()
+            popen.wait()
+            raise
+        self._popen = popen
+        self._identity = Identity(popen.pid, 0, "")
         self.adopted = False
         self.state = "starting"
         self.since_ms = self._clock.wall_ns() // 1_000_000
-        log.info("%s started as process %d", self.name, self._popen.pid)
+        log.info("%s started as process %d", self.name, popen.pid)
 
     def _adopt(self) -> bool:
         """Whether a process that holds the lock of this shard or target was found; it is ours from now on."""

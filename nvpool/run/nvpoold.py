@@ -9,13 +9,14 @@ Takes DIR/lock before it touches anything else: two daemons on one directory are
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import sys
 
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory, write_whole
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import Fenced, NvpoolError
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -67,9 +68,17 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.run.supervisor import Supervisor
     from nvpool.wire.transport import Greeting
 
-    kv = await LmdbKv.open(directory.map, LmdbOptions())
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fence(reason: str) -> None:
+        """The map's records can not be vouched for any more: end, so that the next supervisor reads what the drive holds."""
+        if not failed.done():
+            failed.set_exception(Fenced(reason))
+            failed.exception()  # seen, also where the end comes from elsewhere
+
+    kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=fence)
     coordinator = await EmbeddedCoordinator.open(kv, lambda raw: write_whole(directory.poolmap, raw))
-    supervisor = Supervisor(directory, config, coordinator, stop)
+    supervisor = Supervisor(directory, config, coordinator, stop, failed)
     listeners = []
     try:
         pool_map = coordinator.pool_map

@@ -38,13 +38,16 @@ _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
 _MAKE_DEADLINE_S = 120.0
 _CHANGE_TRIES_MAX = 100
+_LOOK_S = 5.0
 DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
 
 log = logging.getLogger("nvpool.run.supervisor")
 
 
 class Supervisor:
-    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop, node: int = 1):
+    def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
+                 failed: asyncio.Future[None], node: int = 1):
+        """`failed` gets an error when this process can not go on: `run` raises it."""
         self._directory = directory
         self._config = config
         self._coordinator = coordinator
@@ -54,11 +57,15 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._adding = asyncio.Lock()
+        self._failed = failed
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
 
     async def run(self) -> None:
-        """Keep the processes of this node until the stop; on return all of them have ended."""
+        """Keep the processes of this node until the stop; on return all of them have ended.
+
+        When this raises, they run on: one of them starts another supervisor, which adopts them.
+        """
         for number in (signal.SIGHUP, signal.SIGUSR1):
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
         await self._know_this_host()
@@ -67,18 +74,20 @@ class Supervisor:
         ready = asyncio.ensure_future(self._tell_when_ready())
         try:
             while not asked.done():
-                await asyncio.wait([asked, *self._keepers.values()], return_when=asyncio.FIRST_COMPLETED)
-                for name, keeper in list(self._keepers.items()):
+                # The keeper of a drive that was added meanwhile is waited for from the next round on.
+                await asyncio.wait([asked, self._failed, *self._keepers.values()], timeout=_LOOK_S,
+                                   return_when=asyncio.FIRST_COMPLETED)
+                for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
-                        log.error("%s is not kept any more", name)
                         keeper.result()
-                        raise Bug(f"the keeper of {name} has ended")
-        finally:
-            asked.cancel()
-            ready.cancel()
-            self._stop.asked.set()
+                        raise Bug(f"{name} is not kept any more")
+                if self._failed.done():
+                    self._failed.result()
             notify_ready("STOPPING=1")
             await self._end_children()
+        finally:
+            for task in (asked, ready, *self._keepers.values()):
+                task.cancel()
 
     async def close(self) -> None:
         for task in list(self._answers):
