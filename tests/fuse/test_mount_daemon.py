@@ -1,0 +1,195 @@
+"""The life of a mount: refused starts, orderly and disorderly ends, dead and returning daemons of the pool."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
+
+
+@pytest.fixture(scope="module")
+def own():
+    """A pool that tests may mistreat."""
+    place = Path(tempfile.mkdtemp(prefix="nvpool-fuse-"))
+    made = Pool(place / "pool")
+    yield made
+    made.close()
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def mine(own, request):
+    made = own.mount(own.directory.parent / f"m-{request.node.name[-40:]}", "--deadline-s", "20", "--drain-s", "2")
+    yield made
+    made.end(signal.SIGKILL)
+
+
+def refused(*words):
+    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *map(str, words)], capture_output=True,
+                          text=True, timeout=30, cwd="/", check=False)
+    assert done.returncode not in (0, 70), done.stderr
+    return done.stderr
+
+
+def processes(pool):
+    return json.loads(nvpool("status", pool.directory, "--json").stdout)["processes"]
+
+
+def pids(pool, role):
+    return [process["pid"] for process in processes(pool) if process["role"] == role]
+
+
+def test_bad_starts_are_refused_with_the_reason_and_leave_nothing(own, mine, tmp_path):
+    assert "mounted on it" in refused(own.directory, mine.place)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    assert "is not empty" in refused(own.directory, tmp_path / "full")
+    assert "mkdir -p" in refused(own.directory, tmp_path / "missing")
+    (tmp_path / "m").mkdir()
+    assert refused("127.0.0.1:1", tmp_path / "m", "--deadline-s", "1")
+    assert "is not a pool directory" in refused(tmp_path, tmp_path / "m")
+    assert not is_mounted(tmp_path / "m") and is_mounted(mine.place)
+
+
+def test_status_names_the_mount_with_its_process(own, mine):
+    assert any(process["role"] == "mount" and process["pid"] == mine.process.pid and process["mountpoint"] == str(mine.place)
+               for process in processes(own))
+    mine.end()
+    assert mine.process.pid not in pids(own, "mount")
+
+
+def test_sigterm_stores_everything_and_leaves_no_mount(own, mine):
+    with open(mine.place / "kept", "wb", buffering=0) as file:
+        for number in range(50):
+            file.write(bytes([number]) * 10_000)
+    assert mine.end() == 0
+    assert not is_mounted(mine.place)
+    again = own.mount(mine.place)
+    assert (again.place / "kept").read_bytes() == b"".join(bytes([number]) * 10_000 for number in range(50))
+    assert again.end() == 0
+
+
+def test_sigterm_while_files_are_open_detaches_at_once_and_stores_what_was_written(own, mine):
+    file = open(mine.place / "open", "wb", buffering=0)  # noqa: SIM115
+    try:
+        file.write(b"a" * 100_000)
+        mine.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_mounted(mine.place), "the detaching")
+        file.write(b"b" * 100_000)
+        assert mine.process.wait(20) == 0
+        with pytest.raises(OSError) as gone:
+            file.write(b"c")
+        assert gone.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+    again = own.mount(mine.place)
+    assert (again.place / "open").read_bytes() == b"a" * 100_000 + b"b" * 100_000
+    assert again.end() == 0
+
+
+def test_a_second_signal_does_not_wait_for_open_files(own):
+    slow = own.mount(own.directory.parent / "m-slow", "--drain-s", "60")
+    with contextlib.suppress(OSError), open(slow.place / "f", "wb"):  # close says ENOTCONN
+        slow.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_mounted(slow.place), "the detaching")
+        slow.process.send_signal(signal.SIGTERM)
+        assert slow.process.wait(15) == 0
+
+
+def test_umount_ends_the_daemon_and_loses_nothing(own, mine):
+    (mine.place / "by-umount").write_bytes(b"x" * 50_000)
+    subprocess.run(["umount", mine.place], check=True, timeout=20)
+    assert mine.process.wait(15) == 0
+    again = own.mount(mine.place)
+    assert (again.place / "by-umount").read_bytes() == b"x" * 50_000
+    assert again.end() == 0
+
+
+def test_a_read_only_mount_takes_no_changes(own, tmp_path):
+    made = own.mount(tmp_path / "m", "--read-only")
+    with pytest.raises(OSError) as refused_:
+        (made.place / "x").touch()
+    assert refused_.value.errno == errno.EROFS
+    assert made.end() == 0
+
+
+@pytest.mark.parametrize("role", ["meta", "store"])
+def test_a_daemon_that_is_killed_is_a_pause_for_the_mount(own, mine, role):
+    written = {}
+    stop = threading.Event()
+
+    def work():
+        number = 0
+        while not stop.is_set():
+            content = os.urandom(9_000)
+            (mine.place / f"{role}{number}").write_bytes(content)
+            written[f"{role}{number}"] = content
+            number += 1
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(3):
+            time.sleep(0.3)
+            for pid in pids(own, role):
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        time.sleep(0.3)
+        stop.set()
+        worker.join(60)
+    assert not worker.is_alive() and len(written) > 3
+    assert all((mine.place / name).read_bytes() == content for name, content in written.items())
+
+
+def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
+    made = Pool(tmp_path / "pool")
+    here = made.mount(tmp_path / "m", "--deadline-s", "2", "--drain-s", "1")
+    (here.place / "f").write_bytes(b"x")
+    file = open(here.place / "f", "r+b", buffering=0)  # noqa: SIM115
+    file.write(b"lost")
+    kill_all(made)
+    began = time.monotonic()
+    with pytest.raises(OSError) as failed:
+        (here.place / "g").write_bytes(b"x")
+    assert failed.value.errno in (errno.EIO, errno.ETIMEDOUT)
+    subprocess.run(["umount", "-l", here.place], check=True, timeout=10)
+    here.process.send_signal(signal.SIGTERM)
+    here.process.wait(25)
+    assert time.monotonic() - began < 30
+    assert not is_mounted(here.place)
+    with pytest.raises(OSError):
+        file.write(b"x")
+        os.fsync(file.fileno())
+    with contextlib.suppress(OSError):
+        file.close()
+    made.mounts.clear()
+    made.close()
+
+
+def kill_all(pool):
+    """Supervisor first, then the others, again until nobody is left to start another supervisor."""
+    found = {process["pid"] for process in processes(pool) if process["role"] in ("supervisor", "meta", "store")}
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+
+
+def test_the_program_says_what_it_takes():
+    said = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--help"], capture_output=True, text=True,
+                          cwd="/", check=True).stdout
+    assert "--read-only" in said and "--drain-s" in said
