@@ -1,0 +1,369 @@
+"""The name space against a dictionary: random histories with repeated requests, restarts and losses of power.
+
+The model is a tree of plain objects with POSIX's rules written down once more, naively. After every step the
+answers agree; after every history the whole tree, link counts and entry counts agree, fsck finds nothing, and every orphan
+can be collected. The same runs on the engine in memory and on the one that stores, with deaths at any place.
+"""
+
+import asyncio
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from nvpool.base import errors
+from nvpool.base.clock import ManualClock
+from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.memory import MemoryKv
+from nvpool.meta.service import MetaOptions, MetaService
+from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.wire.v1 import meta_pb2 as pb
+
+OPTIONS = MetaOptions(session_lease_s=1e6, grant_s=10, linger_s=0, tick_s=3600)
+NAMES = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe", b"n" * 255])
+PICK = st.integers(0, 1 << 30)
+
+
+class Node:
+    """A file or directory of the model."""
+
+    def __init__(self, kind, inode, parent=None):
+        self.kind = kind
+        self.inode = inode
+        self.parent = parent
+        self.links = 2 if kind == "dir" else 1
+        self.size = 0
+        self.names: dict[bytes, Node] = {}
+        self.xattrs: dict[bytes, bytes] = {}
+
+    def below(self, other):
+        at = self
+        while at is not None:
+            if at is other:
+                return True
+            at = at.parent
+        return False
+
+
+class Refusal(Exception):
+    def __init__(self, error):
+        self.error = error
+
+
+class NameSpace(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.clock = ManualClock()
+        self.kv = None
+        self.service = None
+
+    def run(self, work):
+        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+
+    async def open_engine(self, power_lost):
+        """A fresh engine, or what is left of the one that was."""
+        if self.kv is None:
+            self.kv = MemoryKv()
+        elif power_lost:
+            self.kv.crash()
+
+    async def start(self, power_lost=False):
+        await self.open_engine(power_lost)
+        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS)
+        self.service.update_map(small_map())
+        await self.service.start()
+
+    @initialize()
+    def begin(self):
+        self.run(self.start())
+        self.client = ShardClient(self.service, 7, 8)
+        self.run(self.client.begin())
+        self.root = Node("dir", ROOT)
+        self.alive: list[Node] = [self.root]
+
+    # -- the model's side
+
+    def directories(self):
+        return [node for node in self.alive if node.kind == "dir"]
+
+    def pick(self, nodes, number):
+        return nodes[number % len(nodes)]
+
+    def do(self, request, model):
+        """Ask the service and the model; both succeed, or both refuse alike. Every third request is sent twice."""
+        try:
+            expected, error = model(), None
+        except Refusal as refusal:
+            expected, error = None, refusal.error
+        try:
+            got = self.run(request())
+        except errors.Refused as refused:
+            assert error is not None and isinstance(refused, error), (refused, error)
+            return None, None
+        assert error is None, f"the model refuses with {error}"
+        if self.client.sequences[0] % 3 == 0:
+            self.client.sequences[0] -= 1
+            assert self.run(request()) == got
+        return got, expected
+
+    @staticmethod
+    def refuse(condition, error):
+        if condition:
+            raise Refusal(error)
+
+    # -- operations
+
+    @rule(parent=PICK, name=NAMES, kind=st.sampled_from(["file", "dir", "wide", "link"]))
+    def create(self, parent, name, kind):
+        parent = self.pick(self.directories(), parent)
+        mode = {"file": stat.S_IFREG, "link": stat.S_IFLNK}.get(kind, stat.S_IFDIR) | 0o755
+
+        def model():
+            self.refuse(name in parent.names, errors.AlreadyExists)
+            node = Node({"wide": "dir"}.get(kind, kind), 0, parent)
+            parent.names[name] = node
+            parent.links += node.kind == "dir"
+            self.alive.append(node)
+            return node
+
+        reply, node = self.do(lambda: self.client.create(parent.inode, name, mode, exclusive=True, wide=kind == "wide",
+                                                         target=b"t" if kind == "link" else b""), model)
+        if node is not None:
+            node.inode = reply.entry.attr.inode
+            assert node.inode not in {other.inode for other in self.alive if other is not node}
+
+    @rule(parent=PICK, name=NAMES)
+    def unlink(self, parent, name):
+        parent = self.pick(self.directories(), parent)
+
+        def model():
+            node = parent.names.get(name)
+            self.refuse(node is None, errors.NotFound)
+            self.refuse(node.kind == "dir", errors.IsADirectory)
+            del parent.names[name]
+            self.lose(node)
+            return node
+
+        reply, node = self.do(lambda: self.client.unlink(parent.inode, name), model)
+        assert node is None or (reply.inode, reply.links) == (node.inode, node.links)
+
+    def lose(self, node):
+        node.links = 0 if node.kind == "dir" else node.links - 1
+        if not node.links:
+            self.alive.remove(node)
+
+    @rule(parent=PICK, name=NAMES)
+    def rmdir(self, parent, name):
+        parent = self.pick(self.directories(), parent)
+
+        def model():
+            node = parent.names.get(name)
+            self.refuse(node is None, errors.NotFound)
+            self.refuse(node.kind != "dir", errors.NotADirectory)
+            self.refuse(node.names, errors.DirectoryNotEmpty)
+            del parent.names[name]
+            parent.links -= 1
+            self.lose(node)
+            return node
+
+        self.do(lambda: self.client.rmdir(parent.inode, name), model)
+
+    @rule(node=PICK, parent=PICK, name=NAMES)
+    def link(self, node, parent, name):
+        node, parent = self.pick(self.alive, node), self.pick(self.directories(), parent)
+
+        def model():
+            self.refuse(node.kind == "dir", errors.NotPermitted)
+            self.refuse(name in parent.names, errors.AlreadyExists)
+            parent.names[name] = node
+            node.links += 1
+            return node
+
+        self.do(lambda: self.client.link(node.inode, parent.inode, name), model)
+
+    @rule(parent=PICK, name=NAMES, new_parent=PICK, new_name=NAMES, flags=st.sampled_from([0, 0, 1, 2]))
+    def rename(self, parent, name, new_parent, new_name, flags):
+        parent, new_parent = self.pick(self.directories(), parent), self.pick(self.directories(), new_parent)
+
+        def model():
+            node, other = parent.names.get(name), new_parent.names.get(new_name)
+            self.refuse(node is None, errors.NotFound)
+            if other is None:
+                self.refuse(flags == 2, errors.NotFound)
+                self.refuse(node.kind == "dir" and new_parent.below(node), errors.WouldLoop)
+            else:
+                self.refuse(flags == 1, errors.AlreadyExists)
+                if other is node:
+                    return node
+                self.refuse(node.kind == "dir" and new_parent.below(node), errors.WouldLoop)
+                if flags == 2:
+                    self.refuse(other.kind == "dir" and parent.below(other), errors.WouldLoop)
+                    parent.names[name], new_parent.names[new_name] = other, node
+                    for moved, old, new in ((node, parent, new_parent), (other, new_parent, parent)):
+                        if moved.kind == "dir":
+                            moved.parent = new
+                            old.links -= 1
+                            new.links += 1
+                    return node
+                if node.kind == "dir":
+                    self.refuse(other.kind != "dir", errors.NotADirectory)
+                    self.refuse(other.names, errors.DirectoryNotEmpty)
+                    new_parent.links -= 1
+                else:
+                    self.refuse(other.kind == "dir", errors.IsADirectory)
+                self.lose(other)
+            del parent.names[name]
+            new_parent.names[new_name] = node
+            if node.kind == "dir":
+                node.parent = new_parent
+                parent.links -= 1
+                new_parent.links += 1
+            return node
+
+        self.do(lambda: self.client.rename(parent.inode, name, new_parent.inode, new_name, flags), model)
+
+    @rule(node=PICK, size=st.integers(0, 20_000), way=st.sampled_from(["set", "report", "append"]))
+    def resize(self, node, size, way):
+        files = [node for node in self.alive if node.kind == "file"]
+        if not files:
+            return
+        node = self.pick(files, node)
+        cut = self.run(self.client.getattr(node.inode, rights=2)).attr.cut
+
+        def model():
+            self.refuse(way == "append" and not size, errors.InvalidRequest)
+            node.size = size if way == "set" else max(size, node.size) if way == "report" else node.size + size
+            return node
+
+        def request():
+            if way == "set":
+                return self.client.setattr(node.inode, 8, size=size)
+            if way == "report":
+                return self.client.report(node.inode, size, cut)
+            return self.client.ask("RESERVE", pb.ReserveRequest(change=self.client.change(), inode=node.inode, length=size,
+                                                                cut=cut))
+
+        self.do(request, model)
+
+    @rule(node=PICK, name=st.sampled_from([b"user.a", b"user.b"]), value=st.sampled_from([b"", b"x", None]))
+    def xattr(self, node, name, value):
+        node = self.pick(self.alive, node)
+
+        def model():
+            if value is None:
+                self.refuse(name not in node.xattrs, errors.NoAttribute)
+                del node.xattrs[name]
+            else:
+                node.xattrs[name] = value
+            return node
+
+        def request():
+            if value is None:
+                return self.client.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=self.client.change(), inode=node.inode,
+                                                                            name=name))
+            return self.client.ask("SETXATTR", pb.SetXattrRequest(change=self.client.change(), inode=node.inode, name=name,
+                                                                  value=value))
+
+        self.do(request, model)
+
+    # -- faults
+
+    @rule()
+    def killed_and_started_again(self):
+        self.run(self.service.close())
+        self.run(self.start())
+        self.client.service = self.service
+        self.run(self.client.begin())
+
+    @rule()
+    def synced_and_lost_power(self):
+        self.run(self.kv.sync())
+        self.run(self.service.close())
+        self.run(self.start(power_lost=True))
+        self.client.service = self.service
+        self.run(self.client.begin())
+
+    @rule()
+    def collected(self):
+        self.run(self.client.collect())
+
+    # -- what must hold
+
+    @precondition(lambda self: self.service is not None)
+    @rule()
+    def whole_tree_agrees(self):
+        waiting, seen = [self.root], set()
+        while waiting:
+            directory = waiting.pop()
+            entries = {e.name: e for e in self.run(self.client.list(directory.inode, limit=3, attrs=True))}
+            assert entries.keys() == directory.names.keys()
+            attr = self.run(self.client.getattr(directory.inode)).attr
+            assert (attr.links, attr.size) == (directory.links, len(directory.names))
+            for name, node in directory.names.items():
+                entry = entries[name]
+                assert (entry.inode, entry.attr.links) == (node.inode, node.links)
+                if node.kind == "file":
+                    assert entry.attr.size == node.size
+                if node.xattrs or node.inode not in seen and entry.attr.flags & 1:
+                    found = self.run(self.client.ask("LISTXATTR", pb.ListXattrRequest(session=self.client.session,
+                                                                                       inode=node.inode)))
+                    assert set(found.names) == node.xattrs.keys()
+                seen.add(node.inode)
+                if node.kind == "dir":
+                    assert entry.attr.parent == directory.inode
+                    waiting.append(node)
+        assert seen == {node.inode for node in self.alive if node is not self.root}
+
+    def teardown(self):
+        if self.service is not None:
+            self.whole_tree_agrees()
+            problems = self.run(self.client.fsck())
+            assert not problems, problems
+            self.run(self.client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=self.client.session)))
+            self.clock.advance(2e6)
+            assert self.run(self.client.collect()).left == 0
+            assert self.run(self.client.status()).inodes == len(self.alive)
+            self.run(self.service.close())
+            self.run(self.kv.close())
+        self.loop.close()
+
+
+class StoredNameSpace(NameSpace):
+    """On LMDB and journal, with a layer so small that changes wait for room; its process dies without a word."""
+
+    def __init__(self):
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(prefix="nvpool-meta-model-")) / "kv"
+
+    async def open_engine(self, power_lost):
+        if self.kv is not None:
+            await self.kv.abandon()
+        self.kv = await LmdbKv.open(self.path, LmdbOptions(layer_entries_max=30, checkpoint_interval_s=0.05))
+
+    def teardown(self):
+        super().teardown()
+        shutil.rmtree(self.path.parent)
+
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+TestNameSpace = NameSpace.TestCase
+TestNameSpace.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
+TestStoredNameSpace = StoredNameSpace.TestCase
+TestStoredNameSpace.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
+
+
+@pytest.mark.soak
+class TestNameSpaceForLong(NameSpace.TestCase):
+    settings = settings(max_examples=500, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)
+
+
+@pytest.mark.soak
+class TestStoredNameSpaceForLong(StoredNameSpace.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)
