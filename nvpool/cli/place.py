@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import click
 
+from nvpool.cli.reach import directory_of
+
 DEADLINE_S = 60.0
 
 
@@ -46,6 +48,8 @@ async def session(pool: str, doing: str, *, deadline_s: float = DEADLINE_S) -> A
     """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
     from nvpool.client.options import ClientOptions
     from nvpool.client.session import Client
+    if "/" in pool and "://" not in pool:
+        directory_of(pool)  # says what is wrong with it, and the remedy
     client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}", options=ClientOptions(deadline_s=deadline_s))
     try:
         yield client

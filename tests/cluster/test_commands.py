@@ -1,0 +1,223 @@
+"""The commands that move and check whole pools, on a real pool of this machine, by the command line."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("commands")
+
+MIB = 1 << 20
+
+
+def nvpool(*words, code=0, timeout=90):
+    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, words)], capture_output=True, text=True,
+                          timeout=timeout, stdin=subprocess.DEVNULL)
+    assert done.returncode == code, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def as_json(*words, **more):
+    return json.loads(nvpool(*words, "--json", **more).stdout)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("commands") / "p"
+    nvpool("dev", "up", directory, "--size", "256M", "--size", "512M")
+    try:
+        yield directory
+    finally:
+        nvpool("dev", "down", directory)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tree") / "tree"
+    (root / "deep" / "er").mkdir(parents=True)
+    for number in range(40):
+        (root / "deep" / f"{number}").write_bytes(os.urandom(number * 997))
+    (root / "large").write_bytes(os.urandom(3 * MIB + 5))
+    with open(root / "holes", "wb") as file:
+        file.truncate(4 * MIB)
+        file.seek(2 * MIB)
+        file.write(b"middle")
+    (root / "other").hardlink_to(root / "large")
+    (root / "link").symlink_to("deep/1")
+    os.setxattr(root / "large", "user.colour", b"red")
+    os.utime(root / "deep" / "3", ns=(1, 999_999_999_123_456_789))
+    return root
+
+
+def same(one: Path, other: Path) -> None:
+    """By rsync, which knows what may differ between two trees better than we do; it prints what it would change."""
+    done = subprocess.run(["rsync", "-naHXc", "--delete", "--out-format=%i %n", f"{one}/", f"{other}/"], capture_output=True,
+                          text=True, check=True)
+    assert not done.stdout, done.stdout
+    for path in one.rglob("*"):
+        assert path.lstat().st_mtime_ns == (other / path.relative_to(one)).lstat().st_mtime_ns, path
+
+
+def test_a_tree_goes_in_and_comes_out_the_same_and_a_second_time_nothing_moves(pool, tree, tmp_path):
+    first = as_json("import", tree, f"{pool}:/in/tree")
+    assert first["failed"] == 0 and first["files"] == 43 and first["hard_links"] == 1 and first["skipped_files"] == 0
+    second = as_json("import", tree, f"{pool}:/in/tree")
+    assert second["skipped_files"] == 42 and second["bytes"] == first["bytes"]
+    assert as_json("export", f"{pool}:/in/tree", tmp_path / "out")["failed"] == 0
+    same(tree, tmp_path / "out")
+    assert (tmp_path / "out" / "holes").stat().st_blocks * 512 < MIB
+    nvpool("fsck", pool)
+
+
+def test_file_info_names_the_chunks_and_the_targets_that_have_them(pool, tree):
+    nvpool("import", tree / "holes", f"{pool}:/info/holes")
+    found = as_json("file", "info", f"{pool}:/info/holes")
+    assert found["size"] == 4 * MIB and found["chunks_max"] == 4
+    assert [chunk["index"] for chunk in found["chunks"]] == [2], "the other chunks are holes"
+    copy, = found["chunks"][0]["copies"]
+    assert found["chunks"][0]["chain_targets"] == [copy["target"]] and copy["allocated_bytes"] == 4096
+    assert "holes" in nvpool("file", "info", f"{pool}:/info/holes").stdout
+    assert "does not exist" in nvpool("file", "info", f"{pool}:/info/none", code=1).stderr
+
+
+def test_what_makes_no_sense_is_refused_with_a_reason(pool, tree, tmp_path):
+    assert "POOL:/path" in nvpool("import", tree, pool, code=2).stderr
+    assert "does not exist" in nvpool("import", tmp_path / "none", f"{pool}:/x", code=2).stderr
+    assert "does not exist" in nvpool("export", f"{tmp_path}/none:/x", tmp_path / "y", code=1).stderr
+    nvpool("export", f"{pool}:/nowhere", tmp_path / "y", code=1)
+    (tmp_path / "text").write_text("hello")
+    assert "begins with" in nvpool("load", pool, tmp_path / "text", code=1).stderr
+
+
+def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp_path):
+    nvpool("import", tree, f"{pool}:/dumped")
+    records = as_json("dump", pool, tmp_path / "dump")["records"]
+    assert records > 43
+    content = (tmp_path / "dump").read_bytes()
+    (tmp_path / "cut").write_bytes(content[:-9])
+    (tmp_path / "flipped").write_bytes(content[:400] + bytes([content[400] ^ 1]) + content[401:])
+    nvpool("load", pool, tmp_path / "dump", code=1)
+    nvpool("dev", "up", tmp_path / "q", "--size", "256M", "--size", "512M")
+    try:
+        assert "cut short" in nvpool("load", tmp_path / "q", tmp_path / "cut", code=4).stderr
+        nvpool("load", tmp_path / "q", tmp_path / "flipped", code=4)
+        assert as_json("load", tmp_path / "q", tmp_path / "dump")["records"] == records
+        there, here = (as_json("file", "info", f"{place}:/dumped/deep/3") for place in (tmp_path / "q", pool))
+        assert {key: here[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")} == {
+            key: there[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")}
+    finally:
+        nvpool("dev", "down", tmp_path / "q")
+
+
+def test_fsck_names_the_file_of_a_flipped_byte_and_the_reader_never_gets_it(tmp_path):
+    (tmp_path / "src").mkdir()
+    mark = b"THIS IS THE CONTENT THAT IS GOING TO ROT " * 100
+    (tmp_path / "src" / "rotten").write_bytes(mark)
+    (tmp_path / "src" / "sound").write_bytes(b"s" * 5000)
+    nvpool("dev", "up", tmp_path / "q", "--size", "128M")
+    try:
+        nvpool("import", tmp_path / "src", f"{tmp_path / 'q'}:/")
+        assert as_json("fsck", tmp_path / "q")["unrepaired"] == 0
+        flipped = 0
+        for path in (tmp_path / "q" / "targets").rglob("*"):
+            if path.is_file() and (at := find_in(path, mark[:200])) is not None:
+                with open(path, "r+b") as file:
+                    file.seek(at + 7)
+                    file.write(b"?")
+                flipped += 1
+        assert flipped == 1
+        found = as_json("fsck", tmp_path / "q", code=4)
+        assert found["unrepaired"] == 1 and "/rotten" in found["problems"][0]["text"]
+        assert "--repair" in nvpool("fsck", tmp_path / "q", code=4).stderr
+        nvpool("fsck", tmp_path / "q", "--no-scrub")
+        out = as_json("export", f"{tmp_path / 'q'}:/", tmp_path / "out", code=1)
+        assert [Path(failure["path"]).name for failure in out["failures"]] == ["rotten"]
+        assert (tmp_path / "out" / "sound").read_bytes() == b"s" * 5000
+    finally:
+        nvpool("dev", "down", tmp_path / "q")
+
+
+def find_in(path: Path, wanted: bytes) -> int | None:
+    with open(path, "rb") as file:
+        at = 0
+        while piece := file.read(MIB):
+            if (place := piece.find(wanted)) >= 0:
+                return at + place
+            at += len(piece)
+    return None
+
+
+def import_command(source, place, *options):
+    return [sys.executable, "-m", "nvpool.cli.main", "import", str(source), place, *options]
+
+
+def wait_until_all_serve(pool, without):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done = subprocess.run([sys.executable, "-m", "nvpool.cli.main", "status", str(pool), "--check", "--json"],
+                              capture_output=True, text=True)
+        if not done.returncode and without.isdisjoint(process["pid"] for process in json.loads(done.stdout)["processes"]):
+            return
+    raise AssertionError(f"the pool does not come back: {done.stdout}{done.stderr}")
+
+
+def wait_until_there(place, moving):
+    deadline = time.monotonic() + 60
+    while moving.poll() is None and time.monotonic() < deadline:
+        if not subprocess.run([sys.executable, "-m", "nvpool.cli.main", "file", "info", place], capture_output=True).returncode:
+            return
+    raise AssertionError(f"{place} never came, or all was there at once")
+
+
+def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
+    (tmp_path / "src").mkdir()
+    for number in range(400):
+        (tmp_path / "src" / f"{number}").write_bytes(os.urandom(20_000))
+    processes = as_json("status", pool)["processes"]
+    moving = subprocess.Popen(import_command(tmp_path / "src", f"{pool}:/killed", "--json", "--parallel", "2"),
+                              stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until_there(f"{pool}:/killed/7", moving)
+        for roles in (("store", "meta"), ("supervisor",)):  # never all at once: who would bring them back?
+            for process in processes:
+                if process["role"] in roles:
+                    os.kill(process["pid"], 9)
+            assert moving.poll() is None, "it was over before anything was killed"
+            wait_until_all_serve(pool, {process["pid"] for process in processes if process["role"] in roles})
+        out, _ = moving.communicate(timeout=120)
+    finally:
+        moving.kill()
+    assert moving.returncode == 0 and json.loads(out)["failed"] == 0
+    nvpool("export", f"{pool}:/killed", tmp_path / "out")
+    same(tmp_path / "src", tmp_path / "out")
+    nvpool("fsck", pool)
+
+
+def test_an_interrupted_import_goes_on(pool, tmp_path):
+    (tmp_path / "src").mkdir()
+    for number in range(600):
+        (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
+    command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "2")
+    moving = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until_there(f"{pool}:/interrupted/7", moving)
+        moving.send_signal(2)
+        _, told = moving.communicate(timeout=60)
+    finally:
+        moving.kill()
+    assert moving.returncode == 130 and "interrupted" in told
+    assert as_json("import", tmp_path / "src", f"{pool}:/interrupted")["failed"] == 0
+    nvpool("export", f"{pool}:/interrupted", tmp_path / "out")
+    same(tmp_path / "src", tmp_path / "out")
+
+
+def test_bench_measures_the_pool_beside_the_local_drive(pool):
+    found = as_json("bench", pool, "--size", "16M", "--seconds", "0.1")
+    assert all(line["sdk"]["rate"] > 0 for line in found if "O_DIRECT" not in line["load"])
+    assert all(line["local"]["p99_us"] > 0 for line in found if "O_DIRECT" not in line["load"])
+    listing = nvpool("import", "--help").stdout
+    assert "examples:" in listing
