@@ -73,7 +73,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-    table = Table(*columns, title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in shown:
         table.add_row(*[Text(cell, style=_STYLES.get(cell, "")) for cell in row])
     Console().print(table)
