@@ -240,12 +240,13 @@ def test_replay_asks_which_effects_stand(path):
             kv.apply([(b"d", b"3")])
         asked = []
 
-        def on_replay(sequence, effects):
-            asked.append((sequence, dict(effects)))
-            return None if sequence == 3 else [effect for effect in effects if effect[0] != b"a"]
+        def on_replay(changes, stored):
+            assert stored(b"stored") == b"0" and stored(b"b") is None
+            asked.extend(dict(effects) for effects in changes)
+            return [[effect for effect in effects if effect[0] not in (b"a", b"c")] for effects in changes]
 
         async with opened(path, on_replay=on_replay) as kv:
-            assert asked == [(2, {b"a": b"new", b"b": b"1"}), (3, {b"c": b"2"}), (4, {b"d": b"3"})]
+            assert asked == [{b"a": b"new", b"b": b"1"}, {b"c": b"2"}, {b"d": b"3"}]
             assert everything(kv) == {b"stored": b"0", b"a": b"old", b"b": b"1", b"d": b"3"} and kv.sequence == 4
         asked.clear()
         async with opened(path, on_replay=on_replay) as kv:
