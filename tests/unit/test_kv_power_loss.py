@@ -1,6 +1,7 @@
 """The engine on a drive that loses power: what was synced is there, and of the rest a beginning, in order."""
 
 import asyncio
+import errno
 import os
 import random
 import re
@@ -13,7 +14,7 @@ from nvpool.base.errors import NvpoolError
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.testing.contracts.kv import everything
 from nvpool.testing.faults.powerloss import PowerLoss
-from nvpool.testing.faults.preload import FAIL, LIE, SYNC, Faults
+from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, Faults
 
 OPTIONS = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, sync_interval_s=30, checkpoint_interval_s=30,
                       layer_entries_max=60)
@@ -122,6 +123,25 @@ def test_a_sync_that_the_drive_refuses_fences_and_what_was_synced_before_is_ther
     assert done.returncode and "Fenced" in done.stderr
     assert 50 < reports[-1][1] < 300
     lose_power(faults, [*reports, ("limit", 300, 1 << 63)], 5, seed=2)
+
+
+@pytest.mark.parametrize("on, path, skip", [(WRITE, "data.mdb", 12), (SYNC, "data.mdb", 6), (WRITE, "journal", 60)])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_drive_that_begins_to_fail_costs_nothing_that_was_synced(faults, on, path, skip, code):
+    faults.arm(on=on, action=FAIL, error=code, path=path, skip=skip)
+    done, reports = run(faults, "stay")
+    assert done.returncode and reports, done.stderr
+    assert ("NoSpace" if code == errno.ENOSPC else "Fenced" if path == "data.mdb" else "DriveFailed") in done.stderr
+    faults.disarm()
+    assert asyncio.run(check(faults.root, reports[-1][1], 300)) >= reports[-1][1]
+    lose_power(faults, [*reports, ("limit", 300, 1 << 63)], 5, seed=4)
+
+
+def test_a_write_that_comes_short_is_continued(faults):
+    faults.arm(on=WRITE, action=SHORT, path="journal", skip=20)
+    done, reports = run(faults, "close")
+    assert not done.returncode, done.stderr
+    lose_power(faults, reports, 10, seed=5)
 
 
 def test_the_checker_sees_a_drive_that_lies_about_its_syncs(faults):
