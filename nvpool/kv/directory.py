@@ -4,6 +4,7 @@
     FORMAT      text, "nvpool kv 1\\n": the directory is whole, and of this version
     FORMAT.new  the same text while the directory is being made; what else is in it then is thrown away at the next try
     journal-0, journal-1, data.mdb, lock.mdb   see kv/journal and kv/lmdb_tree
+    snapshot-*  old values for a snapshot that is being read (kv/scratch); thrown away when the directory is opened
 
 Called by the LMDB engine when it opens. Syncs what it makes, so it waits for the drive for some milliseconds.
 """
@@ -15,6 +16,7 @@ import os
 from pathlib import Path
 
 from nvpool.base.errors import CorruptRecord, InUse, WrongFormat, from_os_error
+from nvpool.kv.scratch import remove_leftovers
 
 FORMAT = "nvpool kv 1\n"
 
@@ -45,6 +47,7 @@ class EngineDirectory:
         CorruptRecord  it was whole, and is not any more
         """
         path = self.path
+        remove_leftovers(path)
         try:
             if (path / "FORMAT").exists():
                 text = (path / "FORMAT").read_bytes()

@@ -138,7 +138,7 @@ class LmdbKv:
         self._sync_waiters: list[asyncio.Future[None]] = []
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._sync_count = self._checkpoint_count = self._replayed_count = 0
-        self._snapshots = SnapshotSet(self)
+        self._snapshots = SnapshotSet(self, path)
 
     # -- opening ------------------------------------------------------------------------------------------------------
 

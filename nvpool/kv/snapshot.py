@@ -2,25 +2,36 @@
 
 A snapshot holds no reader of the store below, which could not reuse a page while one lives. Instead each change, before
 it is made, leaves the old values of the keys that the walk has not reached with the snapshot, and the walk prefers
-those to what it reads. The price is memory for the keys that change in front of the walk; a snapshot that would need
-more than `OLD_VALUES_MAX` of them ends with Busy rather than holding changes up. Used by dump, fsck and the copying of
-partitions, through `Kv.snapshot`. One thread owns all of it; nothing here waits but the pause between two steps.
+those to what it reads. Old values are kept in memory and, where they are many, those that are needed last in a file
+(kv/scratch); a snapshot that would need more than either may hold ends with Busy rather than holding changes up. Used by
+dump, fsck and the copying of partitions, through `Kv.snapshot`. One thread owns all of it; nothing here waits but the
+pause between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
+from pathlib import Path
 from typing import Protocol
 
-from nvpool.base.errors import Busy
+from nvpool.base.errors import Busy, NvpoolError
 from nvpool.kv.contract import KEY_END
 from nvpool.kv.ordered import OrderedKeys
+from nvpool.kv.scratch import Scratch
 
-OLD_VALUES_MAX = 1_000_000
-"""About 300 MB with records of usual size: two minutes of 2,000 changes a second, all in front of the walk."""
+OLD_VALUES_MAX = 100_000
+"""In memory: about 30 MB with records of usual size."""
+
+SPILLED_MAX = 20_000_000
+"""In a file, about 4 GB: a quarter of an hour of 20,000 changed keys a second, all in front of the walk."""
+
+SPILL_AT_ONCE = 2000
+"""A few milliseconds of the loop."""
 
 SNAPSHOTS_MAX = 4
 """Each makes every change read the old values of its keys once more."""
@@ -48,6 +59,8 @@ class Snapshot:
         self._end = end
         self._old: dict[bytes, bytes | None] = {}
         self._old_keys = OrderedKeys()
+        self._scratch: Scratch | None = None
+        self._spilled_count = 0
         self._failed = ""
 
     def step(self, limit: int) -> list[tuple[bytes, bytes]]:
@@ -57,28 +70,37 @@ class Snapshot:
         """
         if self._failed:
             raise Busy(self._failed)
-        if self.done:
+        if self.done or limit < 1:
             return []
         window = self._owner.kv.scan(self._position, self._end, limit)
         reached = window[-1][0] + b"\0" if len(window) == limit else self._end
-        changed = list(islice(self._old_keys.ascend(self._position, reached), limit))
+        changed = self._changed(self._position, reached, limit)
         if len(changed) == limit:
-            reached = min(reached, changed[-1] + b"\0")
-        old = self._old
+            reached = min(reached, changed[-1][0] + b"\0")
+        old = dict(changed)
         now = [pair for pair in window if pair[0] < reached and pair[0] not in old]
-        then = [(key, value) for key in changed if key < reached and (value := old[key]) is not None]
+        then = [pair for pair in changed if pair[0] < reached and pair[1] is not None]
         pairs = list(heapq.merge(now, then)) if then else now
         if len(pairs) > limit:
             del pairs[limit:]
             reached = pairs[-1][0] + b"\0"
-        for key in changed:
-            if key < reached:
-                del old[key]
+        for key in old:
+            if key < reached and key in self._old:
+                del self._old[key]
                 self._old_keys.remove(key)
         self._position = reached
         if reached >= self._end:
             self.close()
         return pairs
+
+    def _changed(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes | None]]:
+        """The first keys in the range that have changed since the moment, with their values then."""
+        old = self._old
+        found: Iterator[tuple[bytes, bytes | None]] = ((key, old[key]) for key in self._old_keys.ascend(first, end))
+        if self._scratch is None:
+            return list(islice(found, limit))
+        with contextlib.closing(self._scratch.ascend(first, end)) as spilled:
+            return list(islice(heapq.merge(found, spilled, key=itemgetter(0)), limit))
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[bytes, bytes]]]:
         """The pairs in lists of up to a thousand, with a turn of the event loop before each."""
@@ -88,14 +110,29 @@ class Snapshot:
                 yield pairs
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """Called before `keys` change."""
-        for key in keys:
-            if self._position <= key < self._end and key not in self._old:
-                if len(self._old) >= OLD_VALUES_MAX:
-                    self.end("too much changed while the snapshot was read; begin again at a quieter time")
-                    return
-                self._old[key] = self._owner.kv.get(key)
-                self._old_keys.add(key)
+        """Called before `keys` change. Never fails: what goes wrong ends the snapshot."""
+        try:
+            for key in keys:
+                if self._position <= key < self._end and key not in self._old and not (self._scratch and key in self._scratch):
+                    if len(self._old) >= OLD_VALUES_MAX:
+                        self._spill()
+                    self._old[key] = self._owner.kv.get(key)
+                    self._old_keys.add(key)
+        except NvpoolError as error:
+            self.end(f"the snapshot had to be given up: {error}")
+
+    def _spill(self) -> None:
+        """Move the old values that are needed last from memory into the file."""
+        if self._owner.directory is None or self._spilled_count >= SPILLED_MAX:
+            raise Busy("too much changed while it was read; begin again at a quieter time")
+        if self._scratch is None:
+            self._scratch = Scratch(self._owner.directory)
+        last = list(islice(self._old_keys.descend(b"", KEY_END), SPILL_AT_ONCE))
+        self._scratch.put([(key, self._old[key]) for key in last])
+        for key in last:
+            del self._old[key]
+            self._old_keys.remove(key)
+        self._spilled_count += len(last)
 
     def end(self, reason: str) -> None:
         """Give up the memory; a later step raises Busy with the reason."""
@@ -109,13 +146,18 @@ class Snapshot:
         self._old.clear()
         self._old_keys.rebuild(())
         self._owner.live.discard(self)
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
 
 
 class SnapshotSet:
     """The snapshots that are being read from one Kv. False when there are none."""
 
-    def __init__(self, kv: _Readable) -> None:
+    def __init__(self, kv: _Readable, directory: Path | None = None) -> None:
+        """`directory` is where old values may be spilled; without one a snapshot ends when memory is not enough."""
         self.kv = kv
+        self.directory = directory
         self.live: set[Snapshot] = set()
 
     def __bool__(self) -> bool:
