@@ -27,15 +27,11 @@ import logging
 import os
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-from nvpool.base.checksum import ZERO_BLOCK, crc32c, first_bad_block
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
     Busy,
-    ChecksumMismatch,
     Fenced,
     InvalidRequest,
     NvpoolError,
@@ -60,7 +56,9 @@ from nvpool.store.chunkstore import (
 )
 from nvpool.store.device import Device, FileDevice
 from nvpool.store.index import Chunk, Index
-from nvpool.store.reads import BatchReader
+from nvpool.store.merge import Merger
+from nvpool.store.quarantine import Quarantine
+from nvpool.store.reads import BatchReader, Readings
 from nvpool.store.records import (
     FLUSHED_KEY,
     IDENTITY_KEY,
@@ -72,15 +70,10 @@ from nvpool.store.records import (
     InodeRecord,
     Segment,
     bad_key,
-    decode_segment,
     encode_flushed,
     encode_segment,
-    extent_count,
-    inode_end_key,
     replaced,
     segment_key,
-    split_bad_key,
-    split_segment_key,
 )
 from nvpool.store.recovery import ReplayCheck, settle_rejected
 from nvpool.store.scrub import Scrub
@@ -88,13 +81,9 @@ from nvpool.store.superblock import Superblock
 
 log = logging.getLogger(__name__)
 
-_BLOCK_MASK = BLOCK_BYTES - 1
-SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
 _WAITS_MAX = 1000
-_WARM_MAX = 256
 _HELD_CHANGES_MAX = 50_000
 DISCARD_BLOCKS_MIN = 64
-BAD_BLOCKS_KEPT = 1000
 
 
 async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions,
@@ -104,6 +93,7 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
     kv = None
     try:
         store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
+        store.path = device.path
         check = ReplayCheck(device.read_whole)
         kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
                                                            map_bytes_max=options.index_bytes_max),
@@ -115,7 +105,6 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
         await device.close()
         raise
     store.lock = lock
-    store.path = device.path
     store.kind = "block" if device.is_block else "directory"
     return store
 
@@ -135,7 +124,6 @@ class BlockChunkStore:
         self.kind = "memory"
         self.fenced_because = ""
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-sync")
         self._written = 0
         self._synced = 0
         self._tended = -1
@@ -144,16 +132,13 @@ class BlockChunkStore:
         self._sync_lock = asyncio.Lock()
         self._flush_lock = asyncio.Lock()
         self._durable = 0
-        self._warm: dict[tuple[int, bytes], bytes] = {}
-        self._reading: dict[int, int] = {}
-        self._reading_last = 0
-        self.bad: dict[tuple[int, int, int], str] = {}
         self.write_count = 0
         self.flush_count = 0
 
     async def attach(self, kv: Kv, identity: bytes = b"") -> None:
         """Take the index and settle what a replay left. WrongFormat when it belongs to another data file."""
         self.kv = kv
+        self.readings = Readings(kv)
         known = kv.get(IDENTITY_KEY)
         if known is None:
             kv.apply([(IDENTITY_KEY, identity)])
@@ -161,11 +146,9 @@ class BlockChunkStore:
             raise WrongFormat("the index belongs to another data file or device than the one beside it")
         self.index = Index(kv, self.options.cached_segments)
         self.allocator = Allocator(kv, self.block_count, int(self.block_count * self.options.reserve_share))
-        self.reader = BatchReader(self.index, self.device, self.note_bad)
-        for key, text in kv.scan(b"b", b"c", BAD_BLOCKS_KEPT):
-            name = split_bad_key(key)
-            self.bad[name] = text.decode()
-            self.reader.bad_chunks.add(name[:2])
+        self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
+        self.reader = BatchReader(self.index, self.device, self.quarantine)
+        self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
         settled = settle_rejected(kv, self.allocator)
         if settled:
             log.warning("target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
@@ -181,20 +164,8 @@ class BlockChunkStore:
         return self.reader.begin(reads, owners, verify)
 
     async def finish_read(self, batch: ReadBatch) -> None:
-        token = self.begin_reading()
-        try:
+        with self.readings.held():
             await self.reader.finish(batch)
-        finally:
-            self.end_reading(token)
-
-    def begin_reading(self) -> int:
-        """From now until end_reading no block that the index names now is given to another write."""
-        self._reading_last += 1
-        self._reading[self._reading_last] = self.kv.sequence
-        return self._reading_last
-
-    def end_reading(self, token: int) -> None:
-        del self._reading[token]
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +186,7 @@ class BlockChunkStore:
         if cut < record.cut:
             raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
         new_version = self.next_version(chunk, record, epoch, version)
-        buffers, sums = self._whole_blocks(chunk, offset, buffer, checksums)
+        buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
         first = offset >> 12
         count = len(sums) >> 2
 
@@ -244,7 +215,7 @@ class BlockChunkStore:
                 block += blocks
             requests = chunk.requests if request is None else _with_request(chunk.requests, request)
             self.apply_segments(transaction, chunk, segments, Head(new_version, max(cut, chunk.cut), requests),
-                                 (first, count))
+                                range(first, first + count))
         except BaseException:
             allocator.drop(transaction)
             raise
@@ -287,80 +258,6 @@ class BlockChunkStore:
             block += wanted
         return places
 
-    def _whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes) -> tuple[list, bytes]:
-        """The write as buffers of whole blocks, and their checksums. ChecksumMismatch, MustWait."""
-        length = len(buffer)
-        head = -offset % BLOCK_BYTES if offset & _BLOCK_MASK else 0
-        head = min(head, length)
-        tail = (length - head) & _BLOCK_MASK
-        middle = length - head - tail
-        sums = bytes(checksums)
-        if len(sums) != 4 * ((1 if head else 0) + middle // BLOCK_BYTES + (1 if tail else 0)):
-            raise InvalidRequest(f"{len(sums)} bytes of checksums do not fit a write of {length} bytes at {offset}")
-        if not head and not tail:
-            if first_bad_block(buffer, sums) >= 0:
-                raise ChecksumMismatch("a written block is not what its writer summed")
-            return [buffer], sums
-        buffers = []
-        new_sums = []
-        at = 0
-        first = offset >> 12
-        if head:
-            merged = self._merged(chunk, first, offset & _BLOCK_MASK, buffer[:head], sums[:4])
-            buffers.append(merged)
-            new_sums.append(crc32c(merged).to_bytes(4, "little"))
-            at = 1
-        if middle:
-            part = buffer[head:head + middle]
-            part_sums = sums[at * 4:at * 4 + middle // BLOCK_BYTES * 4]
-            if first_bad_block(part, part_sums) >= 0:
-                raise ChecksumMismatch("a written block is not what its writer summed")
-            buffers.append(part)
-            new_sums.append(part_sums)
-        if tail:
-            merged = self._merged(chunk, offset + head + middle >> 12, 0, buffer[head + middle:], sums[-4:])
-            buffers.append(merged)
-            new_sums.append(crc32c(merged).to_bytes(4, "little"))
-        return buffers, b"".join(new_sums)
-
-    def _merged(self, chunk: Chunk, block: int, within: int, piece: memoryview, checksum: bytes) -> bytearray:
-        if crc32c(piece) != int.from_bytes(checksum, "little"):
-            raise ChecksumMismatch("a written piece is not what its writer summed")
-        merged = bytearray(self.old_block(chunk, block))
-        merged[within:within + len(piece)] = piece
-        return merged
-
-    def old_block(self, chunk: Chunk, block: int) -> bytes | memoryview:
-        """The block's bytes, checked. MustWait when they are not in memory, ChecksumMismatch."""
-        segment = self.index.segment(chunk, block >> SEGMENT_BITS)
-        within = block & SEGMENT_MASK
-        place = segment.disk[within] if within < len(segment.disk) else 0
-        if not place:
-            return ZERO_BLOCK
-        checksum = segment.crcs[within * 4:within * 4 + 4]
-        found = self._warm.pop((place, checksum), None)
-        if found is None:
-            found = self.device.buffer(BLOCK_BYTES)
-            if self.device.read_now([place << 12], [BLOCK_BYTES], [0], found):
-                raise MustWait(partial(self._warm_up, place, checksum))
-        if crc32c(found) != int.from_bytes(checksum, "little"):
-            self.note_bad(chunk.inode, chunk.index, block, "does not fit its checksum when merged with a write")
-            raise ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
-        return found
-
-    async def _warm_up(self, place: int, checksum: bytes) -> None:
-        into = self.device.buffer(BLOCK_BYTES)
-        token = self.begin_reading()
-        try:
-            error, = await self.device.read([place << 12], [BLOCK_BYTES], [0], into)
-        finally:
-            self.end_reading(token)
-        if error is not None:
-            raise error
-        while len(self._warm) >= _WARM_MAX:
-            del self._warm[next(iter(self._warm))]
-        self._warm[place, checksum] = bytes(into)
-
     def write_runs(self, runs, buffers) -> None:
         if len(runs) == 1:
             place, blocks = runs[0]
@@ -374,7 +271,7 @@ class BlockChunkStore:
         self._written += sum(map(len, buffers))
 
     def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, Segment, int, int]],
-                       head: Head, overwritten: tuple[int, int], *, reclaims: bool = False) -> None:
+                       head: Head, overwritten: range, *, reclaims: bool = False) -> None:
         """One change: these segments, the head, the free map. Afterwards the chunk in memory is that; before it nothing is.
 
         A segment is (number, what it is now, first fresh block, fresh blocks).
@@ -389,13 +286,13 @@ class BlockChunkStore:
                 effects.append((key, None))
             else:
                 effects.append((key, encode_segment(segment, None if number else head, fresh, blocks)))
-        healed = self._healed(inode, index, overwritten) if self.bad else ()
+        healed = self.quarantine.within(inode, range(index, index + 1), overwritten)
         effects += [(bad_key(*name), None) for name in healed]
         self.apply(transaction, effects, reclaims=reclaims)
         chunk.version, chunk.cut, chunk.requests = head
         for number, segment, _, _ in segments:
             self.index.store(chunk, number, segment)
-        self.forget_bad(healed)
+        self.quarantine.forget(healed)
 
     def apply(self, transaction: Transaction, effects: list[Effect], *, reclaims: bool = False) -> None:
         """One change of the index together with what the transaction does to the free map. If it raises, neither happened;
@@ -403,10 +300,6 @@ class BlockChunkStore:
         effects += self.allocator.effects(transaction)
         sequence = self.kv.apply(effects, reclaims=reclaims)
         self.allocator.commit(transaction, sequence)
-
-    def _healed(self, inode: int, index: int, blocks: tuple[int, int]) -> list[tuple[int, int, int]]:
-        first, count = blocks
-        return [name for name in self.bad if name[:2] == (inode, index) and first <= name[2] < first + count]
 
     # -- making durable ----------------------------------------------------------------------------------------------
 
@@ -437,7 +330,7 @@ class BlockChunkStore:
                 return
             now = self._written
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self.device.sync)
+                await self.device.sync()
             except NvpoolError as error:
                 self.fence(f"the drive refused to sync: {error}")
                 raise Fenced(self.fenced_because) from None
@@ -445,18 +338,12 @@ class BlockChunkStore:
 
     async def _release(self) -> None:
         """Give out again what durable changes have freed. Under the flush lock."""
-        limit = self._durable
-        if self._reading:
-            limit = min(limit, next(iter(self._reading.values())))
+        limit = min(self._durable, self.readings.oldest())
         if self.options.give_back and self.kind == "directory":
             large = [run for run in self.allocator.releasable(limit) if run[1] >= DISCARD_BLOCKS_MIN]
             if large:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._discard, large)
+                await self.device.discard([(place << 12, count << 12) for place, count in large])
         self.allocator.release(limit)
-
-    def _discard(self, runs) -> None:
-        for place, count in runs:
-            self.device.discard(place << 12, count << 12)
 
     async def make_room(self) -> None:
         await self.flush()
@@ -508,68 +395,23 @@ class BlockChunkStore:
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
         self._refuse_when_fenced()
-        found: list[ChunkDescription] = []
-        while True:
-            begun = self.index.records(inode, first, 1)
-            if not begun or first > 0xFFFFFFFF:
-                return found, False
-            if len(found) == limit:
-                return found, True
-            index = begun[0][0][1]
-            blocks = extents = end = 0
-            head = Head(0)
-            for (_, number, segment), key, raw in self.index.records(inode, index, SEGMENTS_MAX):
-                if number != index:
-                    break
-                decoded, its_head = decode_segment(key, raw)
-                head = its_head or head
-                extents += extent_count(raw)
-                blocks += len(decoded.disk) - decoded.disk.count(0)
-                if decoded.disk:
-                    end = (segment << SEGMENT_BITS) + len(decoded.disk) << 12
-            found.append(ChunkDescription(index, head.version, blocks, extents, head.cut, end))
-            first = index + 1
+        return self.index.describe(inode, first, limit)
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         self._refuse_when_fenced()
-        found: list[int] = []
-        while pairs := self.kv.scan(inode_end_key(after) if after else b"c", b"d", 1):
-            if len(found) == limit:
-                return found, True
-            after = split_segment_key(pairs[0][0])[0]
-            found.append(after)
-        return found, False
+        return self.index.inodes(after, limit)
+
+    def bad_blocks(self) -> list[BadBlock]:
+        return self.quarantine.listed()
 
     async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
         self._refuse_when_fenced()
         return await self.scrubber.step(cursor, blocks)
 
-    def note_bad(self, inode: int, index: int, block: int, text: str) -> None:
-        """Remember, in the index too, and log that a block is not what was written."""
-        name = (inode, index, block)
-        self.reader.bad_chunks.add(name[:2])
-        if name in self.bad or len(self.bad) >= BAD_BLOCKS_KEPT:
-            return
-        self.bad[name] = text
-        log.error("target %d (%s): block %d of chunk %d of inode %d %s", self.target, self.path, block, index, inode, text)
-        try:
-            self.kv.apply([(bad_key(*name), text.encode())])
-        except NvpoolError as error:  # the list in memory has it; the next scrub finds it again
-            log.warning("target %d: the bad block could not be recorded: %s", self.target, error)
-
-    def forget_bad(self, names: Sequence[tuple[int, int, int]]) -> None:
-        for name in names:
-            self.bad.pop(name, None)
-        if names:
-            self.reader.bad_chunks = {name[:2] for name in self.bad}
-
-    def bad_blocks(self) -> list[BadBlock]:
-        return [BadBlock(*name, text) for name, text in sorted(self.bad.items())]
-
     def status(self) -> dict:
         allocator = self.allocator
         counters = {"reads": self.reader.read_count, "reads_waited": self.reader.missed_count, "writes": self.write_count,
-                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.bad)}
+                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.quarantine)}
         counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
         return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
                 "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
@@ -605,7 +447,6 @@ class BlockChunkStore:
                 await self._close_kv()
             finally:
                 await self.device.close()
-                self._thread.shutdown()
                 if self.lock >= 0:
                     os.close(self.lock)
                     self.lock = -1
@@ -618,7 +459,6 @@ class BlockChunkStore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if hasattr(self.kv, "abandon"):
             await self.kv.abandon()
-        self._thread.shutdown()
         await self.device.close()
         if self.lock >= 0:
             os.close(self.lock)

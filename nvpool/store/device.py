@@ -3,7 +3,7 @@
 Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
 what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
 the kernel allow it (one submission a batch, completion by eventfd), else through a few threads that get a share of the
-batch each. Writes go to the page cache and return; `sync` is fdatasync and is called in a thread.
+batch each. Writes go to the page cache and return; `sync` is fdatasync, in a thread.
 
 With `direct` the file is opened with O_DIRECT: nothing is ever in memory, writes go to the drive while the loop waits for
 them, buffers are page-aligned.
@@ -55,11 +55,11 @@ class Device(Protocol):
     def write(self, buffers: list, offset: int) -> None:
         """Write the buffers behind one another. NoSpace, DriveFailed: any part of the range may have been written."""
 
-    def sync(self) -> None:
-        """All that was written survives the loss of power. Blocks; for threads. DriveFailed: never to be repeated."""
+    async def sync(self) -> None:
+        """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
 
-    def discard(self, offset: int, length: int) -> None:
-        """The range is not needed any more; the space may be given back. Best effort, blocks."""
+    async def discard(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """These (offset, length) are not needed any more; the space may be given back. Best effort."""
 
     async def close(self) -> None: ...
 
@@ -136,6 +136,7 @@ class FileDevice:
         self.read_path = self._reader.name
         self._pool = BufferPool((lambda size: mmap.mmap(-1, size)) if direct else bytearray)
         self.buffer = self._pool.take
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
 
     def read_now(self, offsets, lengths, positions, into) -> list[int]:
         if self.direct:
@@ -188,17 +189,18 @@ class FileDevice:
                     done = 0
             buffers = rest
 
-    def sync(self) -> None:
+    async def sync(self) -> None:
         try:
-            os.fdatasync(self.fd)
+            await asyncio.get_running_loop().run_in_executor(self._thread, os.fdatasync, self.fd)
         except OSError as error:
             raise from_os_error(error, f"syncing {self.path}") from None
 
-    def discard(self, offset: int, length: int) -> None:
-        _punch(self.fd, offset, length)
+    async def discard(self, ranges) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, _punch, self.fd, ranges)
 
     async def close(self) -> None:
         await self._reader.close()
+        self._thread.shutdown()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -208,10 +210,11 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _punch(fd: int, offset: int, length: int) -> None:
+def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
     """fallocate(2) with PUNCH_HOLE, which the os module does not offer. A file system that can not do it keeps the space."""
-    _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
-                    ctypes.c_long(length))
+    for offset, length in ranges:
+        _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
+                        ctypes.c_long(length))
 
 
 class MemoryDevice:
@@ -281,10 +284,12 @@ class MemoryDevice:
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
 
-    def sync(self) -> None:
+    async def sync(self) -> None:
+        asked, self._unsynced = self._unsynced, {}
+        await asyncio.sleep(0)  # what is written meanwhile is not part of it
         if self.fail_syncs and (failing := self.fail_syncs.popleft()):
+            self._unsynced |= asked
             raise from_os_error(OSError(failing, os.strerror(failing)), "syncing")
-        self._unsynced.clear()
 
     def crash(self, keep=None) -> None:
         """Power is lost. `keep(block number)` says which unsynced blocks reached the drive all the same (default: none)."""
@@ -303,10 +308,11 @@ class MemoryDevice:
         block[byte] ^= 1
         self._now[place] = bytes(block)
 
-    def discard(self, offset: int, length: int) -> None:
-        for number in range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES):
-            self._now.pop(number, None)
-            self._unsynced.pop(number, None)
+    async def discard(self, ranges) -> None:
+        for offset, length in ranges:
+            for number in range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES):
+                self._now.pop(number, None)
+                self._unsynced.pop(number, None)
 
     async def close(self) -> None:
         self.closed = True

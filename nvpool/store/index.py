@@ -10,19 +10,25 @@ Called by the block store and its readers.
 from __future__ import annotations
 
 from nvpool.base.errors import CorruptRecord
+from nvpool.base.units import CHUNK_BYTES_MAX
 from nvpool.kv.contract import Kv
+from nvpool.store.chunkstore import ChunkDescription
 from nvpool.store.records import (
     NO_BLOCKS,
+    SEGMENT_BITS,
+    Head,
     InodeRecord,
     Segment,
     decode_inode,
     decode_segment,
+    extent_count,
     inode_end_key,
     inode_key,
     segment_key,
     split_segment_key,
 )
 
+SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
 _NO_RECORD = InodeRecord()
 
 
@@ -122,3 +128,37 @@ class Index:
         """Up to `limit` segment records of an inode from chunk index `first` on: ((inode, index, segment), key, value)."""
         pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), inode_end_key(inode), limit)
         return [(split_segment_key(key), key, raw) for key, raw in pairs]
+
+    def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
+        """See ChunkStore.describe."""
+        found: list[ChunkDescription] = []
+        while True:
+            begun = self.records(inode, first, 1)
+            if not begun or first > 0xFFFFFFFF:
+                return found, False
+            if len(found) == limit:
+                return found, True
+            index = begun[0][0][1]
+            blocks = extents = end = 0
+            head = Head(0)
+            for (_, number, segment), key, raw in self.records(inode, index, SEGMENTS_MAX):
+                if number != index:
+                    break
+                decoded, its_head = decode_segment(key, raw)
+                head = its_head or head
+                extents += extent_count(raw)
+                blocks += len(decoded.disk) - decoded.disk.count(0)
+                if decoded.disk:
+                    end = (segment << SEGMENT_BITS) + len(decoded.disk) << 12
+            found.append(ChunkDescription(index, head.version, blocks, extents, head.cut, end))
+            first = index + 1
+
+    def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
+        """See ChunkStore.inodes."""
+        found: list[int] = []
+        while pairs := self._kv.scan(inode_end_key(after) if after else b"c", b"d", 1):
+            if len(found) == limit:
+                return found, True
+            after = split_segment_key(pairs[0][0])[0]
+            found.append(after)
+        return found, False

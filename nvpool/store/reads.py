@@ -7,8 +7,11 @@ that goes well. Called by the block store.
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
 from nvpool.base.errors import (
@@ -19,14 +22,40 @@ from nvpool.base.errors import (
     StaleGrant,
 )
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.kv.contract import Kv
 from nvpool.store.chunkstore import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch
+from nvpool.store.device import Device
 from nvpool.store.index import Chunk, Index
+from nvpool.store.quarantine import Quarantine
 from nvpool.store.records import SEGMENT_BITS, SEGMENT_BLOCKS, SEGMENT_MASK
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 _BLOCK_MASK = BLOCK_BYTES - 1
+
+
+class Readings:
+    """The reads that wait for the drive: what the index named when one began is given to no write before it ends."""
+
+    def __init__(self, kv: Kv):
+        self._kv = kv
+        self._begun: dict[int, int] = {}
+        self._last = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around each reading that waits."""
+        self._last = number = self._last + 1
+        self._begun[number] = self._kv.sequence
+        try:
+            yield
+        finally:
+            del self._begun[number]
+
+    def oldest(self) -> float:
+        """The change after which the oldest of them began, infinite when there is none."""
+        return next(iter(self._begun.values()), math.inf)
 
 
 class _Work:
@@ -48,14 +77,10 @@ class _Work:
 
 
 class BatchReader:
-    """`note_bad(inode, index, block, text)` is told of each block that does not fit its checksum."""
-
-    def __init__(self, index: Index, device, note_bad):
+    def __init__(self, index: Index, device: Device, quarantine: Quarantine):
         self._index = index
         self._device = device
-        self._note_bad = note_bad
-        self.bad_chunks: set[tuple[int, int]] = set()
-        """Chunks with known bad blocks: their blocks are checked on every read."""
+        self._quarantine = quarantine
         self.read_count = 0
         self.missed_count = 0
 
@@ -70,7 +95,7 @@ class BatchReader:
         offsets, lengths, positions, crcs, starts = work.offsets, work.lengths, work.positions, work.crcs, work.starts
         results = batch.results = bytearray(len(reads) // READ.size * RESULT.size)
         pack_result = RESULT.pack_into
-        bad_chunks = self.bad_chunks
+        bad_chunks = self._quarantine.chunks
         flag = 0 if verify else UNCHECKED
         zeros: list[tuple[int, int]] = []
         at = 0  # where the next block goes in the payload
@@ -226,7 +251,7 @@ class BatchReader:
             bad = first_bad_block(work.into[positions[read]:positions[read] + length], sums)
             if bad >= 0:
                 inode, number, offset, _, _, _ = READ.unpack_from(work.reads, read * READ.size)
-                self._note_bad(inode, number, (offset >> 12) + bad, "does not fit its checksum when read")
+                self._quarantine.note(inode, number, (offset >> 12) + bad, "does not fit its checksum when read")
                 work.failed[read] = ChecksumMismatch
 
 

@@ -49,19 +49,18 @@ class Scrub:
         problems: list[str] = []
         first = cursor + b"\0" if cursor else b"c"
         while checked < blocks:
-            token = store.begin_reading()
-            try:
+            with store.readings.held():
                 pairs = self._scan(first, problems)
+                segments = []
                 for key, raw in pairs:
                     try:
-                        segment, _ = decode_segment(key, raw)
+                        segments.append((key, decode_segment(key, raw)[0]))
                     except (CorruptRecord, WrongFormat) as error:
                         problems.append(str(error))
-                        continue
+                for key, segment in segments:  # all before the first await: later the index may say otherwise
                     self._against_map(key, segment, problems)
+                for key, segment in segments:
                     checked += await self._check(key, segment, bad)
-            finally:
-                store.end_reading(token)
             if not pairs:
                 problems += self._map_against_index()
                 self._seen = None
@@ -74,7 +73,8 @@ class Scrub:
         try:
             return self._store.kv.scan(first, b"d", _READ_BLOCKS // 64)
         except CorruptRecord as error:
-            problems.append(f"the index behind {first.hex()} can not be read: {error}")
+            problems.append(f"the index behind {first.hex()} can not be read, the scrub ends there: {error}")
+            self._seen = None
             return []
 
     def _against_map(self, key: bytes, segment: Segment, problems: list[str]) -> None:
@@ -114,7 +114,7 @@ class Scrub:
             elif first_bad_block(into[n * BLOCK_BYTES:(n + 1) * BLOCK_BYTES], segment.crcs[at * 4:at * 4 + 4]) >= 0:
                 text = "does not fit its checksum when scrubbed"
             if text and self._still_there(key, at, segment):
-                store.note_bad(inode, index, block, text)
+                store.quarantine.note(inode, index, block, text)
                 bad.append(BadBlock(inode, index, block, text))
         return len(blocks)
 
@@ -135,6 +135,6 @@ class Scrub:
                 lost = allocator.used_mask(group) & ~self._seen.get(group, 0) & ~allocator.changed_groups.get(group, 0)
                 if lost:
                     first = (group << GROUP_BITS) + (lost & -lost).bit_length() - 1
-                    problems.append(f"{lost.bit_count()} blocks from {first} on are used in the free map, but no chunk has them")
+                    problems.append(f"{lost.bit_count()} blocks from {first} on are used in the free map, but by no chunk")
         allocator.changed_groups = None
         return problems

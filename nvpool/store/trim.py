@@ -107,7 +107,7 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
                 blocks += len(segment.disk) - segment.disk.count(0)
                 if head is not None:
                     floor = max(floor, head.version)
-        bad = [name for name in store.bad if name[0] == inode and first <= name[1] <= gone[-1]]
+        bad = store.quarantine.within(inode, range(first, gone[-1] + 1))
         effects += [(bad_key(*name), None) for name in bad]
         if keep_floor:
             record = store.index.inode(inode)
@@ -116,7 +116,7 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
             store.apply(transaction, effects, reclaims=True)
         for index in gone:
             store.index.forget(inode, index)
-        store.forget_bad(bad)
+        store.quarantine.forget(bad)
         chunks += len(gone)
         first = gone[-1] + 1
     return chunks, blocks
@@ -153,7 +153,8 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int) 
             segments = _cut_segments(store, chunk, end, (place, tail) if tail is not None else None, transaction)
             if segments:
                 head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests)
-                store.apply_segments(transaction, chunk, segments, head, (end + BLOCK_BYTES - 1 >> 12, 1 << 32), reclaims=True)
+                store.apply_segments(transaction, chunk, segments, head,
+                                     range(end + BLOCK_BYTES - 1 >> 12, 1 << 32), reclaims=True)
             return
         except BaseException:
             store.allocator.drop(transaction)
@@ -167,7 +168,7 @@ def _zeroed_tail(store: BlockChunkStore, chunk, end: int) -> bytes | None:
     if not border:
         return None
     try:
-        old = store.old_block(chunk, end >> 12)
+        old = store.merger.old_block(chunk, end >> 12)
     except ChecksumMismatch:  # it is never returned as it is, so nothing of it can be seen again
         return None
     kept = bytes(old[:border])

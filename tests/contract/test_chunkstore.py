@@ -115,7 +115,7 @@ class DirectorySubject:
     lose_power = restart
 
     def fail_next_sync(self):
-        def fail():
+        async def fail():
             raise DriveFailed("asked for by the test")
 
         self.store.device.sync = fail
