@@ -2,7 +2,7 @@
 
     python bench/loads.py create DIRECTORY SECONDS
     python bench/loads.py read-many POOL PATH SECONDS [grpc]
-    python bench/loads.py echo-read-many …               (see transport_echo.py)
+    python bench/loads.py echo SCHEME SECONDS
 
 prints one JSON object {"rate": per second, "bytes_rate": bytes per second, "p50_us": …, "p99_us": …}. fio runs are made by
 `fio` below with its threads, since sixteen Python threads would measure Python.
@@ -70,7 +70,6 @@ def create(directory: Path, seconds: float) -> dict:
 async def read_many(pool: str, path: bytes, seconds: float, transport: str | None) -> dict:
     """Random 4 KiB pieces of one file by read_many; a latency is that of a whole call of 64 pieces."""
     from nvpool.client.session import Client
-
     from nvpool.client.vfs import Caller
     from nvpool.logic.poolmap import decode_map
 
@@ -105,6 +104,31 @@ async def read_many(pool: str, path: bytes, seconds: float, transport: str | Non
         await client.close()
 
 
+async def echo(scheme: str, seconds: float) -> dict:
+    """What read_many asks for, echoed from memory over the same transport; the latency is that of a single read."""
+    import tempfile
+
+    import transport_echo
+
+    from nvpool.wire import registry
+    from nvpool.wire.transport import Greeting
+
+    with tempfile.TemporaryDirectory(prefix="nvpool-echo-") as directory:
+        child, endpoint = transport_echo.server_process(
+            f"{scheme}://{directory}/s" if scheme.endswith("+unix") else f"{scheme}://127.0.0.1:0")
+        try:
+            connection = await registry.transport(scheme).connect(endpoint, Greeting("bench"),
+                                                                  deadline_s=transport_echo.deadline())
+            single = await transport_echo.latency(connection, min(1.0, seconds))
+            calls = await transport_echo.in_flight(connection, CALLS_IN_FLIGHT, transport_echo.BATCH_REQUEST, 4 * PIECES_A_CALL,
+                                                   seconds)
+            await connection.close()
+        finally:
+            child.communicate()
+    rate = calls * PIECES_A_CALL
+    return {"rate": rate, "bytes_rate": rate * PIECE_BYTES, "p50_us": single["p50_us"], "p99_us": single["p99_us"]}
+
+
 def narrowed(pool_map, scheme: str):
     """The map with only the endpoints of one transport, for those that have one of it."""
     import msgspec
@@ -123,6 +147,10 @@ def main(words: list[str]) -> None:
         import uvloop
 
         found = uvloop.run(read_many(words[1], words[2].encode(), float(words[3]), words[4] if len(words) > 4 else None))
+    elif words[0] == "echo":
+        import uvloop
+
+        found = uvloop.run(echo(words[1], float(words[2])))
     else:
         raise SystemExit(__doc__)
     print(json.dumps(found))

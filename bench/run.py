@@ -7,8 +7,8 @@
 
 Makes a pool with one target in a directory of its own on the drive of --directory (default: this checkout), mounts it, and runs
 each load in turn, all of them once a round; a figure is the median of the rounds. Floors, measured in the same rounds: the same
-load on a plain directory of the same drive, FUSE requests answered from memory, and requests echoed over the transport. Reads of a
-pool come from its stores' memory (their page cache), and the kernel's cache of the mount is bypassed with O_DIRECT; "cold"
+load on a plain directory of the same drive, FUSE requests answered from memory, and requests echoed over the transport. Reads
+of a pool come from its stores' memory (their page cache), and the kernel's cache of the mount is bypassed with O_DIRECT; "cold"
 lines have the stores' files dropped from memory before. Ends and removes all it started, also when interrupted.
 """
 
@@ -110,10 +110,9 @@ class Bench:
         forget(self.pool / "targets", keep=True)
 
     def cold(self) -> None:
+        """Drop the stores' files from memory, and what the kernel keeps of the mount."""
         forget(self.pool / "targets")
-
-    def plain_cold(self) -> None:
-        forget(self.plain)
+        forget(self.mount)
 
     # -- the table -----------------------------------------------------------------------------------------------------
 
@@ -150,13 +149,16 @@ class Bench:
             Line("drive 128 KiB random read, 16 threads, O_DIRECT", "MiB/s", fio(plain, "randread", 128 * KIB, 16)),
             Line("drive sequential 1 MiB read, O_DIRECT", "MiB/s", fio(plain, "read", MIB, 1)),
             Line("drive sequential 1 MiB write and fsync", "MiB/s", write(self.plain), prepare=gone(self.plain)),
-            Line("drive create, write, close 4 KiB files, 1 thread", "files/s", create(self.plain), prepare=no_files(self.plain)),
+            Line("drive create, write, close 4 KiB files, 1 thread", "files/s", create(self.plain),
+                 prepare=no_files(self.plain)),
             Line("FUSE from memory 4 KiB random read, 1 thread", "reads/s", fio(floor, "randread", 4 * KIB, 1)),
             Line("FUSE from memory 4 KiB random read, 16 threads", "reads/s", fio(floor, "randread", 4 * KIB, 16)),
             Line("FUSE from memory 128 KiB random read, 16 threads", "MiB/s", fio(floor, "randread", 128 * KIB, 16)),
             Line("FUSE from memory sequential 1 MiB read", "MiB/s", fio(floor, "read", MIB, 1)),
             Line("FUSE from memory create, write, close 4 KiB files, 1 thread", "files/s", create(self.floor),
                  prepare=no_files(self.floor)),
+            Line("transport stream+unix, echo of batches of 64 reads", "reads/s", load("echo", "stream+unix", str(s))),
+            Line("transport gRPC, echo of batches of 64 reads", "reads/s", load("echo", "grpc", str(s))),
             Line("mount 4 KiB random read, 1 thread", "reads/s", fio(file, "randread", 4 * KIB, 1), 4000,
                  "FUSE from memory 4 KiB random read, 1 thread", self.warm),
             Line("mount 4 KiB random read, 16 threads", "reads/s", fio(file, "randread", 4 * KIB, 16), 13000,
@@ -169,8 +171,10 @@ class Bench:
                  "drive sequential 1 MiB write and fsync", gone(self.mount)),
             Line("mount create, write, close 4 KiB files, 1 thread", "files/s", create(self.mount), 1200,
                  "FUSE from memory create, write, close 4 KiB files, 1 thread", no_files(self.mount)),
-            Line("SDK read_many of 4 KiB, one process, one target", "reads/s", read_many(), 80000, None, self.warm),
-            Line("SDK read_many of 4 KiB over gRPC, one process, one target", "reads/s", read_many("grpc"), 60000, None, self.warm),
+            Line("SDK read_many of 4 KiB, one process, one target", "reads/s", read_many(), 80000,
+                 "transport stream+unix, echo of batches of 64 reads", self.warm),
+            Line("SDK read_many of 4 KiB over gRPC, one process, one target", "reads/s", read_many("grpc"), 60000,
+                 "transport gRPC, echo of batches of 64 reads", self.warm),
             Line("cold: mount 4 KiB random read, 1 thread", "reads/s", fio(file, "randread", 4 * KIB, 1), None,
                  "drive 4 KiB random read, 1 thread, O_DIRECT", self.cold),
             Line("cold: mount 4 KiB random read, 16 threads", "reads/s", fio(file, "randread", 4 * KIB, 16), None,
