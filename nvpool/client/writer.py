@@ -330,7 +330,9 @@ class Writer:
                 written.changed.set_result(None)
             if written.dirty:
                 self._pump(written)
-            while self._stalled and self._in_flight < self._options.write_flight_bytes:
+            for _ in range(len(self._stalled)):  # once round: who finds no room waits for the next that ends
+                if self._in_flight >= self._options.write_flight_bytes:
+                    break
                 self._pump(self._stalled.popitem(last=False)[1])
 
     def _note_recent(self, inode: int, target: int) -> None:

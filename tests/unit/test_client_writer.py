@@ -1,0 +1,307 @@
+"""The writer with stores that do what the test says: order, errors, memory, cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import DeadlineExceeded, NoSpace, StaleCut
+from nvpool.base.units import KIB, MIB
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+from nvpool.client.writer import Writer
+from nvpool.wire.v1.meta_pb2 import Attr
+
+CHUNK_BITS = 16
+
+
+class Stores:
+    """Takes writes as chunkclient does; each waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.waiting: list[tuple[int, int, asyncio.Future]] = []
+        self.at_once = True
+        self.errors: list[Exception] = []
+        self.flushed: list[int] = []
+        self.pieces: list[tuple[int, int]] = []
+
+    async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> int:
+        start = (index << CHUNK_BITS) + offset
+        self.pieces.append((start, length))
+        data = b"".join(parts)
+        assert len(data) == length
+        if not self.at_once:
+            future = asyncio.get_running_loop().create_future()
+            for first, count, _ in self.waiting:
+                assert first // 4096 > (start + length - 1) // 4096 or (first + count - 1) // 4096 < start // 4096
+            self.waiting.append((start, length, future))
+            try:
+                await future
+            finally:
+                self.waiting.remove((start, length, future))
+        if self.errors:
+            raise self.errors.pop(0)
+        if len(self.content) < start + length:
+            self.content.extend(bytes(start + length - len(self.content)))
+        self.content[start:start + length] = data
+        return 1 + index % 2
+
+    async def flush(self, file, targets) -> None:
+        self.flushed += targets
+
+    def release(self) -> None:
+        for _, _, future in list(self.waiting):
+            if not future.done():
+                future.set_result(None)
+
+
+class Case:
+    def __init__(self, **options) -> None:
+        self.stores = Stores()
+        self.reports: list[tuple[int, bool, bool]] = []
+        self.refreshed = 0
+        self.report_errors: list[Exception] = []
+        self.writer = Writer(self.stores, ClientOptions(**options), SYSTEM_CLOCK, refresh=self.refresh, report=self.report)
+        self.file = OpenInode(Attr(inode=5, table=1, chunk_bits=CHUNK_BITS, cut=3))
+        self.file.handles = 1
+
+    async def refresh(self, file, rights) -> None:
+        self.refreshed += 1
+        file.cut += 1
+        file.written.was_cut()
+
+    async def report(self, file, end, stored, wrote, sync) -> None:
+        self.reports.append((end, wrote, sync))
+        if self.report_errors:
+            raise self.report_errors.pop(0)
+        file.attr = Attr(inode=5, size=max(end, file.attr.size), change=file.attr.change + 1, cut=file.cut)
+
+    async def flush(self) -> None:
+        await self.writer.store(self.file)
+        await self.writer.settle(self.file)
+
+
+def run(work) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_a_small_file_is_one_write_and_one_report():
+    async def main() -> None:
+        case = Case()
+        await case.writer.write(case.file, 0, b"a" * 3000)
+        await case.writer.write(case.file, 3000, b"b" * 1096)
+        assert case.stores.pieces == [] and case.file.size == 4096
+        await case.flush()
+        assert case.stores.pieces == [(0, 4096)]
+        assert case.reports == [(4096, True, False)]
+        await case.flush()
+        assert len(case.reports) == 1
+        assert case.file.written.clean and case.writer.held_bytes() == 0
+    run(main())
+
+
+def test_sequential_writes_leave_in_whole_chunks_without_being_asked():
+    async def main() -> None:
+        case = Case()
+        for at in range(0, 4 << CHUNK_BITS, 4096):
+            await case.writer.write(case.file, at, bytes([at >> CHUNK_BITS]) * 4096)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert case.stores.pieces == [(n << CHUNK_BITS, 1 << CHUNK_BITS) for n in range(4)]
+    run(main())
+
+
+def test_two_writes_to_one_block_are_never_on_the_way_together():
+    async def main() -> None:
+        case = Case()
+        case.stores.at_once = False
+        await case.writer.write(case.file, 0, b"a" * 100)
+        first = asyncio.create_task(case.writer.store(case.file))
+        await asyncio.sleep(0.01)
+        await case.writer.write(case.file, 100, b"b" * 100)
+        second = asyncio.create_task(case.writer.store(case.file))
+        await asyncio.sleep(0.01)
+        assert len(case.stores.waiting) == 1
+        case.stores.release()
+        await asyncio.sleep(0.01)
+        assert first.done() and [piece[0] for piece in case.stores.waiting] == [100]
+        case.stores.release()
+        await second
+        assert case.stores.content == b"a" * 100 + b"b" * 100
+    run(main())
+
+
+def test_random_writes_end_as_the_last_of_each_byte():
+    async def main() -> None:
+        dice = random.Random(11)
+        case = Case(write_buffer_bytes=300 * KIB, write_flight_bytes=100 * KIB)
+        case.stores.at_once = False
+        expected = bytearray()
+
+        async def serve() -> None:
+            while True:
+                await asyncio.sleep(0.0005)
+                for _, _, future in list(case.stores.waiting):
+                    if dice.random() < 0.5 and not future.done():
+                        future.set_result(None)
+        server = asyncio.create_task(serve())
+        for step in range(400):
+            offset = dice.choice([dice.randrange(200_000), len(expected)])
+            data = os.urandom(dice.choice([1, 100, 4096, 10_000, 40_000]))
+            await case.writer.write(case.file, offset, data if dice.random() < 0.5 else bytearray(data))
+            expected.extend(bytes(max(0, offset + len(data) - len(expected))))
+            expected[offset:offset + len(data)] = data
+            laid = case.writer.overlay(case.file, max(0, offset - 10), offset + len(data) + 10)
+            seen = bytearray(len(expected) + 10)
+            for start, end, part in laid:
+                seen[start:end] = part
+            assert seen[offset:offset + len(data)] == data
+            if step % 40 == 0:
+                await case.flush()
+            elif step % 17 == 0:
+                case.writer._all_due(case.file.written)
+                case.writer._pump(case.file.written)
+        await case.flush()
+        server.cancel()
+        assert case.stores.content == expected
+        assert case.file.attr.size == len(expected)
+        assert case.writer.held_bytes() == 0
+    run(main())
+
+
+def test_an_error_is_told_once_at_the_next_write_and_not_forgotten_before():
+    async def main() -> None:
+        case = Case()
+        case.stores.errors = [NoSpace()]
+        await case.writer.write(case.file, 0, b"x" * 10)
+        await case.flush()
+        await case.flush()
+        with pytest.raises(NoSpace):
+            await case.writer.write(case.file, 10, b"y")
+        assert case.file.size == 0
+        assert await case.writer.write(case.file, 0, b"z") == 1
+        await case.flush()
+        case.writer.raise_error(case.file)
+        assert case.stores.content == b"z"
+    run(main())
+
+
+def test_writers_wait_for_room_and_are_refused_when_none_comes():
+    async def main() -> None:
+        case = Case(write_buffer_bytes=64 * KIB, deadline_s=0.1)
+        case.stores.at_once = False
+        await case.writer.write(case.file, 0, bytes(60 * KIB))
+        with pytest.raises(DeadlineExceeded):
+            await case.writer.write(case.file, 60 * KIB, bytes(60 * KIB))
+        assert case.writer.held_bytes() == 60 * KIB
+        waiting = asyncio.create_task(case.writer.write(case.file, 60 * KIB, bytes(60 * KIB)))
+        await asyncio.sleep(0.01)
+        case.stores.release()
+        assert await waiting == 60 * KIB
+    run(main())
+
+
+def test_flight_is_bounded_and_all_files_get_their_turn():
+    async def main() -> None:
+        case = Case(write_flight_bytes=128 * KIB)
+        case.stores.at_once = False
+        for number in range(8):
+            await case.writer.write(case.file, number << CHUNK_BITS, bytes(1 << CHUNK_BITS))
+        await asyncio.sleep(0.01)
+        assert len(case.stores.waiting) == 2
+        done = asyncio.create_task(case.writer.store(case.file))
+        while not done.done():
+            case.stores.release()
+            await asyncio.sleep(0)
+        assert len(case.stores.content) == 8 << CHUNK_BITS
+    run(main())
+
+
+def test_a_write_that_meets_a_cut_is_sent_again_under_the_new_one():
+    async def main() -> None:
+        case = Case()
+        case.stores.errors = [StaleCut(), StaleCut()]
+        await case.writer.write(case.file, 10, b"after")
+        await case.flush()
+        assert case.refreshed == 2 and case.file.cut == 5
+        assert case.reports == [(15, True, False)]
+        case.writer.raise_error(case.file)
+    run(main())
+
+
+def test_a_size_that_was_cut_before_it_was_reported_is_not_reported():
+    async def main() -> None:
+        case = Case()
+        await case.writer.write(case.file, 0, bytes(5000))
+        await case.writer.store(case.file)
+        case.report_errors = [StaleCut()]
+        await case.writer.settle(case.file)
+        assert [report[0] for report in case.reports] == [5000, 0]
+        assert case.file.size == 0
+    run(main())
+
+
+def test_a_cut_forgets_what_lies_behind_it_and_sends_the_rest_after_it():
+    async def main() -> None:
+        case = Case()
+        case.stores.at_once = False
+        await case.writer.write(case.file, 0, b"a" * (1 << CHUNK_BITS))
+        await case.writer.write(case.file, 1 << CHUNK_BITS, b"b" * 100)
+        cut = asyncio.create_task(case.writer.begin_cut(case.file, (1 << CHUNK_BITS) + 50))
+        await asyncio.sleep(0.01)
+        assert not cut.done()
+        case.stores.release()
+        await cut
+        assert case.file.written.end == (1 << CHUNK_BITS) + 50
+        await case.writer.write(case.file, 1 << CHUNK_BITS, b"c" * 10)
+        case.stores.at_once = True
+        stored = asyncio.create_task(case.writer.store(case.file))
+        await asyncio.sleep(0.01)
+        assert not stored.done()
+        case.writer.end_cut(case.file)
+        await stored
+        assert case.stores.content[1 << CHUNK_BITS:] == b"c" * 10 + b"b" * 40
+    run(main())
+
+
+def test_what_is_old_is_sent_and_reported_without_anybody_asking():
+    async def main() -> None:
+        case = Case(write_age_s=0.0)
+        await case.writer.write(case.file, 0, b"log line")
+        await case.writer.run_once()
+        await asyncio.sleep(0.01)
+        await case.writer.run_once()
+        await asyncio.sleep(0.01)
+        assert case.stores.content == b"log line" and case.reports[-1][0] == 8
+    run(main())
+
+
+def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
+    async def main() -> None:
+        case = Case()
+        await case.writer.write(case.file, 0, bytes(3 << CHUNK_BITS))
+        await case.flush()
+        await case.writer.make_durable(5, case.file)
+        await case.writer.make_durable(5, case.file)
+        assert case.stores.flushed == [1, 2]
+        assert not case.writer.unflushed(5)
+    run(main())
+
+
+def test_a_large_write_of_bytes_is_kept_without_copying_and_others_are_copied():
+    async def main() -> None:
+        case = Case()
+        content = os.urandom(40 * KIB)
+        await case.writer.write(case.file, 0, content)
+        assert case.file.written.dirty[0][0].parts[0] is content
+        mutable = bytearray(b"x" * 40 * KIB)
+        await case.writer.write(case.file, MIB, mutable)
+        mutable[:] = b"y" * 40 * KIB
+        await case.flush()
+        assert case.stores.content[MIB:] == b"x" * 40 * KIB
+    run(main())
