@@ -1,0 +1,98 @@
+"""kill -9 of any daemon at any moment under a checking load on a real mount: nothing acknowledged is missing, nothing is
+restarted by hand, the mount goes on by itself, and fsck is clean."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.testing.load import CheckingLoad
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
+                                                    reason="a mount needs /dev/fuse and root")]
+NVPOOL = str(Path(sys.executable).with_name("nvpool"))
+
+
+def nvpool(*arguments, timeout=120, check=True):
+    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture
+def pool(tmp_path_factory):
+    top = Path("/tmp") / f"nvpool-kill-{os.getpid()}"
+    shutil.rmtree(top, ignore_errors=True)
+    top.mkdir()
+    pool, mountpoint = top / "p", top / "m"
+    nvpool("dev", "up", pool, "--drives", 2, "--mount", mountpoint)
+    try:
+        yield pool, mountpoint
+    finally:
+        nvpool("dev", "down", pool)
+        shutil.rmtree(top)
+
+
+def processes(pool):
+    return json.loads(nvpool("status", pool, "--json").stdout)["processes"]
+
+
+def wait_until_serving(pool, count, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done = nvpool("status", pool, "--json", check=False)
+        if done.returncode == 0:
+            found = json.loads(done.stdout)["processes"]
+            if len(found) == count and all(p["state"] == "serving" for p in found):
+                return found
+        time.sleep(0.1)
+    raise AssertionError(f"not all {count} processes serve after {seconds} s: {done.stdout}{done.stderr}")
+
+
+def kill_under_load(pool, mountpoint, kills, seed):
+    chance = random.Random(seed)
+    count = len(wait_until_serving(pool, 5))
+    with CheckingLoad(mountpoint, threads=3, seed=seed) as load:
+        for _ in range(kills):
+            time.sleep(chance.uniform(0.1, 0.8))
+            victims = [p for p in wait_until_serving(pool, count) if p["role"] != "mount"]
+            os.kill(chance.choice(victims)["pid"], signal.SIGKILL)
+        wait_until_serving(pool, count)
+        before = load.operations
+        time.sleep(0.5)
+        load.finish()
+    assert load.operations > before, "the load has not gone on after the last kill"
+    load.verify()
+    found = nvpool("fsck", pool, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_killing_any_daemon_under_load_loses_nothing(pool):
+    kill_under_load(*pool, kills=8, seed=1)
+
+
+def test_everything_killed_at_once_comes_back_with_one_command(pool):
+    pool, mountpoint = pool
+    found = wait_until_serving(pool, 5)
+    with CheckingLoad(mountpoint, threads=2, seed=5) as load:
+        time.sleep(1.0)
+        for process in sorted(found, key=lambda p: p["role"] != "supervisor"):
+            if process["role"] != "mount":
+                os.kill(process["pid"], signal.SIGKILL)
+        nvpool("dev", "up", pool)
+        wait_until_serving(pool, 5)
+        time.sleep(0.5)
+    load.verify()
+    assert nvpool("fsck", pool).returncode == 0
+
+
+@pytest.mark.soak
+def test_killing_daemons_hundreds_of_times_loses_nothing(pool):
+    kill_under_load(*pool, kills=200, seed=7)
