@@ -1,4 +1,5 @@
-"""What a request costs on each transport, beside the floor: two processes that echo over plain blocking sockets.
+"""What a request costs on each transport, beside two floors: the same bytes between two processes over plain blocking sockets,
+and over bare uvloop protocols that know their length beforehand.
 
     .venv/bin/python bench/transport_echo.py [--seconds 2] [--json] [scheme …]
 
@@ -38,9 +39,17 @@ PAYLOAD = memoryview(bytes(LARGE_BYTES))
 
 
 async def serve(endpoint: str) -> None:
+    loop = asyncio.get_running_loop()
+    if endpoint.startswith("bare:"):
+        endpoint = endpoint[len("bare:"):]
+        server = await loop.create_unix_server(BareServer, endpoint)
+        print(endpoint, flush=True)
+        await loop.run_in_executor(None, sys.stdin.read)
+        server.close()
+        return
     listener = await registry.listen(endpoint, Greeting("echo"), answer)
     print(listener.endpoint, flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until our parent closes it
+    await loop.run_in_executor(None, sys.stdin.read)  # until our parent closes it
     await listener.close()
 
 
@@ -57,7 +66,7 @@ async def measure(scheme: str, directory: str, seconds: float) -> dict:
         found = await latency(connection, seconds)
         found["submit_us"] = await submitted(connection, seconds)
         found["calls_per_s_16"] = await in_flight(connection, 16, SMALL_REQUEST, 4, seconds)
-        found["batched_reads_per_s"] = MANY * await in_flight(connection, 8, BATCH_REQUEST, 4 * MANY, seconds)
+        found["reads_per_s"] = MANY * await in_flight(connection, 8, BATCH_REQUEST, 4 * MANY, seconds)
         found["read_mib_per_s"] = await in_flight(connection, 4, SMALL_REQUEST, 1024, seconds)
         found["write_mib_per_s"] = await in_flight(connection, 4, SMALL_REQUEST, 0, seconds, [PAYLOAD])
         await connection.close()
@@ -168,6 +177,46 @@ def serve_floor(descriptor: int) -> None:
         sock.sendall(answer_bytes[:int.from_bytes(request[:4], "little")])
 
 
+class BareServer(asyncio.Protocol):
+    answer = bytes(READ_BYTES + 48)
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data) -> None:
+        self.transport.write(self.answer)
+
+
+class BareClient(asyncio.BufferedProtocol):
+    def __init__(self) -> None:
+        self.buffer, self.received = memoryview(bytearray(READ_BYTES + 48)), 0
+
+    def get_buffer(self, hint):
+        return self.buffer[self.received:]
+
+    def buffer_updated(self, count) -> None:
+        self.received = (self.received + count) % len(self.buffer)
+        if not self.received:
+            self.answered.set_result(None)
+
+
+async def floor_of_the_loop(directory: str, seconds: float) -> dict:
+    child, path = server_process(f"bare:{directory}/b")
+    loop = asyncio.get_running_loop()
+    transport, client = await loop.create_unix_connection(BareClient, path)
+    request = bytes(152)
+    took = []
+    end = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        client.answered = loop.create_future()
+        transport.write(request)
+        await client.answered
+        took.append(time.perf_counter() - began)
+    transport.close()
+    child.communicate()
+    return percentiles(took)
+
+
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
@@ -189,17 +238,18 @@ def main() -> None:
         uvloop.run(serve(options.serve))
         return
     table = {"floor unix": floor(socket.AF_UNIX, options.seconds), "floor tcp": floor(socket.AF_INET, options.seconds)}
+    with tempfile.TemporaryDirectory(prefix="nvpool-bench-") as directory:
+        table["floor uvloop"] = uvloop.run(floor_of_the_loop(directory, options.seconds))
     for scheme in options.schemes:
         with tempfile.TemporaryDirectory(prefix="nvpool-bench-") as directory:
             table[scheme] = uvloop.run(measure(scheme, directory, options.seconds))
     if options.json:
         print(json.dumps(table))
         return
-    columns = ("call_us", "p50_us", "p99_us", "submit_us", "calls_per_s_16", "batched_reads_per_s", "read_mib_per_s",
-               "write_mib_per_s")
-    print(f"{'':12}" + "".join(f"{name:>20}" for name in columns))
+    columns = ("call_us", "p50_us", "p99_us", "submit_us", "calls_per_s_16", "reads_per_s", "read_mib_per_s", "write_mib_per_s")
+    print(f"{'':14}" + "".join(f"{name:>16}" for name in columns))
     for name, row in table.items():
-        print(f"{name:12}" + "".join(f"{row[column]:>20,.0f}" if column in row else f"{'-':>20}" for column in columns))
+        print(f"{name:14}" + "".join(f"{row[column]:>16,.0f}" if column in row else f"{'-':>16}" for column in columns))
 
 
 if __name__ == "__main__":

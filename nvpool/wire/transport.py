@@ -44,7 +44,8 @@ class Call(Protocol):
     """The asker has gone or given up: the answer will be thrown away."""
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
-        """Send the answer. `payload` buffers go out in order, without being joined. Never raises for a lost peer."""
+        """Send the answer. `payload` buffers go out in order, without being joined; they must not change any more, since they
+        may leave later. Never raises for a lost peer."""
 
     def fail(self, error: BaseException) -> None:
         """Send the error; what is none of ours becomes Bug and is logged with its traceback."""
@@ -78,7 +79,8 @@ class Connection(Protocol):
         """Send and wait for the answer, at most until `deadline_s` (boottime).
 
         With `into` the payload of the answer is received there when it fits, and Reply.payload is that part of it.
-        Cancelling the awaiting task tells the other side to stop.
+        Cancelling the awaiting task tells the other side to stop. After a deadline or a cancellation `into` is not written to
+        any more, but what was handed over may still be on its way: a payload that is changed then arrives changed.
 
         DeadlineExceeded   the answer did not come in time (may be applied)
         Disconnected       the connection ended (may be applied, except where it never was sent)
@@ -94,6 +96,8 @@ class Connection(Protocol):
 
 
 class Listener(Protocol):
+    """Keep it for as long as it is to listen: loops close what nobody refers to."""
+
     endpoint: str
     """The URL to connect to, with the real port where 0 was asked for."""
 
