@@ -424,20 +424,23 @@ class LmdbKv:
         self._start_checkpoint()
 
     def _start_checkpoint(self) -> asyncio.Task[None]:
-        if self._checkpoint_task is None:
+        if self._checkpoint_task is None or self._checkpoint_task.done():
             self._checkpoint_task = self._loop.create_task(self._checkpoint_once())
             self._checkpoint_task.add_done_callback(self._checkpoint_ended)
         return self._checkpoint_task
 
     def _checkpoint_ended(self, task: asyncio.Task[None]) -> None:
-        self._checkpoint_task = None
+        if self._checkpoint_task is task:  # a change between its end and this call may have begun the next one
+            self._checkpoint_task = None
         if task.cancelled():
             return
         error = task.exception()
         if self._closed:
             return
         if error is None:
-            if self._is_large():
+            if self._frozen is not None:
+                self._start_checkpoint()
+            elif self._is_large():
                 self._relieve()  # before those wake who wait for room
         elif isinstance(error, NoSpace):
             log.warning("%s: %s; trying again", self.path, error)

@@ -433,6 +433,30 @@ def test_a_layer_that_is_full_makes_changes_wait_and_not_fail(path):
     run(main())
 
 
+def test_a_layer_that_fills_at_the_very_end_of_a_checkpoint_gets_one_of_its_own(path):
+    async def main():
+        done = asyncio.Event()
+        dropped = []
+
+        def step(name):
+            if name == "dropped" and kv is not None:
+                dropped.append(name)
+                if len(dropped) == 1:
+                    kv.apply([(b"%d" % number, b"v") for number in range(20)])
+                else:
+                    done.set()
+
+        kv = None
+        async with opened(path, LmdbOptions(journal_bytes=1 << 16, layer_entries_max=10, **QUIET), step=step) as opened_kv:
+            kv = opened_kv
+            kv.apply([(b"a", b"1")])
+            await kv.checkpoint()
+            await done.wait()
+            assert kv.statistics()["stored_sequence"] == 2
+
+    run(main())
+
+
 def test_reads_beside_checkpoints_and_a_growing_map_see_every_change(path):
     async def main():
         options = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, layer_entries_max=200, **QUIET)
