@@ -26,7 +26,7 @@ from pathlib import Path
 import uvloop
 
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Bug, Damaged, NvpoolError, Refused, Unavailable
+from nvpool.base.errors import Bug, Damaged, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.version import VERSION
 
 EXIT_OK = 0
@@ -37,6 +37,9 @@ EXIT_DAMAGED = 4
 EXIT_BUG = 70
 EXIT_IN_USE = 75
 """Another process has the lock of this one's shard or target: the supervisor looks who, and does not count it as a death."""
+
+DESCRIPTORS_MIN = 128
+"""Below it a daemon would fail in the middle of its work instead of at its start."""
 
 _HEIR_DELAY_S_MAX = 10.0
 
@@ -110,7 +113,10 @@ def notify_ready(text: str = "READY=1") -> None:
 
 def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     """Run `main` on uvloop until it returns; the exit code. `main` drains and returns after `stop.asked`."""
-    raise_descriptor_limit()
+    if (limit := raise_descriptor_limit()) < DESCRIPTORS_MIN:
+        log.error("only %d file descriptors are allowed, at least %d are needed; raise the limit (ulimit -Hn, LimitNOFILE=)",
+                  limit, DESCRIPTORS_MIN)
+        return EXIT_REFUSED
 
     async def surround() -> None:
         stop = Stop()
@@ -134,6 +140,10 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     except BaseExceptionGroup as group:
         log.error("ended by an error", exc_info=group)
         return exit_code(_first(group))
+    except OSError as error:
+        ours = from_os_error(error, f"use {error.filename or 'the system'}")
+        log.error("%s", ours, exc_info=error)
+        return exit_code(ours)
     except Exception as error:
         log.error("ended by an error that is none of ours", exc_info=error)
         return EXIT_BUG

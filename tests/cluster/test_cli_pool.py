@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_supervisor import SIZES, all_serve, clean_up, kill, nvpool, pids, processes_of, status
+from test_supervisor import SIZES, all_serve, clean_up, kill, kill_all, nvpool, pids, processes_of, status
 
 from nvpool.base.directory import PoolDirectory
 from nvpool.logic.poolmap import decode_map
@@ -38,8 +38,7 @@ def test_dev_up_twice_finds_the_pool_and_down_leaves_nothing(own):
 def test_a_pool_starts_again_with_the_same_addresses(own):
     nvpool("dev", "up", own, *SIZES)
     first = decode_map(PoolDirectory(own).poolmap.read_bytes())
-    for pid in processes_of(own):
-        kill(pid)
+    kill_all(own)
     nvpool("dev", "up", own)
     all_serve(own)
     again = decode_map(PoolDirectory(own).poolmap.read_bytes())

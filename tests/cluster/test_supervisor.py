@@ -87,11 +87,17 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.close(pidfd)
 
 
+def kill_all(directory) -> None:
+    """All at once: stopped first, so that none of them can start another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in processes_of(directory):
+            kill(pid, number)
+
+
 def clean_up(directory: Path) -> None:
     """After whatever a test did: nothing of it runs, nothing of it is there."""
     nvpool("dev", "down", directory, code=None)
-    for pid in processes_of(directory):
-        kill(pid)
+    kill_all(directory)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -219,10 +225,7 @@ def test_a_child_killed_while_there_is_no_supervisor_is_started_by_the_next(pool
 
 
 def test_after_a_death_of_all_at_once_nothing_runs_and_the_pool_starts_again(pool):
-    for pid in processes_of(pool):  # stopped first, so that none of them can start another
-        kill(pid, signal.SIGSTOP)
-    for pid in processes_of(pool):
-        kill(pid)
+    kill_all(pool)
     assert processes_of(pool) == []
     done = nvpool("status", pool, "--wait", "0.3", code=3)
     assert "nvpool serve" in done.stderr
@@ -240,6 +243,27 @@ def test_a_stopped_supervisor_keeps_its_lock_and_nobody_takes_its_place(pool):
     finally:
         kill(supervisor, signal.SIGCONT)
     assert all_serve(pool)["processes"][0]["pid"] == supervisor
+
+
+def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is(pool):
+    stopped = pids(pool)["target-1"]
+    kill(stopped, signal.SIGSTOP)
+    try:
+        seen = json.loads(nvpool("status", pool, "--json", "--check", code=3).stdout)
+        assert {p["name"]: p["state"] for p in seen["processes"] if "name" in p} == {
+            "meta-1": "serving", "target-1": "silent", "target-2": "serving"}
+        assert seen["pool"]["state"] == "degraded" and "target-1 is silent" in seen["problems"][0]
+    finally:
+        kill(stopped, signal.SIGCONT)
+    assert {p["name"]: p["pid"] for p in all_serve(pool)["processes"] if "name" in p}["target-1"] == stopped
+
+
+def test_a_daemon_that_may_open_too_few_files_is_refused_with_the_remedy(own):
+    nvpool("dev", "up", own, "--size", "128M")
+    kill_all(own)
+    done = subprocess.run(["bash", "-c", 'ulimit -n 40; exec "$0" "$@"', sys.executable, "-m", "nvpool.run.nvpoold", str(own),
+                           "--log", "stderr"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "LimitNOFILE" in done.stderr and processes_of(own) == []
 
 
 def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
