@@ -47,8 +47,8 @@ class EngineDirectory:
         CorruptRecord  it was whole, and is not any more
         """
         path = self.path
-        remove_leftovers(path)
         try:
+            remove_leftovers(path)
             if (path / "FORMAT").exists():
                 text = (path / "FORMAT").read_bytes()
                 if text != FORMAT.encode():

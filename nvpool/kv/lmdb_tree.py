@@ -60,6 +60,7 @@ class LmdbTree:
         """What the last checkpoint left: records, bytes of the pages that they are in, bytes of the file up to the last
         page that was ever used (behind it is a reserve), bytes of the map."""
         self._file = -1
+        self._env: lmdb.Environment | None = None
         try:
             # With room for growth at once: the first map of an existing file must hold it.
             file_bytes = self.path.stat().st_size if self.path.exists() else 0
@@ -70,8 +71,10 @@ class LmdbTree:
             self._page_bytes = self._env.stat()["psize"]
             self._measure()
         except lmdb.Error as error:
+            self.close()
             raise from_lmdb_error(error, f"open {self.path}") from error
         except OSError as error:
+            self.close()
             raise from_os_error(error, f"open {self.path}") from error
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -240,7 +243,8 @@ class LmdbTree:
         self.map_bytes = found["map_size"]
 
     def close(self) -> None:
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -13,7 +13,18 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from nvpool.base.errors import Busy, CorruptRecord, DriveFailed, Fenced, InUse, InvalidRequest, NoSpace, TooBig, WrongFormat
+from nvpool.base.errors import (
+    Busy,
+    CorruptRecord,
+    DriveFailed,
+    Fenced,
+    InUse,
+    InvalidRequest,
+    NoSpace,
+    TooBig,
+    TooManyOpen,
+    WrongFormat,
+)
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.testing.contracts.kv import everything
 
@@ -488,6 +499,29 @@ def test_two_owners_of_one_directory_are_refused(path):
             assert other.returncode and "InUse" in other.stderr
         async with opened(path) as kv:
             kv.apply([(b"a", b"1")])
+
+    run(main())
+
+
+def test_without_file_descriptors_it_is_refused_and_nothing_is_lost(path):
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"a", b"1")])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        first_free = os.open("/dev/null", os.O_RDONLY)
+        os.close(first_free)
+        refusals = 0
+        for limit in range(first_free, first_free + 30):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                async with opened(path) as kv:
+                    assert everything(kv) == {b"a": b"1"}
+                    break
+            except TooManyOpen:
+                refusals += 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert 3 < refusals < 30
 
     run(main())
 
