@@ -110,6 +110,8 @@ class NameSpace(RuleBasedStateMachine):
         assert error is None, f"the model refuses with {error}"
         if self.client.sequences[0] % 3 == 0:
             self.client.sequences[0] -= 1
+            if hasattr(got, "parent"):
+                got.ClearField("parent")  # comes with the first answer only
             assert self.run(request()) == got
         return got, expected
 

@@ -1,0 +1,470 @@
+"""A client against a real shard and stores that fail when told to: batches, repetitions, grants, sessions, two clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from nvpool.base.errors import (
+    ChecksumMismatch,
+    Disconnected,
+    NoAttribute,
+    NotFound,
+    StaleEpoch,
+    StaleGrant,
+    Unavailable,
+)
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView
+from nvpool.client.vfs import Caller
+from nvpool.logic.poolmap import changed, encode_map
+from nvpool.meta.service import MetaOptions
+from nvpool.testing.plain_store import PlainStore
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1 import wire_pb2
+
+ME = Caller(1000, 1000)
+FAST = ClientOptions(deadline_s=5.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
+
+
+class Case:
+    """A pool with plain stores whose chunks outlive them, and a first client."""
+
+    def __init__(self, options: ClientOptions = FAST, **pool_options):
+        self.chunks: dict[int, dict] = {}
+        self.options = options
+        self.pool = LocalPool(make_store=self.make, **pool_options)
+
+    async def make(self, pool: LocalPool, target: int) -> PlainStore:
+        return PlainStore(target, pool.grant_secret, chunks=self.chunks.setdefault(target, {}))
+
+    async def __aenter__(self) -> Case:
+        await self.pool.__aenter__()
+        self.client = await self.pool.client("first", self.options)
+        self.vfs = self.client.vfs
+        return self
+
+    async def __aexit__(self, *failure) -> None:
+        await self.pool.__aexit__(*failure)
+
+    @property
+    def stores(self) -> list[PlainStore]:
+        return list(self.pool.stores.values())
+
+    async def file(self, content: bytes = b"", name: bytes = b"file", flags: int = os.O_RDWR):
+        handle = (await self.vfs.create(ROOT_INODE, name, 0o644, flags, ME))[1]
+        if content:
+            await self.vfs.write(handle, 0, content)
+            await self.vfs.flush(handle)
+        return handle
+
+
+def run(work) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def test_reads_of_one_turn_for_one_target_travel_in_one_message():
+    async def main() -> None:
+        async with Case() as case:
+            content = os.urandom(256 * KIB)
+            handle = await case.file(content)
+            for store in case.stores:
+                store.reads_per_call.clear()
+            found = await asyncio.gather(*[case.vfs.read(handle, at, 4096) for at in range(0, 256 * KIB, 4096)])
+            assert b"".join(found) == content
+            assert sum(len(store.reads_per_call) for store in case.stores) <= 3
+    run(main())
+
+
+def test_read_many_is_one_message_for_each_target_and_knows_where_files_end():
+    async def main() -> None:
+        async with Case() as case:
+            content = os.urandom(8 * MIB + 100)
+            handle = await case.file(content)
+            for store in case.stores:
+                store.reads_per_call.clear()
+            reads = [(handle, at * 37_000, 5000) for at in range(100)]
+            reads += [(handle, len(content) - 60, 100), (handle, 1 << 30, 8)]
+            into = bytearray(sum(length for _, _, length in reads))
+            lengths = await case.vfs.read_many(reads, memoryview(into))
+            place = 0
+            for (_, offset, asked), length in zip(reads, lengths, strict=True):
+                assert into[place:place + length] == content[offset:offset + asked]
+                place += asked
+            assert lengths[-2:] == [60, 0]
+            across = sum(1 for _, offset, length in reads if offset >> 20 != (offset + length - 1) >> 20)
+            assert sum(len(store.reads_per_call) for store in case.stores) <= 2 + 2 * across
+    run(main())
+
+
+def test_a_spoiled_block_is_asked_for_again_and_never_handed_out():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(b"good" * 3000)
+            spoilt = []
+
+            def once(payload: bytearray) -> None:
+                if not spoilt:
+                    payload[-1] ^= 1
+                    spoilt.append(True)
+
+            def always(payload: bytearray) -> None:
+                payload[-1] ^= 1
+            for store in case.stores:
+                store.spoil = once
+            assert bytes(await case.vfs.read(handle, 0, 12_000)) == b"good" * 3000
+            for store in case.stores:
+                store.spoil = always
+            with pytest.raises(ChecksumMismatch):
+                await case.vfs.read(handle, 0, 12_000)
+            into = memoryview(bytearray(8192))
+            with pytest.raises(ChecksumMismatch):
+                await case.vfs.read_many([(handle, 0, 4096), (handle, 4096, 4096)], into)
+    run(main())
+
+
+def test_a_write_whose_answer_is_lost_is_repeated_under_its_name():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file()
+            for store in case.stores:
+                store.lose_answer = 2
+            await case.vfs.write(handle, 0, b"once")
+            await case.vfs.flush(handle)
+            writes = sum(store.calls.count(wire_pb2.DATA_WRITE) for store in case.stores)
+            assert writes == 3 and sum(len(store.done) for store in case.stores) == 1
+            assert bytes(await case.vfs.read(handle, 0, 10)) == b"once"
+    run(main())
+
+
+def test_a_store_that_is_started_again_is_only_a_pause():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(os.urandom(5 * MIB))
+            before = bytes(await case.vfs.read(handle, 0, 5 * MIB))
+            for target in (1, 2):
+                await case.pool.stop_store(target)
+            reading = asyncio.create_task(case.vfs.read(handle, 1000, 3 * MIB))
+            await case.vfs.write(handle, 5 * MIB, b"more")
+            writing = asyncio.create_task(case.vfs.fsync(handle, False))
+            into = memoryview(bytearray(8192))
+            many = asyncio.create_task(case.vfs.read_many([(handle, 0, 4096), (handle, MIB, 4096)], into))
+            await asyncio.sleep(0.1)
+            assert not reading.done() and not writing.done() and not many.done()
+            for target in (1, 2):
+                await case.pool.start_store(target)
+            assert bytes(await reading) == before[1000:1000 + 3 * MIB]
+            assert await many == [4096, 4096]
+            await writing
+            assert bytes(await case.vfs.read(handle, 5 * MIB, 10)) == b"more"
+    run(main())
+
+
+def test_a_store_that_stays_away_ends_calls_at_the_deadline_and_errors_are_told_once():
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=0.3)) as case:
+            handle = await case.file(b"stored")
+            for target in (1, 2):
+                await case.pool.stop_store(target)
+            with pytest.raises(Unavailable):
+                await case.vfs.read(handle, 0, 6)
+            with pytest.raises(Unavailable):
+                await case.vfs.read_many([(handle, 0, 6)], memoryview(bytearray(6)))
+            await case.vfs.write(handle, 0, b"lost")
+            with pytest.raises(Unavailable):
+                await case.vfs.fsync(handle, False)
+            await case.vfs.flush(handle)
+            for target in (1, 2):
+                await case.pool.start_store(target)
+            assert bytes(await case.vfs.read(handle, 0, 6)) == b"stored"
+    run(main())
+
+
+def test_closing_a_client_takes_no_longer_than_it_may():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(b"stored")
+            for target in (1, 2):
+                await case.pool.stop_store(target)
+            await case.pool.stop_shard()
+            await case.vfs.write(handle, 0, b"lost")
+            await asyncio.wait_for(case.client.close(0.2), 3.0)
+            await case.pool.start_shard()
+    run(main())
+
+
+@pytest.mark.parametrize("error", [StaleGrant, StaleEpoch])
+def test_what_is_stale_is_refreshed_and_asked_again(error):
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(b"x" * 5000)
+            left = [3]
+
+            def fault(call):
+                if left[0] and call.method in (wire_pb2.DATA_READ, wire_pb2.DATA_WRITE):
+                    left[0] -= 1
+                    raise error()
+            for store in case.stores:
+                store.fault = fault
+            asked = case.vfs.meta.counters["questions"]
+            assert bytes(await case.vfs.read(handle, 0, 5000)) == b"x" * 5000
+            if error is StaleGrant:
+                assert case.vfs.meta.counters["questions"] > asked
+            left[0] = 2
+            await case.vfs.write(handle, 0, b"y")
+            await case.vfs.flush(handle)
+            assert bytes(await case.vfs.read(handle, 0, 2)) == b"yx"
+    run(main())
+
+
+def test_grants_are_renewed_before_they_end():
+    async def main() -> None:
+        async with Case(meta_options=MetaOptions(grant_s=0.2)) as case:
+            handle = await case.file(b"x" * 100)
+            first = handle.file.grant
+            await asyncio.sleep(0.15)
+            await case.vfs.read(handle, 0, 1)
+            await case.vfs.run_once()
+            await asyncio.sleep(0.05)
+            assert handle.file.grant != first
+    run(main())
+
+
+def test_a_shard_that_is_started_again_is_only_a_pause_and_learns_what_is_open():
+    async def main() -> None:
+        async with Case(meta_options=MetaOptions(session_lease_s=0.6, linger_s=0.0)) as case:
+            handle = await case.file(b"still here")
+            await case.vfs.unlink(ROOT_INODE, b"file", ME)
+            await case.pool.stop_shard()
+            making = asyncio.create_task(case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME))
+            await asyncio.sleep(0.1)
+            assert not making.done()
+            await case.pool.start_shard()
+            await making
+            await asyncio.sleep(1.0)  # longer than the lease: what nobody had named again would be collected
+            await case.pool.meta.run_once()
+            assert (await case.vfs.getattr(handle.inode)).links == 0
+            assert bytes(await case.vfs.read(handle, 0, 20)) == b"still here"
+            await case.vfs.release(handle)
+            assert case.vfs.meta.counters["sessions"] == 1
+    run(main())
+
+
+def test_a_change_whose_answer_is_lost_is_made_once():
+    async def main() -> None:
+        async with Case() as case:
+            await case.vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
+            handle = case.pool.meta.handle
+
+            class Losing:
+                def __init__(self, call):
+                    self._call = call
+
+                def __getattr__(self, name):
+                    return getattr(self._call, name)
+
+                def reply(self, message=b"", payload=()):
+                    self._call.fail(Disconnected("lost on the way"))
+            lost = []
+
+            def losing(call):
+                if call.method == wire_pb2.META_CREATE and not lost:
+                    lost.append(call)
+                    call = Losing(call)
+                handle(call)
+            for listener in case.pool._listeners.values():
+                if listener.handler == handle:
+                    for served in listener.connections:
+                        served._handler = losing
+            attr = await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            assert lost and (await case.vfs.lookup(ROOT_INODE, b"d")).inode == attr.inode
+    run(main())
+
+
+def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(b"hello")
+            state = next(iter(case.vfs.meta._shards.values()))
+            old = state.session
+            service = case.pool.meta
+            service._end_session(service._sessions.get(old), service._clock.boottime_s())
+            await asyncio.sleep(0.05)
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            assert state.session != old
+            await case.vfs.write(handle, 5, b" again")
+            await case.vfs.flush(handle)
+            assert bytes(await case.vfs.read(handle, 0, 20)) == b"hello again"
+            assert service._sessions.get(state.session).opens == {handle.inode: 1}
+    run(main())
+
+
+def test_closed_handles_are_released_in_batches():
+    async def main() -> None:
+        async with Case() as case:
+            handles = [await case.file(b"x", b"f%d" % number) for number in range(20)]
+            session = next(iter(case.pool.meta._sessions.by_number.values()))
+            assert len(session.opens) == 20
+            for handle in handles:
+                await case.vfs.release(handle)
+            await asyncio.sleep(0.1)
+            assert not session.opens and not case.vfs.cache.open
+    run(main())
+
+
+def test_after_a_close_another_client_sees_the_bytes():
+    async def main() -> None:
+        async with Case() as case:
+            other = (await case.pool.client("second", FAST)).vfs
+            handle = await case.file(b"one")
+            seen = await other.open((await other.lookup(ROOT_INODE, b"file")).inode, os.O_RDWR, ME)
+            assert bytes(await other.read(seen, 0, 10)) == b"one"
+            await case.vfs.write(handle, 3, b" two")
+            await case.vfs.flush(handle)
+            assert bytes(await other.read(seen, 0, 10)) == b"one two"
+            await other.setattr(seen.inode, size=4, caller=ME)
+            await case.vfs.write(handle, 4, b"2")
+            await case.vfs.flush(handle)
+            assert bytes(await case.vfs.read(handle, 0, 10)) == b"one 2"
+            assert (await other.getattr(seen.inode)).size == 5
+    run(main())
+
+
+def test_appends_of_two_clients_never_overlap():
+    async def main() -> None:
+        async with Case() as case:
+            other = (await case.pool.client("second", FAST)).vfs
+            await case.file(name=b"log")
+            inode = (await case.vfs.lookup(ROOT_INODE, b"log")).inode
+
+            async def append(vfs, mark: bytes) -> None:
+                handle = await vfs.open(inode, os.O_WRONLY | os.O_APPEND, ME)
+                for _ in range(30):
+                    await vfs.write(handle, 0, mark * 100)
+                await vfs.flush(handle)
+            await asyncio.gather(append(case.vfs, b"a"), append(other, b"b"))
+            handle = await case.vfs.open(inode, os.O_RDONLY, ME)
+            content = bytes(await case.vfs.read(handle, 0, 10_000))
+            records = [content[at:at + 100] for at in range(0, 6000, 100)]
+            assert sorted(records) == [b"a" * 100] * 30 + [b"b" * 100] * 30
+    run(main())
+
+
+def test_attributes_that_are_known_to_be_missing_are_asked_for_nowhere():
+    async def main() -> None:
+        async with Case(FAST._replace(attr_s=60.0)) as case:
+            handle = await case.file(b"x")
+            asked = case.vfs.meta.counters["questions"]
+            with pytest.raises(NoAttribute):
+                await case.vfs.getxattr(handle.inode, b"security.capability")
+            assert case.vfs.meta.counters["questions"] == asked
+            await case.vfs.setxattr(handle.inode, b"user.a", b"1", 0, ME)
+            assert await case.vfs.getxattr(handle.inode, b"user.a") == b"1"
+            assert await case.vfs.listxattr(handle.inode) == [b"user.a"]
+    run(main())
+
+
+def test_a_time_that_was_set_is_not_changed_by_the_close_after_it():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file()
+            await case.vfs.write(handle, 0, b"content")
+            await case.vfs.setattr(handle.inode, mtime_ns=123, atime_ns=456, caller=ME)
+            await case.vfs.flush(handle)
+            await case.vfs.release(handle)
+            assert (await case.vfs.getattr(handle.inode)).mtime_ns == 123
+    run(main())
+
+
+def test_stat_before_a_close_shows_what_stat_after_it_shows():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file()
+            await case.vfs.write(handle, 0, b"content")
+            before = await case.vfs.getattr(handle.inode)
+            await case.vfs.flush(handle)
+            after = await case.vfs.getattr(handle.inode)
+            assert before == after and before.size == 7 and before.mtime_ns
+    run(main())
+
+
+def test_a_replaced_file_is_flushed_before_its_name_changes():
+    async def main() -> None:
+        async with Case() as case:
+            await case.file(b"old", b"target")
+            handle = await case.file(b"new", b"beside")
+            await case.vfs.release(handle)
+            await case.vfs.rename(ROOT_INODE, b"beside", ROOT_INODE, b"target", 0, ME)
+            assert sum(store.calls.count(wire_pb2.DATA_FLUSH) for store in case.stores) == 1
+            with pytest.raises(NotFound):
+                await case.vfs.lookup(ROOT_INODE, b"beside")
+            assert (await case.vfs.lookup(ROOT_INODE, b"target")).inode == handle.inode
+    run(main())
+
+
+def test_reading_ahead_never_shows_what_was_there_before_a_write():
+    async def main() -> None:
+        async with Case(FAST._replace(read_ahead_bytes=4 * MIB)) as case:
+            content = bytearray(os.urandom(6 * MIB))
+            handle = await case.file(bytes(content))
+            second = await case.vfs.open(handle.inode, os.O_RDWR, ME)
+            for at in range(0, 6 * MIB, 64 * KIB):
+                if at % (320 * KIB) == 0:
+                    place = min(at + 700 * KIB, 6 * MIB - 10_000)
+                    content[place:place + 10_000] = b"!" * 10_000
+                    await case.vfs.write(second, place, b"!" * 10_000)
+                    if at % (640 * KIB) == 0:
+                        await case.vfs.flush(second)
+                assert bytes(await case.vfs.read(handle, at, 64 * KIB)) == content[at:at + 64 * KIB]
+            assert case.vfs.reader.counters["ahead_hits"] > 0
+            await case.vfs.release(handle)
+            await case.vfs.release(second)
+            assert case.vfs.reader._ahead_bytes == 0
+    run(main())
+
+
+def test_a_sequential_reader_is_served_from_what_was_read_ahead():
+    async def main() -> None:
+        async with Case() as case:
+            content = os.urandom(9 * MIB + 77)
+            handle = await case.file(content)
+            found = []
+            at = 0
+            while len(part := await case.vfs.read(handle, at, 128 * KIB)):
+                found.append(bytes(part))
+                at += len(part)
+            assert b"".join(found) == content
+            counters = case.vfs.reader.counters
+            assert counters["ahead_hits"] > 60 and counters["ahead_bytes"] < 10 * MIB
+    run(main())
+
+
+def test_a_newer_map_is_taken_and_an_older_one_is_not(tmp_path):
+    async def main() -> None:
+        async with Case() as case:
+            first = case.pool.pool_map
+            newer = changed(first, name="renamed")
+            (tmp_path / "poolmap.json").write_bytes(encode_map(newer))
+            view = PoolView(first, directory=str(tmp_path), dialer=None, clock=case.pool.clock)
+            told = []
+            view.changed.append(told.append)
+            assert await view.refresh() and view.map.epoch == newer.epoch and len(told) == 1
+            assert not await view.refresh()
+            assert not view.offer(first)
+    run(main())
+
+
+def test_df_shows_what_fits_before_the_first_target_is_full():
+    async def main() -> None:
+        async with LocalPool(capacities=(64 * MIB, 192 * MIB)) as pool:
+            vfs = (await pool.client()).vfs
+            found = await vfs.statfs()
+            total = found.blocks_total * found.block_bytes
+            assert 0.9 * 256 * MIB < total <= 256 * MIB
+            assert 0 < found.blocks_available <= found.blocks_free < found.blocks_total
+            assert found.name_bytes_max == 255
+    run(main())
