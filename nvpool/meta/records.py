@@ -30,6 +30,11 @@ IDENTITY_KEY = _PREFIX.pack(IDENTITY)
 BOUNDS_KEY = _PREFIX.pack(BOUNDS)
 COUNTS_KEY = _PREFIX.pack(COUNTS)
 END_OF_KEYS = b"\xff\xff"
+_SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
+"""Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
+of 4,096 ranges leave the pages of a B-tree half full, since the page where a range ends is shared with the next one and
+each split leaves a half behind: 99 bytes of LMDB an inode. Scattered ones fill 70 %: 67 bytes."""
+_GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
 HASH_AT = 10
 NAME_AT = 17
 
@@ -50,17 +55,20 @@ def partition_of_key(key: bytes) -> int:
 
 
 def numbered_key(kind: int, inode: int) -> bytes:
-    """9 bytes: 16 bits of partition and kind, 56 of the inode's counter."""
-    return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | inode & COUNTER_MASK).to_bytes(9, "big")
+    """9 bytes: 16 bits of partition and kind, 56 of the inode's counter, scattered."""
+    x = inode * _SCATTER_1 & COUNTER_MASK
+    return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
 
 
 def inode_key(inode: int) -> bytes:
-    return ((inode >> COUNTER_BITS) << 59 | inode & COUNTER_MASK).to_bytes(9, "big")
+    x = inode * _SCATTER_1 & COUNTER_MASK
+    return (inode >> COUNTER_BITS << 59 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
 
 
 def inode_of_key(key: bytes) -> int:
     """The inode number in the key of any record but a dentry."""
-    return partition_of_key(key) << COUNTER_BITS | int.from_bytes(key[2:9], "big")
+    x = int.from_bytes(key[2:9], "big") * _GATHER_2 & COUNTER_MASK
+    return partition_of_key(key) << COUNTER_BITS | (x ^ x >> 26) * _GATHER_1 & COUNTER_MASK
 
 
 def dentry_key(partition: int, directory: int, name_hash: bytes, name: bytes) -> bytes:
@@ -117,8 +125,8 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE = (1 << bit for bit in range(17, 24))
-_KNOWN = (1 << 24) - 1
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED = (1 << bit for bit in range(17, 25))
+_KNOWN = (1 << 25) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES = ("", "H", "I", "Q")
 _OWNER_CODES = ("", "HH", "II")
@@ -255,9 +263,13 @@ def encode_inode(i: Inode) -> bytes:
         head |= _LAYOUT
         add(i.table)
         add(i.chunk_bits)
-    if i.flags:
+    flags = i.flags
+    if flags & TOUCHED:
+        head |= _TOUCHED
+        flags ^= TOUCHED
+    if flags:
         head |= _FLAGS
-        add(i.flags)
+        add(flags)
     if i.parent:
         head |= _PARENT
         add(i.parent)
@@ -313,6 +325,8 @@ def decode_inode(number: int, raw: bytes) -> Inode:
         at += 1
     if head & _PARENT:
         parent = values[at]
+    if head & _TOUCHED:
+        flags |= TOUCHED
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")

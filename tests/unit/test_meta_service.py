@@ -102,6 +102,8 @@ async def test_names_go_and_their_places_are_free_again(shard, client):
 @scenario
 async def test_a_repeated_change_is_made_once_and_answered_again(shard, client):
     first = await client.create(ROOT, b"a", exclusive=True)
+    assert first.parent.inode == ROOT and first.parent.size == 1
+    first.ClearField("parent")  # told once: it is not kept for repetitions
     client.sequences[0] -= 1
     assert await client.create(ROOT, b"a", exclusive=True) == first
     await shard.restart()
@@ -708,8 +710,8 @@ async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, cl
     assert all(call.answer is None for call in calls)
     shard.kv.full = False
     room.set()
-    answers = [await call.wait() for call in calls]
-    assert answers[0] == answers[3] and await client.names(ROOT) == {b"a0", b"a1", b"a2"}
+    answers = [pb.CreateReply.FromString((await call.wait())[0]) for call in calls]
+    assert answers[0].entry == answers[3].entry and await client.names(ROOT) == {b"a0", b"a1", b"a2"}
 
 
 @scenario

@@ -1,0 +1,150 @@
+"""The metadata service by itself: CPU of a request inside the service, beside its floors, and LMDB's bytes for a file.
+
+    python -m bench.meta_layer [--files 20000] [--dir DIR]
+
+Floors: `kv.apply` of what a create writes, and a handler that decodes the message and answers without deciding anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import stat
+import tempfile
+import time
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.meta import records
+from nvpool.meta.service import MetaService
+from nvpool.testing.meta_shard import DirectCall, ShardClient
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+
+async def measure(name: str, calls: list[DirectCall], handle, rows: list) -> None:
+    """Microseconds of CPU of this thread for one call. The engine's own threads are left out; they have another core."""
+    spent = 0.0
+    for at in range(0, len(calls), 500):
+        began = time.thread_time()
+        for call in calls[at:at + 500]:
+            handle(call)
+        spent += time.thread_time() - began
+        await asyncio.sleep(0)
+        for call in calls[at:at + 500]:
+            while call.answer is None:  # noqa: ASYNC110 (a task of the service answers)
+                await asyncio.sleep(0.001)
+            assert not isinstance(call.answer, BaseException), call.answer
+    rows.append((name, spent / len(calls) * 1e6))
+
+
+def requests(method: int, made) -> list[DirectCall]:
+    return [DirectCall(method, request.SerializeToString()) for request in made]
+
+
+async def run(files: int, directory: str) -> None:
+    kv = await LmdbKv.open(os.path.join(directory, "kv"), LmdbOptions(map_bytes=1 << 30))
+    service = MetaService(kv, grant_secret=b"s" * 32)
+    await service.start()
+    client = await ShardClient(service, 1000, 1000).begin()
+    home = (await client.mkdir(ROOT_INODE, b"data")).inode
+    names = [b"sample-%010d.jpg" % (number * 7919 % files) for number in range(files)]
+    rows: list[tuple[str, float]] = []
+    handle = service.handle
+
+    def change(number: int) -> pb.Change:
+        slot = number % 64
+        client.sequences[slot] += 1
+        return pb.Change(session=client.session, slot=slot, sequence=client.sequences[slot], uid=1000, gid=1000)
+
+    creates = requests(wire.META_CREATE, (pb.CreateRequest(
+        change=change(n), parent=home, name=name, exclusive=True, open=True, mode=stat.S_IFREG | 0o644, rights=2)
+        for n, name in enumerate(names)))
+    before = kv.statistics()
+
+    def echo(call: DirectCall) -> None:
+        request = pb.CreateRequest.FromString(call.message)
+        reply = pb.CreateReply(created=True)
+        reply.entry.attr.inode = request.parent
+        call.reply(reply.SerializeToString())
+
+    echoes = [DirectCall(wire.META_CREATE, call.message) for call in creates]
+    await measure("floor: decode and answer a create", echoes, echo, rows)
+    value, answer = bytes(30), bytes(190)
+
+    def apply(number: int) -> None:
+        kv.apply([(b"\x70" + number.to_bytes(8, "big") + bytes(24), value[:5]), (b"\x71" + number.to_bytes(8, "big"), value),
+                  (b"\x72", value), (b"\x73", value[:9]), (b"\x74" + bytes((number % 64,)), answer)])
+
+    spent = 0.0
+    for number in range(files):
+        began = time.thread_time()
+        apply(number)
+        spent += time.thread_time() - began
+        if kv.full:
+            await kv.room()
+        if not number % 500:
+            await asyncio.sleep(0)
+    rows.append(("floor: kv.apply of five keys", spent / files * 1e6))
+    kv.apply([(b"\x72", None), (b"\x73", None), *((b"\x74" + bytes((n,)), None) for n in range(64))])
+    for number in range(files):
+        if kv.full:
+            await kv.room()
+        kv.apply([(b"\x70" + number.to_bytes(8, "big") + bytes(24), None), (b"\x71" + number.to_bytes(8, "big"), None)])
+    await kv.checkpoint()
+
+    await measure("create, opened with a grant", creates, handle, rows)
+    inodes = [pb.CreateReply.FromString(call.answer[0]).entry.attr.inode for call in creates]
+    await measure("report of a write", requests(wire.META_REPORT, (
+        pb.ReportRequest(change=change(n), inode=inode, end=4096, wrote=True, release=True) for n, inode in enumerate(inodes))),
+        handle, rows)
+    lookups = [pb.LookupRequest(session=client.session, parent=home, name=name) for name in names]
+    await measure("lookup, newest in the layer", requests(wire.META_LOOKUP, lookups), handle, rows)
+    await kv.checkpoint()
+    after = kv.statistics()
+    await measure("lookup from LMDB", requests(wire.META_LOOKUP, lookups), handle, rows)
+    for lookup in lookups:
+        lookup.rights = 1
+    await measure("lookup from LMDB with a grant", requests(wire.META_LOOKUP, lookups), handle, rows)
+    await measure("getattr from LMDB", requests(wire.META_GETATTR, (
+        pb.GetAttrRequest(session=client.session, inode=inode) for inode in inodes)), handle, rows)
+    cursor, listed, spent = 0, 0, 0.0
+    while True:
+        call = requests(wire.META_LIST, [pb.ListDirRequest(session=client.session, inode=home, cursor=cursor, limit=500,
+                                                           attrs=True)])[0]
+        began = time.thread_time()
+        handle(call)
+        spent += time.thread_time() - began
+        reply = pb.ListDirReply.FromString(call.answer[0])
+        listed += len(reply.entries)
+        if not reply.more:
+            break
+        cursor = reply.entries[-1].cursor
+    assert listed == files
+    rows.append(("listing with attributes, an entry", spent / files * 1e6))
+    await measure("rename in a directory", requests(wire.META_RENAME, (
+        pb.RenameRequest(change=change(n), parent=home, name=name, new_parent=home, new_name=b"n" + name)
+        for n, name in enumerate(names[:files // 4]))), handle, rows)
+    await measure("unlink", requests(wire.META_UNLINK, (
+        pb.UnlinkRequest(change=change(n), parent=home, name=name) for n, name in enumerate(names[files // 4:]))), handle, rows)
+    for name, micros in rows:
+        print(f"{name:40} {micros:8.1f} us")
+    for key in ("used_bytes", "entries"):
+        print(f"{'LMDB, ' + key + ' for a file':40} {(after[key] - before[key]) / files:8.1f}")
+    print(f"{'record of an inode':40} {len(kv.get(records.inode_key(inodes[0]))):8d} bytes")
+    await service.close()
+    await kv.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=20_000)
+    parser.add_argument("--dir", default=None)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="nvpool-bench-meta-") as directory:
+        asyncio.run(run(arguments.files, directory))
+
+
+if __name__ == "__main__":
+    main()
