@@ -11,7 +11,7 @@ import logging
 import os
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import InvalidRequest, NvpoolError
+from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
@@ -103,6 +103,8 @@ def _directory(place: str) -> str | None:
 def _endpoints(place: str) -> tuple[str, ...]:
     if "://" in place:
         return tuple(part for part in place.split(",") if part)
+    if "/" in place:
+        raise NotFound(f"there is no directory {place}; name a pool by its directory or by HOST:PORT of a node")
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
         raise InvalidRequest(f"{place} is neither a directory of a pool nor the address of a node; write DIR or HOST:PORT")

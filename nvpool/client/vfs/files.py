@@ -82,9 +82,10 @@ class Files(Names):
             if cut is not None:
                 self.writer.end_cut(cut)
                 self.reader.changed(cut)
-        self.cache.put_entry(parent, name, handle.inode)
         if reply.created:
-            self.cache.forget_attr(parent)
+            self._named(parent, name, handle.inode, reply)
+        else:
+            self.cache.put_entry(parent, name, handle.inode)
         return self._merged(handle.attr), handle
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:

@@ -80,12 +80,17 @@ class Names(Core):
         self.cache.forget_entry(parent, name)
         reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         attr = self._take(reply.entry)
-        self._named(parent, name, attr.inode)
+        self._named(parent, name, attr.inode, reply)
         return attr
 
-    def _named(self, parent: int, name: bytes, inode: int) -> None:
+    def _named(self, parent: int, name: bytes, inode: int, reply=None) -> None:
+        """The name stands for `inode` now (0: nothing). The answer may bring the directory's attributes, which a kernel asks
+        for next."""
         self.cache.put_entry(parent, name, inode)
-        self.cache.forget_attr(parent)
+        if reply is not None and reply.HasField("parent"):
+            self.cache.put_attr(reply.parent)
+        else:
+            self.cache.forget_attr(parent)
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         check_name(name)
@@ -110,7 +115,7 @@ class Names(Core):
         self.cache.forget_entry(parent, name)
         reply = await self._change(parent, method, request, meta_pb2.UnlinkReply, caller)
         self.cache.forget_attr(reply.inode)
-        self._named(parent, name, 0)
+        self._named(parent, name, 0, reply)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
         """The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
