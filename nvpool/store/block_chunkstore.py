@@ -124,7 +124,7 @@ class BlockChunkStore:
         self.kind = "memory"
         self.fenced_because = ""
         self._closed = False
-        self._written = 0
+        self._written = 1  # the process before us may have written what is not synced yet
         self._synced = 0
         self._tended = -1
         self._checkpointed = 0

@@ -1,0 +1,369 @@
+"""The order of durable steps, one by one and then all at once under losses of power at any moment."""
+
+import asyncio
+import errno
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import Fenced, NoSpace
+from nvpool.base.ids import RequestId
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.store.block_chunkstore import BlockChunkStore
+from nvpool.store.chunkstore import StoreOptions
+from nvpool.store.device import MemoryDevice
+from nvpool.store.recovery import ReplayCheck
+from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, scrubbed, some_bytes
+
+BLOCK = 4096
+
+
+class Forgetful:
+    """A store over the forgetting device and a real index, with a hand on both."""
+
+    def __init__(self, blocks=4096):
+        self.directory = Path(tempfile.mkdtemp(prefix="store-"))
+        self.blocks = blocks
+        self.device = MemoryDevice(blocks * BLOCK)
+
+    async def begin(self, step=lambda name: None):
+        self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(), clock=ManualClock())
+        self.check = ReplayCheck(self.device.read_whole)
+        kv = await LmdbKv.open(self.directory / "index", LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30),
+                               before_checkpoint=self.store.sync_data, on_replay=self.check, on_fence=self.store.fence, step=step)
+        await self.store.attach(kv)
+        return self.store
+
+    async def die(self, power=True, keep=None):
+        await self.store.abandon()
+        if power:
+            self.device.crash(keep)
+        return await self.begin()
+
+    def remember_journal(self):
+        """What a loss of power leaves of the index at least, if it comes before the next sync."""
+        shutil.rmtree(self.directory / "synced", ignore_errors=True)
+        shutil.copytree(self.directory / "index", self.directory / "synced")
+
+    async def die_with_the_journal(self, keep):
+        await self.store.abandon()
+        self.device.crash(keep)
+        shutil.rmtree(self.directory / "index")
+        shutil.copytree(self.directory / "synced", self.directory / "index")
+        return await self.begin()
+
+    async def close(self):
+        await self.store.abandon()
+        shutil.rmtree(self.directory)
+
+
+def on_a_forgetting_drive(test):
+    def run():
+        async def main():
+            one = Forgetful()
+            await one.begin()
+            try:
+                await test(one)
+            finally:
+                await one.close()
+
+        asyncio.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@on_a_forgetting_drive
+async def test_data_is_synced_before_the_index_commits_what_names_it(one):
+    states = []
+    await one.store.abandon()
+    store = await one.begin(step=lambda name: states.append((name, len(one.device._unsynced))))
+    await put(store, 1, 0, 0, some_bytes(50_000))
+    assert one.device._unsynced
+    states.clear()
+    await store.kv.checkpoint()
+    assert ("begun", 0) in states and ("frozen", 13) in states
+
+
+@on_a_forgetting_drive
+async def test_a_flush_syncs_the_data_before_the_journal(one):
+    order = []
+    sync, kv_sync = one.device.sync, one.store.kv.sync
+
+    async def device_sync():
+        order.append("data")
+        await sync()
+
+    async def journal_sync(sequence=None):
+        order.append("journal")
+        await kv_sync(sequence)
+
+    one.device.sync, one.store.kv.sync = device_sync, journal_sync
+    await put(one.store, 1, 0, 0, some_bytes(100))
+    await one.store.flush()
+    assert order == ["data", "journal"]
+    await one.store.flush()
+    assert order == ["data", "journal"], "nothing new, nothing to sync"
+    one.store.kv.sync = kv_sync
+
+
+@on_a_forgetting_drive
+async def test_many_who_flush_share_a_sync(one):
+    syncs = []
+    sync = one.device.sync
+
+    async def counted():
+        syncs.append(1)
+        await sync()
+
+    one.device.sync = counted
+
+    async def writer(inode):
+        await put(one.store, inode, 0, 0, b"x")
+        await one.store.flush()
+
+    await asyncio.gather(*[writer(inode) for inode in range(1, 50)])
+    assert len(syncs) <= 2
+
+
+@on_a_forgetting_drive
+async def test_a_synced_journal_alone_frees_no_block(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(BLOCK))
+    await store.flush()
+    old = store.index.chunk(1, 0).segments[0].disk[0]
+    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))
+    await store.kv.sync()
+    taken = set()
+    for inode in range(2, 60):
+        await put(store, inode, 0, 0, some_bytes(BLOCK))
+        taken.add(store.index.chunk(inode, 0).segments[0].disk[0])
+    assert old not in taken
+    store = await one.die()
+    assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK), "the new bytes did not reach the drive, the old ones stand"
+    assert one.check.checked_blocks
+    assert await get(store, 30, 0) and (await get(store, 30, 0)).data == b""
+    await is_sound(store)
+
+
+@on_a_forgetting_drive
+async def test_a_block_under_a_waiting_read_is_not_given_out(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(BLOCK))
+    old = store.index.chunk(1, 0).segments[0].disk[0]
+    with store.readings.held():
+        await put(store, 1, 0, 0, some_bytes(BLOCK, 2))
+        await store.flush()
+        assert store.allocator.held_blocks == 1
+    await put(store, 2, 0, 0, b"x")
+    await store.flush()
+    assert store.allocator.held_blocks == 0 and not store.allocator.is_used(old)
+
+
+@on_a_forgetting_drive
+async def test_a_write_of_which_one_block_is_missing_is_not_there_at_all(one):
+    store = one.store
+    old, new = some_bytes(600 * 1024), some_bytes(600 * 1024, 2)
+    await put(store, 1, 0, 0, old)
+    await store.flush()
+    before = (await get(store, 1, 0)).version
+    await put(store, 1, 0, 0, new, request=RequestId(1, 1, 1))
+    lost = store.index.chunk(1, 0).segments[2].disk[7]
+    store = await one.die(keep=lambda number: number != lost)
+    assert await content(store, 1, 0, 600 * 1024) == old
+    await is_sound(store)
+    assert await put(store, 1, 0, 0, new, request=RequestId(1, 1, 1)) > before, "a repetition is written, not answered"
+    assert await content(store, 1, 0, 600 * 1024) == new
+
+
+@on_a_forgetting_drive
+async def test_a_death_in_the_middle_of_settling_is_settled_at_the_next_start(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(BLOCK))
+    await store.flush()
+    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))
+    await store.abandon()
+    one.device.crash()
+    kv = await LmdbKv.open(one.directory / "index", on_replay=ReplayCheck(one.device.read_whole))
+    assert kv.scan(b"r", b"s", 10)
+    await kv.abandon()
+    store = await one.begin()
+    assert not store.kv.scan(b"r", b"s", 10)
+    assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK)
+    await is_sound(store)
+
+
+@on_a_forgetting_drive
+async def test_a_damaged_flushed_block_is_no_unwritten_one(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(BLOCK))
+    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))
+    await store.flush()
+    one.device.flip(store.index.chunk(1, 0).segments[0].disk[0])
+    store = await one.die()
+    _, bad, problems = await scrubbed(store)
+    assert [one[:3] for one in bad] == [(1, 0, 0)] and not problems
+
+
+@on_a_forgetting_drive
+async def test_cut_bytes_do_not_come_back_with_the_loss_of_power(one):
+    store = one.store
+    await put(store, 1, 0, 0, b"x" * 10_000)
+    await store.cut(1, 5000, 1, 20)
+    store = await one.die()
+    assert await content(store, 1, 0, 10_000) == b"x" * 5000 + bytes(5000)
+    await is_sound(store)
+
+
+@on_a_forgetting_drive
+async def test_a_failed_sync_is_never_repeated(one):
+    store = one.store
+    syncs = []
+
+    async def fail():
+        syncs.append(1)
+        raise NoSpace("asked for by the test")
+
+    await put(store, 1, 0, 0, b"x")
+    one.device.sync = fail
+    for _ in range(3):
+        with pytest.raises(Fenced):
+            await store.flush()
+    with pytest.raises(Fenced):
+        await store.kv.checkpoint()
+    assert len(syncs) == 1
+    del one.device.sync
+
+
+@on_a_forgetting_drive
+async def test_a_drive_that_fills_up_leaves_nothing_half_done(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(20_000))
+    one.device.fail_writes.append(errno.ENOSPC)
+    with pytest.raises(NoSpace):
+        await put(store, 1, 0, 3000, some_bytes(12_000, 2))
+    assert await content(store, 1, 0, 20_000) == some_bytes(20_000)
+    await is_sound(store)
+
+
+class _Model:
+    """What each block of a chunk may hold: the contents it had since the last flush, each with the number of its write."""
+
+    def __init__(self):
+        self.possible: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        self.whole: dict[int, dict[tuple[int, int], bytes]] = {}
+
+    def now(self, name):
+        return self.possible.get(name, [(0, bytes(BLOCK))])[-1][1]
+
+    def write(self, number, inode, first, contents, whole):
+        for at, block in enumerate(contents):
+            self.possible.setdefault((inode, first + at), [(0, bytes(BLOCK))]).append((number, block))
+        if whole:
+            self.whole[number] = {(inode, first + at): block for at, block in enumerate(contents)}
+
+    def flushed(self):
+        self.possible = {name: found[-1:] for name, found in self.possible.items()}
+        self.whole.clear()
+
+    def settle(self, found):
+        """`found` is what the chunks hold after a loss of power: each block one of its contents, no write in parts."""
+        shown = {}
+        for name, options in self.possible.items():
+            numbers = [number for number, block in options if block == found[name]]
+            assert numbers, f"block {name} holds what it never held"
+            shown[name] = numbers[-1]
+        for number, blocks in self.whole.items():
+            if any(shown[name] == number for name in blocks):
+                assert all(shown[name] >= number for name in blocks), f"write {number} is there in parts"
+        self.possible = {name: [(0, found[name])] for name in self.possible}
+        self.whole.clear()
+
+
+async def _history(seed, turns):
+    chance = random.Random(seed)
+    one = Forgetful(blocks=700)
+    store = await one.begin()
+    model = _Model()
+    inodes, chunk_blocks = 4, 100
+    cuts = dict.fromkeys(range(1, inodes + 1), 0)
+    one.remember_journal()
+    try:
+        for turn in range(1, turns):
+            inode = chance.randint(1, inodes)
+            what = chance.random()
+            if what < 0.70:
+                offset = chance.randrange(chunk_blocks * BLOCK - 1)
+                length = chance.choice([1, 700, BLOCK, 5 * BLOCK, 40 * BLOCK])
+                aligned = chance.random() < 0.6
+                if aligned:
+                    offset, length = offset // BLOCK * BLOCK, max(BLOCK, length // BLOCK * BLOCK)
+                length = min(length, chunk_blocks * BLOCK - offset)
+                data = chance.randbytes(length)
+                first, last = offset // BLOCK, (offset + length - 1) // BLOCK
+                joined = bytearray(b"".join(model.now((inode, block)) for block in range(first, last + 1)))
+                joined[offset - first * BLOCK:offset - first * BLOCK + length] = data
+                try:
+                    await put(store, inode, 0, offset, data, cut=cuts[inode], request=RequestId(5, turn % 8, turn))
+                except NoSpace:
+                    assert store.status()["used_bytes"] > 400 * BLOCK
+                    continue
+                blocks = [bytes(joined[at:at + BLOCK]) for at in range(0, len(joined), BLOCK)]
+                model.write(turn, inode, first, blocks, aligned)
+            elif what < 0.80:
+                await store.flush()
+                model.flushed()
+                one.remember_journal()
+            elif what < 0.85:
+                await store.kv.checkpoint()
+                one.remember_journal()
+            elif what < 0.90:
+                cuts[inode] += 1
+                size = chance.choice([0, chance.randrange(chunk_blocks * BLOCK)])
+                await store.cut(inode, size, cuts[inode], 20)
+                for block in range(chunk_blocks):
+                    kept = max(0, min(BLOCK, size - block * BLOCK))
+                    if (inode, block) in model.possible:
+                        model.write(turn, inode, block, [model.now((inode, block))[:kept].ljust(BLOCK, b"\0")], False)
+                model.flushed()  # a cut is flushed when it answers, and all before it with it
+                one.remember_journal()
+            else:
+                power = chance.random() < 0.7
+                share = chance.choice([0, 0.5, 0.9, 1])
+
+                def keep(_number, share=share):
+                    return chance.random() < share
+
+                if power and chance.random() < 0.4:
+                    store = await one.die_with_the_journal(keep)
+                else:
+                    store = await one.die(power, keep)
+                one.remember_journal()
+                found = {}
+                for number in cuts:
+                    whole = await content(store, number, 0, chunk_blocks * BLOCK)
+                    found |= {(number, block): whole[block * BLOCK:][:BLOCK] for block in range(chunk_blocks)}
+                model.settle(found)
+                if not power:
+                    assert not store.kv.scan(b"r", b"s", 1)
+                await is_sound(store)
+        await store.remove(list(cuts))
+        await is_sound(store)
+        assert store.status()["used_bytes"] == 0
+    finally:
+        await one.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_history_with_losses_of_power_shows_old_bytes_or_new(seed):
+    asyncio.run(_history(seed, 120))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_many_histories_with_losses_of_power_show_old_bytes_or_new(seed):
+    asyncio.run(_history(seed, 600))

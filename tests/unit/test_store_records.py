@@ -1,0 +1,123 @@
+"""Index records: what is packed is unpacked, stays small, and looks as the golden file says."""
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
+from nvpool.base.errors import CorruptRecord, WrongFormat
+from nvpool.store import records
+from nvpool.store.allocator import decode_bitmap, decode_deltas, encode_bitmap, encode_deltas
+from nvpool.store.records import NO_BLOCKS, Head, InodeRecord, Segment
+from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "store-records.json"
+ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+KEY = records.segment_key(0x1234567890ABCDEF, 7, 0)
+
+
+def segment_of(places, first_crc=1000):
+    crcs = b"".join((first_crc + at).to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(places))
+    return Segment(array("Q", places), crcs)
+
+
+def same(one, other):
+    return one.disk == other.disk and one.crcs == other.crcs and one.base == other.base
+
+
+heads = st.builds(Head, st.integers(1, 2**64 - 1), st.integers(0, 2**64 - 1),
+                  st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1)),
+                           max_size=16).map(tuple))
+places = st.lists(st.one_of(st.just(0), st.integers(1, 2**42 - 65), st.integers(16, 40)), max_size=63).map(
+    lambda found: [*found, 99] if found else [])
+
+
+@settings(max_examples=150)
+@given(places, st.one_of(st.none(), heads), st.integers(0, 63))
+def test_a_segment_record_is_read_as_it_was_written_and_stays_below_a_kibibyte(found, head, fresh):
+    raw = records.encode_segment(segment_of(found), head, fresh, 64 - fresh)
+    segment, its_head = records.decode_segment(KEY, raw)
+    assert same(segment, segment_of(found)) and its_head == head
+    assert records.fresh_of(raw) == (fresh, 64 - fresh)
+    assert len(raw) < 1024
+
+
+@settings(max_examples=100)
+@given(places, st.integers(0, 63), st.lists(st.integers(0, 5000), min_size=1, max_size=64))
+def test_replacing_blocks_is_what_it_would_be_in_a_list(found, start, new):
+    new = new[:64 - start]
+    crcs = b"".join(at.to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(new))
+    got = records.replaced(segment_of(found), start, array("Q", new), crcs)
+    expected = found + [0] * (start + len(new) - len(found))
+    expected[start:start + len(new)] = new
+    old_crcs = segment_of(found).crcs.ljust(0) + ZERO_CRC * (len(expected) - len(found))
+    while expected and not expected[-1]:
+        expected.pop()
+    assert list(got.disk) == expected
+    whole = old_crcs[:start * 4] + crcs + old_crcs[(start + len(new)) * 4:]
+    assert got.crcs == whole[:len(expected) * 4]
+
+
+def test_a_file_of_one_block_costs_few_bytes_of_index():
+    raw = records.encode_segment(segment_of([12345]), Head(1 << 32 | 1, 0, ((77, 1, 1),)), 0, 1)
+    assert len(KEY) + len(raw) == 14 + 42
+
+
+def test_damaged_records_are_told_from_those_of_another_version():
+    raw = records.encode_segment(segment_of([5, 6, 0, 9]), Head(1, 2), 0, 4)
+    with pytest.raises(WrongFormat):
+        records.decode_segment(KEY, b"\x02" + raw[1:])
+    for shorter in (raw[:3], raw[:-1], raw[:10]):
+        with pytest.raises(CorruptRecord):
+            records.decode_segment(KEY, shorter)
+
+
+def test_the_stored_formats_have_not_changed():
+    head = Head(0x0000000300000005, 9, ((0x1111111111111111, 63, 7), (2, 3, 4)))
+    made = {
+        "segment key": KEY.hex(),
+        "one run with head": records.encode_segment(segment_of([100, 101, 102]), head, 1, 2).hex(),
+        "holes, high blocks": records.encode_segment(segment_of([0, 7, 8, 0, 2**41 + 5]), None).hex(),
+        "no blocks, head without cut": records.encode_segment(NO_BLOCKS, Head(1)).hex(),
+        "inode key": records.inode_key(5).hex(),
+        "inode": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
+        "group key": records.group_key(3).hex(),
+        "delta key": records.delta_key(3).hex(),
+        "deltas": encode_deltas(array("I", [5 | 9 << 13, 1 << 31 | 8191])).hex(),
+        "bitmap, first 32 bytes": encode_bitmap(0b1011 | 1 << 100)[:32].hex(),
+        "bad key": records.bad_key(1, 2, 3).hex(),
+        "rejected": records.encode_rejected(6, b"record").hex(),
+        "flushed": records.encode_flushed(8, 10).hex(),
+        "superblock, first 96 bytes": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[:96].hex(),
+        "superblock, checksum": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[-4:].hex(),
+    }
+    if not GOLDEN.exists():
+        GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
+    assert made == json.loads(GOLDEN.read_text())
+
+
+def test_free_map_records_are_read_as_they_were_written():
+    used = 1 | 1 << 8191 | 0xFF << 77
+    assert decode_bitmap(b"k", encode_bitmap(used)) == used
+    deltas = array("I", range(24))
+    assert decode_deltas(b"k", encode_deltas(deltas)) == deltas
+    with pytest.raises(CorruptRecord):
+        decode_deltas(b"k", encode_deltas(deltas)[:-4])
+    with pytest.raises(WrongFormat):
+        decode_bitmap(b"k", b"\x02" + encode_bitmap(used)[1:])
+
+
+def test_a_superblock_is_checked():
+    superblock = Superblock(2, 25600, bytes(16), 5, "pool")
+    raw = encode_superblock(superblock)
+    assert len(raw) == 4096 and decode_superblock(raw, "x") == superblock
+    with pytest.raises(WrongFormat):
+        decode_superblock(bytes(4096), "x")
+    with pytest.raises(WrongFormat):
+        decode_superblock(raw[:8] + b"\x02" + raw[9:], "x")
+    with pytest.raises(CorruptRecord):
+        decode_superblock(raw[:100] + b"\x01" + raw[101:], "x")
