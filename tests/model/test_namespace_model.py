@@ -397,6 +397,14 @@ TestNamespace.settings = settings(max_examples=12, stateful_step_count=40, deadl
                                   print_blob=True)
 
 
+class OverRealStores(NamespaceMachine):
+    make_store = staticmethod(LocalPool._real_store)
+
+
+TestNamespaceOverRealStores = OverRealStores.TestCase
+TestNamespaceOverRealStores.settings = settings(TestNamespace.settings, max_examples=8)
+
+
 @pytest.mark.soak
 class TestNamespaceForLong(NamespaceMachine.TestCase):
     settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=SUPPRESSED,
