@@ -3,6 +3,7 @@
 One pool for the tests that leave it as they found it; tests that need another make their own.
 """
 
+import asyncio
 import fcntl
 import json
 import os
@@ -18,7 +19,9 @@ import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory, holder_of
+from nvpool.base.errors import Unavailable
 from nvpool.base.host import identity_of
+from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import decode_map
 
 pytestmark = pytest.mark.xdist_group("supervisor")
@@ -33,8 +36,9 @@ def nvpool(*arguments, code: int | None = 0, wait_s: float = 90) -> subprocess.C
     return done
 
 
-def status(directory) -> dict:
-    return json.loads(nvpool("status", directory, "--json").stdout)
+def status(directory, wait_s: float = 20.0) -> dict:
+    """What `nvpool status --json` prints, without starting a program for it."""
+    return asyncio.run(status_of(str(directory), wait_s))
 
 
 def pids(directory) -> dict[str, int]:
@@ -52,10 +56,10 @@ def until(holds, what: str, wait_s: float = 30.0):
 
 def all_serve(directory) -> dict:
     def look():
-        done = nvpool("status", directory, "--json", code=None)
-        if done.returncode:
+        try:
+            seen = status(directory, 2.0)
+        except Unavailable:
             return None
-        seen = json.loads(done.stdout)
         return seen if all(process["state"] == "serving" for process in seen["processes"]) else None
 
     return until(look, "all processes serve")
@@ -123,7 +127,8 @@ def own(tmp_path):
 
 
 def test_status_names_every_process_of_the_pool_and_each_runs(pool):
-    seen = all_serve(pool)
+    all_serve(pool)
+    seen = json.loads(nvpool("status", pool, "--json").stdout)
     assert sorted(process["role"] for process in seen["processes"]) == ["meta", "store", "store", "supervisor"]
     assert sorted(process["pid"] for process in seen["processes"]) == processes_of(pool)
     assert seen["problems"] == [] and seen["pool"]["state"] == "serving"
