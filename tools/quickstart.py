@@ -7,13 +7,17 @@ May be stopped at any time and run again: it finds what is there and goes on. It
 
 from __future__ import annotations
 
+# ruff: noqa: E402
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main: nobody wants to see where importing was when Ctrl-C came
+
 import argparse
 import asyncio
 import errno
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import sysconfig
 import time
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.units import MIB, format_bytes
+from nvpool.cli.main import main as run_command
 from nvpool.cli.place import find, session
 from nvpool.cli.progress import Look, shown
 from nvpool.cli.render import print_table, show_error
@@ -40,7 +45,13 @@ def title(text: str) -> None:
 
 
 def nvpool(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "nvpool.cli.main", *words], check=True)
+    """As `nvpool words…`, in this process. Failed when its exit code is not 0; what went wrong it has said."""
+    sys.stdout.flush()
+    code = run_command(list(words))
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise Failed(f"`nvpool {words[0]}` ended with exit code {code}")
 
 
 class Failed(Exception):
@@ -151,7 +162,7 @@ class Quickstart:
             rows.append((name, caches, found))
             print(f"{name} ({caches}): {found.rate:,.0f} reads/s", flush=True)
 
-        short = max(1.0, self.seconds / 3)
+        short = self.seconds / 3
         for path in here:
             checksum(Path(path))  # so that "in memory" is true
         add("local drive", "in the kernel's page cache", lambda: read_local(here, seconds=short))
@@ -287,9 +298,8 @@ def main() -> int:
         if own.absolute().is_relative_to(source):
             parser.error(f"{source} holds {own}, where this pool is going to be; choose another tree")
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         Quickstart(source, arguments.directory.resolve(), arguments.mount.absolute(), arguments.seconds).run()
-    except subprocess.CalledProcessError as error:
-        return error.returncode if error.returncode > 0 else 130  # it said why
     except Failed as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

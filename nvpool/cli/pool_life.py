@@ -49,7 +49,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     """Have run/making make what is asked; its answer. Its error is raised here."""
     try:
         done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(request).encode(),
-                              stdout=subprocess.PIPE, timeout=_MAKE_S, check=False)
+                              stdout=subprocess.PIPE, timeout=_MAKE_S, check=False, start_new_session=True)
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
