@@ -189,12 +189,12 @@ class Asker:
         for table in (self._in_flight, self._waiting):
             for number, entry in table.items():
                 if entry[2] <= now:
-                    late.append(number)
+                    late.append((entry[2], number))
                 elif entry[2] < earliest:
                     earliest = entry[2]
         if earliest < inf:
             self._arm(earliest)
-        for number in late:
+        for _, number in sorted(late):
             self._give_up(number, DeadlineExceeded(f"{self.peer.name} did not answer within the deadline"))
 
     def _lost(self, reason: str) -> None:

@@ -318,7 +318,7 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
     assert {type(error) for error in errors} == {DeadlineExceeded}
     assert not errors[-1].may_be_applied  # still waited on our side
     await connection.close()
-    assert SYSTEM_CLOCK.boottime_s() - began_s < 3
+    assert SYSTEM_CLOCK.boottime_s() - began_s < 10
     server.close()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
@@ -384,7 +384,7 @@ def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path)
     @on_a_loop
     async def run():
         connection = await registry.transport(scheme).connect(endpoint, US, deadline_s=soon())
-        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(8)]
+        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(40)]
         await asyncio.sleep(0.03)
         os.kill(child.pid, signal.SIGKILL)
         results = await asyncio.gather(*tasks, return_exceptions=True)
