@@ -49,16 +49,10 @@ class Record(NamedTuple):
 def encode(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
     """A record of effects that `contract.checked_effects` has passed."""
     pack = _EFFECT.pack
-    parts = [b""]
-    for key, value in effects.items():
-        if value is None:
-            parts += (pack(len(key), _DELETED), key)
-        else:
-            parts += (pack(len(key), len(value)), key, value)
-    length = _HEAD_BYTES + sum(map(len, parts))
-    parts[0] = _HEAD.pack(length, term, generation, sequence, len(effects), 0)
-    body = b"".join(parts)
-    return crc32c(body).to_bytes(4, "little") + body
+    body = b"".join([pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
+                     for key, value in effects.items()])
+    head = _HEAD.pack(_HEAD_BYTES + len(body), term, generation, sequence, len(effects), 0)
+    return crc32c(body, crc32c(head)).to_bytes(4, "little") + head + body
 
 
 def decode(buffer: memoryview, offset: int) -> Record | None:
