@@ -282,6 +282,8 @@ def main() -> int:
     from nvpool.run.daemon import exit_code
     try:
         answer, code = asyncio.run(_answer(json.load(sys.stdin))), 0
+    except KeyboardInterrupt:
+        return 130  # the terminal told our parent as well; the same command goes on with it
     except NvpoolError as error:
         answer, code = {"error": str(error)}, exit_code(error)
     except OSError as error:

@@ -144,8 +144,9 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             watching.cancel()
         finally:
             drain_s = config.supervisor.drain_s if stop.asked.is_set() else 0.0
+            deadline_s = SYSTEM_CLOCK.boottime_s() + drain_s
             await asyncio.gather(*(listener.close(drain_s) for listener in listeners), return_exceptions=True)
-            await service.close(drain_s)
+            await service.close(max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
             await dialer.close()
             directory.withdraw(name)
 

@@ -39,6 +39,7 @@ _ANSWERS_MAX = 4096
 _MAKE_DEADLINE_S = 120.0
 _CHANGE_TRIES_MAX = 100
 _LOOK_S = 5.0
+_DRAIN_S_MAX = 3600.0
 DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
 
 log = logging.getLogger("nvpool.run.supervisor")
@@ -58,6 +59,7 @@ class Supervisor:
         self._answers: set[asyncio.Task[None]] = set()
         self._adding = asyncio.Lock()
         self._failed = failed
+        self._drain_s = config.supervisor.drain_s
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
 
@@ -110,9 +112,8 @@ class Supervisor:
 
     async def _end_children(self) -> None:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-        drain_s = self._config.supervisor.drain_s
         for role in ("meta", "store"):
-            await asyncio.gather(*(child.end(drain_s + 5.0, self._stop.hurry) for child in self._children.values()
+            await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in self._children.values()
                                    if child.role == role))
 
     async def _raise_chain_epochs(self, target: int) -> None:
@@ -183,6 +184,9 @@ class Supervisor:
         return pool_pb2.PoolStatusReply(status=msgspec.json.encode(await self.status())).SerializeToString()
 
     async def _answer_stop(self, call: Call) -> bytes:
+        request = pool_pb2.PoolStopRequest.FromString(bytes(call.message))
+        if request.drain_s > 0:
+            self._drain_s = min(request.drain_s, _DRAIN_S_MAX)
         asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
         return pool_pb2.PoolStopReply().SerializeToString()
 

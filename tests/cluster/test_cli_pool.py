@@ -177,6 +177,8 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     kill(next(process["pid"] for process in status(own)["processes"] if process["role"] == "mount"))
     assert "did not answer" in nvpool("umount", place).stderr
     nvpool("mount", own, place)
+    kill(next(process["pid"] for process in status(own)["processes"] if process["role"] == "mount"))
+    assert "dead mount" in nvpool("dev", "up", own, "--mount", place).stderr
     assert (place / "file").read_text() == "kept"
     nvpool("dev", "down", own)
     assert not own.exists() and not os.path.ismount(place) and processes_of(own) == []
