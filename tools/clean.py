@@ -9,6 +9,7 @@ Exit code 0: nothing is left; 1: something is, and the reason was printed. May b
 """
 
 import fnmatch
+import hashlib
 import os
 import signal
 import stat
@@ -21,7 +22,8 @@ POOL = ".quickstart"
 TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis", "nvpool.egg-info")
 GENERATED = ("*.so", "*.pyc", "_uring.c")
 """Files made by the set-up inside the sources."""
-STOP_S = 20.0
+STOP_S = 45.0
+"""Longer than a supervisor gives its children to drain."""
 
 
 class Kept(Exception):
@@ -29,7 +31,7 @@ class Kept(Exception):
 
 
 def mounts_below(path, mountinfo=None):
-    """Mount points at or below `path`, deepest last in the order of mounting; bind mounts are among them."""
+    """(mount point, its type and source) at or below `path` in the order of mounting; bind mounts are among them."""
     if mountinfo is None:
         with open("/proc/self/mountinfo", "rb") as file:
             mountinfo = file.read()
@@ -40,14 +42,22 @@ def mounts_below(path, mountinfo=None):
         parts = line.split(b" ")[4].split(b"\\")
         point = parts[0] + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in parts[1:])
         if point == path or point.startswith(path + b"/"):
-            found.append((os.fsdecode(point), os.fsdecode(line.split(b" - ", 1)[1].split(b" ")[0])))
+            found.append((os.fsdecode(point), os.fsdecode(b" ".join(line.split(b" - ", 1)[1].split(b" ")[:2]))))
     return found
+
+
+def leave_sockets(pool):
+    """Remove the directory of the pool's unix sockets that stands elsewhere because the pool's own path is too long."""
+    name = "nvpool-" + hashlib.sha256(os.fsencode(pool)).hexdigest()[:16]
+    for place in ("/run/" + name, "/tmp/" + name):
+        if os.path.isdir(place) and not os.path.islink(place) and os.stat(place).st_uid == os.geteuid():
+            remove_tree(place)
 
 
 def unmount(root):
     """Unmount what nvpool has mounted below `root`, last first. Kept, with who uses it, when one is in use."""
     for point, kind in reversed(mounts_below(root)):
-        if kind not in ("fuse.nvpool", "fuse"):
+        if not kind.startswith("fuse") or "nvpool" not in kind:
             continue
         print("unmounting " + point)
         command = ["umount", point] if os.geteuid() == 0 else ["fusermount3", "-u", point]
@@ -82,14 +92,15 @@ def users_of(point):
     return found
 
 
-def daemons_of(pool):
-    """pids of nvpool's programs that were started for the pool directory `pool`: `python -m nvpool.run.<program> <pool> …`."""
+def daemons_of(pool, program=""):
+    """pids of nvpool's programs, or of that one, that were started for the pool directory `pool`, as `python -m
+    nvpool.run.<program> <pool> …`."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = [os.fsdecode(word) for word in file.read().split(b"\0")]
-            if not any(word.startswith("nvpool.run.") for word in words):
+            if not any(word.startswith("nvpool.run." + program) for word in words):
                 continue
             stands = os.readlink(f"/proc/{pid}/cwd")
             if any(os.path.realpath(os.path.join(stands, word)) == pool for word in words if word):
@@ -100,9 +111,10 @@ def daemons_of(pool):
 
 
 def stop(pool):
-    """End the processes of the pool directory `pool`: asked first, killed after STOP_S."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        pids = daemons_of(pool)
+    """End the processes of the pool directory `pool`: the supervisor first, which ends the others in order (one that is
+    missed would be started again); what is left is asked then, and killed after STOP_S."""
+    for program, sign in (("nvpoold", signal.SIGTERM), ("", signal.SIGTERM), ("", signal.SIGKILL)):
+        pids = daemons_of(pool, program)
         if pids:
             print(f"stopping the pool in {pool} (pids {' '.join(map(str, pids))})")
         for pid in pids:
@@ -111,7 +123,7 @@ def stop(pool):
             except ProcessLookupError:
                 pass
         deadline = time.monotonic() + STOP_S
-        while daemons_of(pool) and time.monotonic() < deadline:
+        while daemons_of(pool, program) and time.monotonic() < deadline:
             time.sleep(0.05)
     if daemons_of(pool):
         raise Kept(f"processes of the pool in {pool} can not be ended: {daemons_of(pool)}")
@@ -174,6 +186,7 @@ def clean(root):
     """Remove all that the Makefile made below `root`; Kept says why something stays."""
     unmount(root)
     stop(os.path.join(root, POOL))
+    leave_sockets(os.path.join(root, POOL))
     mount_point = os.path.join(root, MOUNT_POINT)
     if os.path.isdir(mount_point):
         try:

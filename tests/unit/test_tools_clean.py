@@ -98,7 +98,7 @@ def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is
 def test_mount_points_are_read_with_their_escaped_blanks():
     line = rb"36 35 98:0 / /a/b\040c\134d rw,noatime master:1 - fuse.nvpool nvpool rw" + b"\n" + \
         b"37 35 98:0 / /a/bc rw - tmpfs none rw\n"
-    assert clean.mounts_below("/a", line) == [("/a/b c\\d", "fuse.nvpool"), ("/a/bc", "tmpfs")]
+    assert clean.mounts_below("/a", line) == [("/a/b c\\d", "fuse.nvpool nvpool"), ("/a/bc", "tmpfs none")]
     assert clean.mounts_below("/a/b", line) == []
 
 
