@@ -27,8 +27,10 @@ from typing import Protocol
 
 from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
 from nvpool.base.units import BLOCK_BYTES, MIB
+from nvpool.store import uring
 from nvpool.store.uring import UringReader
 
+_compiled_read_now = getattr(uring._uring, "read_now", None)
 READ_THREADS = 8
 """Shares of a batch that wait at once where io_uring is not to be had."""
 _IOV_MAX = 1024
@@ -141,6 +143,12 @@ class FileDevice:
     def read_now(self, offsets, lengths, positions, into) -> list[int]:
         if self.direct:
             return list(range(len(offsets)))
+        if _compiled_read_now is not None:
+            return _compiled_read_now(self.fd, offsets, lengths, positions, into)
+        return self.read_now_plain(offsets, lengths, positions, into)
+
+    def read_now_plain(self, offsets, lengths, positions, into) -> list[int]:
+        """The Python twin of the compiled loop."""
         missed = []
         fd, preadv, nowait = self.fd, os.preadv, os.RWF_NOWAIT
         for at, offset in enumerate(offsets):

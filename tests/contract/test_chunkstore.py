@@ -59,7 +59,8 @@ class ForgettingSubject:
     async def begin(self):
         self.store = BlockChunkStore(self.device, CAPACITY_BYTES // 4096, target=1, options=StoreOptions(cached_segments=64),
                                      clock=ManualClock())
-        kv = await LmdbKv.open(self.directory / "index", LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30),
+        options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
+        kv = await LmdbKv.open(self.directory / "index", options,
                                before_checkpoint=self.store.sync_data, on_replay=ReplayCheck(self.device.read_whole),
                                on_fence=self.store.fence)
         await self.store.attach(kv)

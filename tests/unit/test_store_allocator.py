@@ -55,7 +55,7 @@ def test_any_history_gives_each_block_once_and_reads_back_the_same(seed):
     allocator = Allocator(kv, blocks, blocks // 50)
     owned: list = []
     unreleased: list = []
-    for turn in range(400):
+    for _ in range(400):
         held = {place + n for _, runs in unreleased for place, count in runs for n in range(count)}
         used = {place + n for place, count in owned for n in range(count)}
         assert allocator.used_blocks - allocator.fixed_blocks == len(used)
@@ -160,8 +160,8 @@ def test_a_write_journals_little_of_the_free_map():
 def test_the_list_of_a_group_is_folded_into_its_bitmap():
     kv = MemoryKv()
     allocator = Allocator(kv, GROUP_BLOCKS * 2, 0)
-    for turn in range(3 * DELTAS_MAX):
+    for _ in range(3 * DELTAS_MAX):
         take(allocator, kv, 1)
         found = kv.scan(b"d", b"e", 10)
-        assert len(found) <= 1 and all(len(value) <= 4 + 4 * DELTAS_MAX for _, value in found), turn
+        assert len(found) <= 1 and all(len(value) <= 4 + 4 * DELTAS_MAX for _, value in found)
     assert kv.scan(b"g", b"h", 10)

@@ -1,0 +1,293 @@
+"""The service of a chunk store: who may, what is refused, and that an answer says what was done."""
+
+import asyncio
+import math
+import struct
+
+import pytest
+
+from nvpool.base import errors, grants
+from nvpool.base.checksum import first_bad_block, piece_checksums
+from nvpool.base.clock import ManualClock
+from nvpool.base.ids import version
+from nvpool.logic.layout import chain_of
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
+from nvpool.store.chunkstore import MustWait
+from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.reads import READ, RESULT
+from nvpool.store.service import WRITE, StoreService
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import Method
+
+SECRET = b"k" * 32
+DATA = bytes(range(256)) * 64
+
+
+class FakeCall:
+    deadline_s = math.inf
+    cancelled = False
+
+    def __init__(self, method, message, payload=b""):
+        self.method, self.message, self.payload = method, message, memoryview(payload)
+        self.message_out = self.payload_out = self.error = None
+        self.answered = asyncio.Event()
+
+    def reply(self, message=b"", payload=()):
+        assert self.message_out is None and self.error is None, "answered twice"
+        self.message_out, self.payload_out = message, b"".join(payload)
+        self.answered.set()
+
+    def fail(self, error):
+        assert self.message_out is None and self.error is None, "answered twice"
+        self.error = error
+        self.answered.set()
+
+
+class Bench:
+    def __init__(self, store=None):
+        self.clock = ManualClock()
+        self.store = store or MemoryChunkStore(1 << 22)
+        self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
+
+    def grant(self, rights=grants.READ | grants.WRITE, inode=1, cut=0, life_s=60.0, secret=SECRET):
+        ends = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
+        return grants.sign(grants.Grant(rights, 0, 9, inode, cut, ends), secret)
+
+    async def call(self, method, message, payload=b"", reply=None, **fields):
+        one = FakeCall(method, message if isinstance(message, bytes) else message.SerializeToString(), payload)
+        for name, value in fields.items():
+            setattr(one, name, value)
+        self.service.handle(one)
+        await asyncio.wait_for(one.answered.wait(), 10)
+        if one.error is not None:
+            raise one.error
+        return (reply.FromString(one.message_out), one.payload_out) if reply else one
+
+    async def write(self, pieces, grant=None, session=9, slot=0, epoch=0, **fields):
+        """pieces: (inode, cut, sequence, index, offset, bytes). Returns (status, version) of each."""
+        request = pb.WriteRequest(target=1, grants=[self.grant() if grant is None else grant], session=session, slot=slot, map_epoch=epoch)
+        payload = b""
+        for inode, cut, sequence, index, offset, data in pieces:
+            request.writes += WRITE.pack(inode, cut, sequence, index, offset, len(data), 0, 0)
+            request.checksums += piece_checksums(data, offset)
+            payload += data
+        answer, _ = await self.call(Method.DATA_WRITE, request, payload, pb.WriteReply, **fields)
+        return [(status, version) for status, _, _, version in RESULT.iter_unpack(answer.results)]
+
+    async def read(self, reads, grant=None, epoch=0, verify=False):
+        request = pb.ReadRequest(target=1, grants=[self.grant() if grant is None else grant], map_epoch=epoch, verify=verify)
+        request.reads = b"".join(READ.pack(*read, 0, 0) for read in reads)
+        answer, payload = await self.call(Method.DATA_READ, request, b"", pb.ReadReply)
+        assert not payload or first_bad_block(payload, answer.checksums) < 0
+        return [one[0] for one in RESULT.iter_unpack(answer.results)], payload
+
+    def authority(self):
+        return self.grant(grants.SERVICE, 0)
+
+
+def served(test):
+    def run():
+        asyncio.run(test(Bench()))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@served
+async def test_a_batch_of_writes_is_read_back(bench):
+    assert await bench.write([(1, 0, 1, 0, 0, DATA), (1, 0, 2, 5, 4090, b"across"), (1, 0, 3, 0, 4096, DATA[:10])]) == [
+        (0, version(1, 1)), (0, version(1, 1)), (0, version(1, 2))]
+    status, payload = await bench.read([(1, 0, 0, 16384), (1, 5, 0, 8192)])
+    assert status == [0, 0]
+    assert payload[:4096] == DATA[:4096] and payload[4096:4106] == DATA[:10]
+    assert payload[16384 + 4090:16384 + 4096] == b"across"
+
+
+@served
+async def test_only_a_good_grant_reads_and_writes(bench):
+    stale = errors.StaleGrant.wire_code
+    for grant in (b"", b"x" * 60, bench.grant(secret=b"z" * 32), bench.grant(inode=2), bench.grant(rights=grants.READ),
+                  bench.grant(life_s=-10)):
+        assert await bench.write([(1, 0, 1, 0, 0, DATA)], grant) == [(stale, 0)]
+    for grant in (b"", bench.grant(rights=grants.WRITE), bench.grant(inode=2), bench.grant(life_s=-10)):
+        assert await bench.read([(1, 0, 0, 4096)], grant) == ([stale], b"")
+    good = bench.grant(life_s=10)
+    assert (await bench.write([(1, 0, 1, 0, 0, DATA)], good))[0][0] == 0
+    bench.clock.advance(16)
+    assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], "also one that was good before"
+    assert await bench.write([(1, 3, 3, 0, 0, DATA)], bench.grant(cut=2)) == [(stale, 0)], "a cut that the grant does not know"
+    assert (await bench.read([(1, 0, 0, 4096)], bench.authority()))[0] == [0]
+
+
+@served
+async def test_a_repeated_batch_is_answered_without_being_done_again(bench):
+    first = await bench.write([(1, 0, 1, 0, 0, b"one"), (1, 0, 2, 0, 0, b"two"), (1, 0, 3, 1, 0, b"three")])
+    await bench.write([(1, 0, 1, 0, 0, b"new")], slot=1)
+    again = await bench.write([(1, 0, 1, 0, 0, b"one"), (1, 0, 2, 0, 0, b"two"), (1, 0, 3, 1, 0, b"three")])
+    assert [status for status, _ in again] == [0, 0, 0] and again[2] == first[2]
+    _, payload = await bench.read([(1, 0, 0, 4096)])
+    assert payload[:3] == b"new"
+
+
+@served
+async def test_after_a_refused_write_later_ones_of_the_batch_to_its_chunk_are_refused_too(bench):
+    await bench.store.cut(1, 0, 5, 20)
+    stale = errors.StaleCut.wire_code
+    found = await bench.write([(1, 4, 1, 0, 0, b"a"), (1, 5, 2, 0, 0, b"b"), (1, 5, 3, 1, 0, b"c")], bench.grant(cut=5))
+    assert [status for status, _ in found] == [stale, stale, 0]
+
+
+@served
+async def test_malformed_requests_are_refused_and_change_nothing(bench):
+    write = pb.WriteRequest(target=1, grants=[bench.grant()], writes=WRITE.pack(1, 0, 1, 0, 0, 5, 0, 0), checksums=bytes(4))
+    for method, message, payload in (
+            (Method.DATA_READ, b"\xff\xff\xff", b""), (Method.DATA_READ, pb.ReadRequest(target=1, reads=b"x" * 25), b""),
+            (Method.DATA_WRITE, pb.WriteRequest(target=1, writes=b"x" * 41), b""), (Method.DATA_WRITE, write, b"four"),
+            (Method.DATA_WRITE, write, b"sixsix"), (Method.META_LOOKUP, b"", b""), (999, b"", b""),
+            (Method.DATA_REMOVE, pb.RemoveRequest(target=1, authority=bench.authority(), inodes=b"123"), b""),
+            (Method.DATA_CUT, pb.CutRequest(target=1, authority=bench.authority(), inode=1, chunk_bits=3), b""),
+            (Method.DATA_SCRUB, pb.ScrubRequest(target=1, cursor=b"nonsense"), b"")):
+        with pytest.raises(errors.InvalidRequest):
+            await bench.call(method, message, payload)
+    with pytest.raises(errors.WrongTarget):
+        await bench.call(Method.DATA_READ, pb.ReadRequest(target=2))
+    assert bench.store.inodes(0, 1) == ([], False)
+    header = WRITE.pack(1, 0, 1, 0, 2**32 - 1, 1, 0, 0)
+    huge = pb.WriteRequest(target=1, grants=[bench.grant()], checksums=bytes(4), writes=header)
+    answer, _ = await bench.call(Method.DATA_WRITE, huge, b"x", pb.WriteReply)
+    assert RESULT.unpack(answer.results)[0] == errors.InvalidRequest.wire_code
+
+
+@served
+async def test_only_a_metadata_service_cuts_and_removes(bench):
+    await bench.write([(1, 0, 1, 0, 0, DATA)])
+    cut = {"target": 1, "inode": 1, "size": 5, "cut": 1, "chunk_bits": 20}
+    with pytest.raises(errors.AccessDenied):
+        await bench.call(Method.DATA_CUT, pb.CutRequest(authority=bench.grant(), **cut))
+    with pytest.raises(errors.StaleGrant):
+        await bench.call(Method.DATA_REMOVE, pb.RemoveRequest(target=1, inodes=bytes(8)))
+    await bench.call(Method.DATA_CUT, pb.CutRequest(authority=bench.authority(), **cut))
+    assert (await bench.read([(1, 0, 0, 16384)]))[1] == DATA[:5].ljust(4096, b"\0")
+    request = pb.RemoveRequest(target=1, authority=bench.authority(), inodes=struct.pack("<QQ", 1, 2))
+    answer, _ = await bench.call(Method.DATA_REMOVE, request, b"", pb.RemoveReply)
+    assert (answer.chunks, answer.bytes) == (1, 4096)
+
+
+@served
+async def test_everything_is_told(bench):
+    await bench.write([(1, 0, 1, 3, 0, DATA)])
+    await bench.call(Method.DATA_FLUSH, pb.FlushRequest(target=1))
+    answer, _ = await bench.call(Method.DATA_DESCRIBE, pb.DescribeRequest(target=1, inode=1), b"", pb.DescribeReply)
+    assert [(one.index, one.blocks, one.end) for one in answer.chunks] == [(3, 4, 16384)] and not answer.more
+    answer, _ = await bench.call(Method.DATA_LIST, pb.ListRequest(target=1), b"", pb.ListReply)
+    assert answer.inodes == struct.pack("<Q", 1)
+    answer, _ = await bench.call(Method.DATA_SCRUB, pb.ScrubRequest(target=1, blocks=100), b"", pb.ScrubReply)
+    assert answer.done and answer.blocks == 4
+    bench.store.flip(1, 3, 2)
+    assert (await bench.read([(1, 3, 8192, 4096)], verify=True))[0] == [errors.ChecksumMismatch.wire_code]
+    answer, _ = await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply)
+    assert (answer.target, answer.state, answer.used_bytes, answer.pid > 0) == (1, "serving", 16384, True)
+    assert [(one.inode, one.index, one.block) for one in answer.bad] == [(1, 3, 2)]
+
+
+def a_map(epoch=5):
+    node = Node(1, "n", "h", ())
+    targets = tuple(Target(number, number, 1, 1 << 30, ()) for number in (1, 2))
+    drives = tuple(Drive(number, 1, "", 1 << 30) for number in (1, 2))
+    return PoolMap(MAP_FORMAT, "p", "pool", epoch, Settings(), (node,), drives, targets, (build_table(targets, 1),))
+
+
+def chunk_of(pool_map, target):
+    return next(index for index in range(100) if pool_map.chain(1, chain_of(1, index)).targets == (target,))
+
+
+@served
+async def test_an_older_map_is_refused_where_its_chain_has_changed(bench):
+    pool_map = a_map()
+    bench.service.update_map(pool_map)
+    ours, other = chunk_of(pool_map, 1), chunk_of(pool_map, 2)
+    assert await bench.write([(1, 0, 1, ours, 0, DATA)], epoch=5) == [(0, version(1, 1))]
+    assert await bench.write([(1, 0, 2, other, 0, DATA)], epoch=5) == [(errors.WrongTarget.wire_code, 0)]
+    with pytest.raises(errors.StaleEpoch):
+        await bench.read([(1, ours, 0, 4096)], epoch=4)
+    table = pool_map.tables[0]
+    chains = list(table.chains)
+    chains[chain_of(1, ours)] = type(chains[0])(8, (1,))
+    newer = changed(pool_map, tables=(type(table)(1, tuple(chains)),))
+    bench.service.update_map(newer)
+    with pytest.raises(errors.StaleEpoch):
+        await bench.read([(1, ours, 0, 4096)], epoch=5)
+    with pytest.raises(errors.StaleEpoch):
+        await bench.write([(1, 0, 3, ours, 0, DATA)], epoch=5)
+    assert await bench.read([(1, 1000, 0, 4096)], epoch=5) == ([0], b"")
+    assert await bench.write([(1, 0, 3, ours, 0, DATA)], epoch=6) == [(0, version(8, 1))]
+
+
+@served
+async def test_a_newer_map_makes_the_store_ask_for_it(bench):
+    pool_map = a_map()
+    bench.service.update_map(pool_map)
+    asked = []
+    bench.service._refresh_map = lambda: (asked.append(1), bench.service.update_map(changed(pool_map)))
+    await bench.read([(1, 0, 0, 4096)], epoch=6)
+    await bench.read([(1, 0, 0, 4096)], epoch=6)
+    assert asked == [1]
+
+
+@served
+async def test_what_comes_too_late_is_not_begun(bench):
+    with pytest.raises(errors.DeadlineExceeded) as caught:
+        await bench.write([(1, 0, 1, 0, 0, DATA)], deadline_s=bench.clock.boottime_s() - 1)
+    assert not caught.value.may_be_applied
+    assert bench.store.inodes(0, 1) == ([], False)
+
+
+class Waiting(MemoryChunkStore):
+    """Lets every second write wait."""
+
+    def __init__(self, clock=None):
+        super().__init__()
+        self.turn = 0
+        self.clock = clock
+
+    def write_now(self, *arguments, **named):
+        self.turn += 1
+        if self.turn % 2:
+            raise MustWait(self.until)
+        return super().write_now(*arguments, **named)
+
+    async def until(self):
+        if self.clock is not None:
+            self.clock.advance(1)
+        await asyncio.sleep(0)
+
+
+def test_writes_that_wait_are_all_done_and_answered_once():
+    async def run():
+        bench = Bench(Waiting())
+        found = await bench.write([(1, 0, number, number, 0, DATA) for number in range(1, 20)])
+        assert [status for status, _ in found] == [0] * 19
+
+    asyncio.run(run())
+
+
+def test_writes_whose_time_ends_while_they_wait_say_which_were_done():
+    async def run():
+        bench = Bench()
+        bench.store = bench.service.replica._store = Waiting(bench.clock)
+        found = await bench.write([(1, 0, number, number, 0, DATA) for number in range(1, 9)],
+                                  deadline_s=bench.clock.boottime_s() + 3.5)
+        late = errors.DeadlineExceeded.wire_code
+        assert [status for status, _ in found] == [0, 0, 0, late, late, late, late, late]
+
+    asyncio.run(run())
+
+
+@served
+async def test_a_draining_service_takes_nothing_new(bench):
+    await bench.service.start()
+    await bench.service.close(1.0)
+    with pytest.raises(errors.Draining):
+        await bench.read([(1, 0, 0, 4096)])
+    assert not bench.service._tasks
