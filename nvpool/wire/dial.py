@@ -149,5 +149,5 @@ class Dialer:
         if tasks:
             await asyncio.wait(tasks)
         live, self._live = self._live, {}
-        for connection in live.values():
-            await connection.close()
+        if live:
+            await asyncio.gather(*[connection.close() for connection in live.values()])

@@ -201,6 +201,10 @@ class FrameReader:
         if self._sink is not None and self._sink_frame[2] == number:
             self._sink = memoryview(bytearray(len(self._sink)))
 
+    def release(self) -> None:
+        """Let go of memory and of who is called: the connection is gone. A cycle would keep both until the next collection."""
+        self._buffer = self._view = self._sink = self._deliver = self._place = None
+
     def _make_room(self, frame_bytes: int) -> None:
         """Let the frame that begins at `_begin` fit behind it: by moving it to the front, seldom by a larger buffer."""
         if len(self._buffer) - self._begin >= frame_bytes:

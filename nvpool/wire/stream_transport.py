@@ -117,6 +117,7 @@ class _End(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._end(f"the connection was lost: {error.strerror or error}" if isinstance(error, OSError)
                   else "the connection was lost")
+        self._reader.release()
         if not self._gone.done():
             self._gone.set_result(None)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import random
@@ -436,6 +437,26 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
 @on_a_loop
 async def test_an_address_that_is_none_of_this_host_is_a_mistake_in_the_configuration(endpoint):
     await refused(BadConfiguration, registry.listen(endpoint, US, echo))
+
+
+@on_a_loop
+async def test_what_has_ended_is_freed_at_once(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        listener = await serve(tmp_path)
+        for _ in range(20):
+            connection = await connect(tmp_path)
+            await connection.call(1, b"", [bytes(100_000)], deadline_s=soon())
+            await connection.close()
+        await until(lambda: not listener.connections)
+        await asyncio.sleep(0)
+        del connection
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, stream_transport.FrameReader) and thing._buffer]
+        assert not alive
+        await listener.close()
+    finally:
+        gc.enable()
 
 
 @on_a_loop
