@@ -207,7 +207,7 @@ def _inode_struct(head: int) -> struct.Struct:
     size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
     if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or owner > 2 or ctime > 2 or atime > 2:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
-    code = "<IHq" + ("Q" if head & _CHANGE else "H") + _SIZE_CODES[size] + _OWNER_CODES[owner]
+    code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
     code += "I" if head >> _LINKS & 1 else ""
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
@@ -220,7 +220,7 @@ def encode_inode(i: Inode) -> bytes:
     """Fields that have their usual value take no room: about 30 bytes for a file."""
     head = _VERSION
     mtime, size, uid, gid = i.mtime_ns, i.size, i.uid, i.gid
-    if i.change > 0xFFFF:
+    if i.change > 0xFF:
         head |= _CHANGE
     values = [0, i.mode, mtime, i.change]
     add = values.append
