@@ -57,7 +57,7 @@ from nvpool.meta.leases import Session, Sessions, Slot
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
-from nvpool.meta.view import CutInProgress, Draft, View
+from nvpool.meta.view import CutInProgress, Draft, View, fill_attr
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -356,6 +356,10 @@ class MetaService:
             self._sessions.close(session, draft.closed)
         for orphan in draft.orphans:
             self._collector.add(orphan)
+        if draft.parent is not None:
+            beside = type(draft.reply)()
+            fill_attr(beside.parent, draft.parent)
+            answer += beside.SerializeToString()  # encoded messages that follow one another are one message
         if draft.intent is not None:
             self._answer_later(call, self._cuts.begin(*draft.intent), answer)
         elif draft.sync or effects and self._kv.sync_before_answer:

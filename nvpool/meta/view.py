@@ -114,7 +114,7 @@ class Draft:
     """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
 
     __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
-                 "orphans", "adds", "sync")
+                 "orphans", "adds", "sync", "parent")
 
     def __init__(self, view: View, now_ns: int) -> None:
         self.view = view
@@ -133,6 +133,9 @@ class Draft:
         self.adds = False
         """Whether it is to be refused when there is no room. What does not add records works always."""
         self.sync = False
+        self.parent: Inode | None = None
+        """Directory whose attributes go with the first answer (the kernel asks for them after each change of a name), but not
+        into the kept one."""
 
     def inode(self, number: int) -> Inode:
         found = self.inodes.get(number)

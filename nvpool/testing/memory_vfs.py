@@ -36,7 +36,7 @@ class _Node:
 
 
 class FileHandle:
-    __slots__ = ("inode", "flags", "attr", "node")
+    __slots__ = ("inode", "flags", "attr", "node")  # as in client/vfs/contract
 
     def __init__(self, node: _Node, flags: int) -> None:
         self.inode = node.attr.inode

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from nvpool.base import errors, grants
+from nvpool.base import errors, grants, ids
 from nvpool.base.clock import ManualClock
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory import MemoryKv
@@ -565,6 +565,17 @@ async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard,
     with pytest.raises(errors.NotFound):
         await client.getattr(made.inode)
     assert not shard.stores.removed, "nobody could have written to it"
+
+
+@scenario
+async def test_a_sweep_removes_the_chunks_of_inodes_that_are_gone_and_no_others(shard, client):
+    living = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(3)]
+    given = ids.inode_number(5, 2)  # the counter of the first file, in a partition where it was not born
+    waiting, future = ids.inode_number(6, 3), ids.inode_number(0, shard.service._view.next_number)
+    shard.kv.apply([(records.numbered_key(records.COLLECT, waiting), records.encode_collect(records.Collect(1, 20)))])
+    shard.stores.kept[2] = [*living, given, waiting, future, 1 << 63]
+    assert await shard.service._collector.sweep(2) == 1
+    assert [(r.target, int.from_bytes(r.inodes, "little")) for r in shard.stores.removed] == [(2, given)]
 
 
 @scenario

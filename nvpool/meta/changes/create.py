@@ -57,6 +57,7 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     draft.effects[key] = records.encode_dentry(partition, born.number, kind >> 12)
     parent.size += 1
     draft.stamp(parent, content=True)
+    draft.parent = parent
     reply = draft.reply = meta_pb2.CreateReply(created=True)
     fill_attr(reply.entry.attr, born)
     if request.open and kind == stat.S_IFREG:

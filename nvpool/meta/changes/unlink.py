@@ -34,6 +34,7 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode) -> Draft:
     draft.effects[key] = None
     parent.size -= 1
     draft.stamp(parent, content=True)
+    draft.parent = parent
     draft.drop_name(victim)
     draft.reply = meta_pb2.UnlinkReply(inode=victim.number, links=victim.links)
     return draft

@@ -225,12 +225,14 @@ class CreateRequest(_message.Message):
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
-    __slots__ = ("entry", "created")
+    __slots__ = ("entry", "created", "parent")
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     entry: Entry
     created: bool
-    def __init__(self, entry: _Optional[_Union[Entry, _Mapping]] = ..., created: _Optional[bool] = ...) -> None: ...
+    parent: Attr
+    def __init__(self, entry: _Optional[_Union[Entry, _Mapping]] = ..., created: _Optional[bool] = ..., parent: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class UnlinkRequest(_message.Message):
     __slots__ = ("change", "parent", "name")
@@ -243,12 +245,14 @@ class UnlinkRequest(_message.Message):
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
 
 class UnlinkReply(_message.Message):
-    __slots__ = ("inode", "links")
+    __slots__ = ("inode", "links", "parent")
     INODE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     inode: int
     links: int
-    def __init__(self, inode: _Optional[int] = ..., links: _Optional[int] = ...) -> None: ...
+    parent: Attr
+    def __init__(self, inode: _Optional[int] = ..., links: _Optional[int] = ..., parent: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class RenameRequest(_message.Message):
     __slots__ = ("change", "parent", "name", "new_parent", "new_name", "flags")
