@@ -29,7 +29,7 @@ quickstart: setup
 	@$(PYTHON_IN_VENV) tools/quickstart.py $(if $(SOURCE),--source "$(SOURCE)")
 
 test: setup
-	@$(PYTEST) -n $(WORKERS) --dist loadgroup -m 'not soak'
+	@$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
