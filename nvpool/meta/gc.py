@@ -8,7 +8,7 @@ Two durable steps, because a name's last change must survive a loss of power bef
     collect   the inode is gone; its chunks wait. Synced first, then DATA_REMOVE to every target of its table, then the
               entry goes. A target that does not answer keeps its entries in the queue; repeating is harmless.
 
-Owned by `meta/service`, which runs `run_once` about every second and on META_COLLECT.
+Owned by `meta/service`, which runs `run_once` about every second and on META_COLLECT, and `sweep` over a target now and then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, NvpoolError
-from nvpool.base.ids import partition_of
+from nvpool.base.ids import counter_of, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
@@ -196,3 +196,33 @@ class Collector:
         if failed:
             _log.debug("chunks of %d inodes wait for targets %s: %s", len(keys), sorted(failed), next(iter(failed.values())))
         return not failed
+
+    async def sweep(self, target: int) -> int:
+        """Remove from a target the chunks of inodes that are gone and in no queue: what a write left there that was under
+        way when the inode's chunks were removed. The number of such inodes.
+
+        An inode counts as gone when its number was given before the sweep began and the shard, synced, does not know it.
+        Raises what the target answers; may be repeated.
+        """
+        bound, after, swept = self._view.next_number, 0, 0
+        while True:
+            answer = await self._targets.ask(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(after=after, limit=BATCH))
+            reply = data_pb2.ListReply.FromString(bytes(answer.message))
+            listed = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
+            gone = [inode for inode in listed if self._is_gone(inode, bound)]
+            if gone:
+                await self._kv.sync()
+                inodes = struct.pack(f"<{len(gone)}Q", *gone)
+                await self._targets.ask(target, wire_pb2.DATA_REMOVE, data_pb2.RemoveRequest(inodes=inodes))
+                _log.info("target %d had chunks of %d inodes that are gone", target, len(gone))
+                swept += len(gone)
+            if not reply.more or not listed:
+                return swept
+            after = listed[-1]
+
+    def _is_gone(self, inode: int, bound: int) -> bool:
+        owners, partition = self._view.owners, partition_of(inode)
+        return (counter_of(inode) < bound and partition < PARTITION_COUNT
+                and (not owners or owners[partition] == self._view.shard)
+                and self._kv.get(records.inode_key(inode)) is None
+                and self._kv.get(records.numbered_key(records.COLLECT, inode)) is None)

@@ -8,6 +8,7 @@ are measured on boottime. Used by `meta/service`; keeps books, decides nothing, 
 from __future__ import annotations
 
 import hmac
+import struct
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.units import SLOTS_PER_SESSION
@@ -151,3 +152,10 @@ class Sessions:
         """The shard itself stood still: no session is to blame for that."""
         for session in self.by_number.values():
             session.expires_s += seconds
+
+
+def inodes_of(packed: bytes) -> tuple[int, ...]:
+    """The inodes of a message's list: u64 little-endian each, once for each handle."""
+    if len(packed) % 8:
+        raise InvalidRequest("a list of inodes is 8 bytes for each")
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import stat
-import struct
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -43,21 +42,15 @@ from nvpool.logic.layout import Layout, layout_of
 from nvpool.logic.partition import NAME_KEY_BYTES
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import queries, records
-from nvpool.meta.changes.attributes import setattr as decide_setattr
-from nvpool.meta.changes.create import create
-from nvpool.meta.changes.link import link
-from nvpool.meta.changes.open import open_inode, report, reserve
-from nvpool.meta.changes.rename import rename
-from nvpool.meta.changes.unlink import rmdir, unlink
-from nvpool.meta.changes.xattr import removexattr, setxattr
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
-from nvpool.meta.leases import Session, Sessions, Slot
+from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
 from nvpool.meta.numbers import Numbers
+from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
-from nvpool.meta.view import CutInProgress, Draft, View, fill_attr
+from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -75,6 +68,8 @@ class MetaOptions(NamedTuple):
     """How long an unlinked inode stays for opens that asked nobody: a client tells of those within less."""
     tick_s: float = 1.0
     """Between two looks at leases and at the collector's work."""
+    sweep_s: float = 3600.0
+    """Between two searches of all targets for chunks of inodes that are gone."""
     files_max: int = 1 << 40
     """What statfs shows where the engine has no limit."""
 
@@ -116,6 +111,7 @@ class MetaService:
         else:
             await self._take_up()
         self._own(self._run_background())
+        self._own(self._run_sweeps())
 
     def _assemble(self) -> records.Identity:
         identity = self._identity()
@@ -217,6 +213,15 @@ class MetaService:
             if self._state == "serving":
                 await self.run_once()
 
+    async def _run_sweeps(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.sweep_s)
+            for target in sorted(self._targets.all()) if self._state == "serving" else ():
+                try:
+                    await self._collector.sweep(target)
+                except NvpoolError as error:
+                    _log.info("target %d is not swept this time: %s", target, error)
+
     async def run_once(self) -> tuple[int, int]:
         """What the background does at each tick: end leases that are over, reserve numbers, collect."""
         now_s = self._clock.boottime_s()
@@ -273,13 +278,13 @@ class MetaService:
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
         }
-        for method, (request_class, decide) in _CHANGES.items():
+        for method, (request_class, decide) in CHANGES.items():
             routes[method] = self._change_route(request_class, decide)
-        for method, (request_class, decide) in _QUERIES.items():
+        for method, (request_class, decide) in QUERIES.items():
             routes[method] = self._query_route(request_class, decide)
         return routes
 
-    def _query_route(self, request_class: Any, decide: Callable[[View, Any, int], Draft]) -> Callable[[Call], None]:
+    def _query_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
         parse = request_class.FromString
 
         def answer(call: Call) -> None:
@@ -301,7 +306,7 @@ class MetaService:
 
         return answer
 
-    def _change_route(self, request_class: Any, decide: Callable[[View, Any, int], Draft]) -> Callable[[Call], None]:
+    def _change_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
         parse = request_class.FromString
 
         def answer(call: Call) -> None:
@@ -454,10 +459,10 @@ class MetaService:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.get(request.session)
         session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
-        for inode in _inodes(request.opened):
+        for inode in inodes_of(request.opened):
             self._sessions.check_room(session)
             self._sessions.open(session, inode)
-        for inode in _inodes(request.released):
+        for inode in inodes_of(request.released):
             self._sessions.close(session, inode)
         call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
                                         map_epoch=self._map.epoch if self._map else 0).SerializeToString())
@@ -479,7 +484,7 @@ class MetaService:
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
         session = self._sessions.get(request.session)
-        for inode in _inodes(request.inodes):
+        for inode in inodes_of(request.inodes):
             self._sessions.close(session, inode)
         call.reply(b"")
 
@@ -588,33 +593,4 @@ class MetaService:
 
 _ALWAYS = frozenset((wire.META_STATUS,))
 _BYTES_PER_FILE = 300
-"""Of LMDB, cautiously: 150 with short names."""
-
-_CHANGES: dict[int, tuple[Any, Callable[[View, Any, int], Draft]]] = {
-    wire.META_SETATTR: (pb.SetAttrRequest, decide_setattr),
-    wire.META_CREATE: (pb.CreateRequest, create),
-    wire.META_UNLINK: (pb.UnlinkRequest, unlink),
-    wire.META_RMDIR: (pb.UnlinkRequest, rmdir),
-    wire.META_RENAME: (pb.RenameRequest, rename),
-    wire.META_LINK: (pb.LinkRequest, link),
-    wire.META_OPEN: (pb.OpenRequest, open_inode),
-    wire.META_REPORT: (pb.ReportRequest, report),
-    wire.META_RESERVE: (pb.ReserveRequest, reserve),
-    wire.META_SETXATTR: (pb.SetXattrRequest, setxattr),
-    wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
-}
-_QUERIES: dict[int, tuple[Any, Callable[[View, Any, int], Draft]]] = {
-    wire.META_LOOKUP: (pb.LookupRequest, queries.lookup),
-    wire.META_GETATTR: (pb.GetAttrRequest, queries.getattr),
-    wire.META_READLINK: (pb.ReadLinkRequest, queries.readlink),
-    wire.META_GETXATTR: (pb.GetXattrRequest, queries.getxattr),
-    wire.META_LISTXATTR: (pb.ListXattrRequest, queries.listxattr),
-}
-
-
-def _inodes(packed: bytes) -> tuple[int, ...]:
-    if len(packed) % 8:
-        raise InvalidRequest("a list of inodes is 8 bytes for each")
-    return struct.unpack(f"<{len(packed) // 8}Q", packed)
-
-
+"""Of LMDB, cautiously: 146 with names of 16 bytes."""

@@ -43,6 +43,10 @@ class Targets:
                           for table in pool_map.tables}
         self._has_map.set()
 
+    def all(self) -> frozenset[int]:
+        """Those that the map names; none without a map or a dialer."""
+        return frozenset(self._map.target_by_id) if self._map is not None and self._dialer is not None else frozenset()
+
     async def of_table(self, table: int) -> frozenset[int]:
         """Targets that can hold chunks of files with this table; none where the table is gone from the map."""
         if self._dialer is None:
@@ -64,7 +68,9 @@ class Targets:
         known = pool_map.target_by_id.get(target) if pool_map is not None else None
         if known is None or self._dialer is None:
             raise WrongTarget(f"the pool map has no target {target}")
-        request.target, request.map_epoch = target, pool_map.epoch
+        request.target = target
+        if hasattr(request, "map_epoch"):
+            request.map_epoch = pool_map.epoch
         if hasattr(request, "authority"):
             request.authority = self.authority()
         return await self._dialer.call(known.endpoints, method, request.SerializeToString(),

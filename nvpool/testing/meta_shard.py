@@ -176,6 +176,8 @@ class StoreRecorder:
         self.cuts: list[data_pb2.CutRequest] = []
         self.removed: list[data_pb2.RemoveRequest] = []
         self.away: set[str] = set()
+        self.kept: dict[int, list[int]] = {}
+        """Inodes that have chunks, by target: what DATA_LIST answers."""
 
     async def call(self, endpoints, method, message, payload=(), *, deadline_s: float, into=None) -> Reply:
         await asyncio.sleep(0)
@@ -185,6 +187,11 @@ class StoreRecorder:
             self.cuts.append(data_pb2.CutRequest.FromString(message))
         elif method == wire_pb2.DATA_REMOVE:
             self.removed.append(data_pb2.RemoveRequest.FromString(message))
+        elif method == wire_pb2.DATA_LIST:
+            request = data_pb2.ListRequest.FromString(message)
+            left = sorted(inode for inode in self.kept.get(request.target, ()) if inode > request.after)
+            inodes = b"".join(inode.to_bytes(8, "little") for inode in left[:2])
+            return Reply(data_pb2.ListReply(inodes=inodes, more=len(left) > 2).SerializeToString(), memoryview(b""))
         else:
             raise NvpoolError(f"method {method} was not expected")
         return Reply(b"", memoryview(b""))

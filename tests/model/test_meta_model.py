@@ -356,7 +356,7 @@ class StoredNameSpace(NameSpace):
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestNameSpace = NameSpace.TestCase
-TestNameSpace.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
+TestNameSpace.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
 TestStoredNameSpace = StoredNameSpace.TestCase
 TestStoredNameSpace.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
 

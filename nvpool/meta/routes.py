@@ -1,0 +1,38 @@
+"""Which decision answers which method: the table between the messages and `changes` and `queries`. Used by `meta/service`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvpool.meta import queries
+from nvpool.meta.changes.attributes import setattr as decide_setattr
+from nvpool.meta.changes.create import create
+from nvpool.meta.changes.link import link
+from nvpool.meta.changes.open import open_inode, report, reserve
+from nvpool.meta.changes.rename import rename
+from nvpool.meta.changes.unlink import rmdir, unlink
+from nvpool.meta.changes.xattr import removexattr, setxattr
+from nvpool.meta.view import Decision
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+CHANGES: dict[int, tuple[Any, Decision]] = {
+    wire.META_SETATTR: (pb.SetAttrRequest, decide_setattr),
+    wire.META_CREATE: (pb.CreateRequest, create),
+    wire.META_UNLINK: (pb.UnlinkRequest, unlink),
+    wire.META_RMDIR: (pb.UnlinkRequest, rmdir),
+    wire.META_RENAME: (pb.RenameRequest, rename),
+    wire.META_LINK: (pb.LinkRequest, link),
+    wire.META_OPEN: (pb.OpenRequest, open_inode),
+    wire.META_REPORT: (pb.ReportRequest, report),
+    wire.META_RESERVE: (pb.ReserveRequest, reserve),
+    wire.META_SETXATTR: (pb.SetXattrRequest, setxattr),
+    wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
+}
+QUERIES: dict[int, tuple[Any, Decision]] = {
+    wire.META_LOOKUP: (pb.LookupRequest, queries.lookup),
+    wire.META_GETATTR: (pb.GetAttrRequest, queries.getattr),
+    wire.META_READLINK: (pb.ReadLinkRequest, queries.readlink),
+    wire.META_GETXATTR: (pb.GetXattrRequest, queries.getxattr),
+    wire.META_LISTXATTR: (pb.ListXattrRequest, queries.listxattr),
+}
