@@ -66,7 +66,8 @@ class Bench:
 
     async def write(self, pieces, grant=None, session=9, slot=0, epoch=0, **fields):
         """pieces: (inode, cut, sequence, index, offset, bytes). Returns (status, version) of each."""
-        request = pb.WriteRequest(target=1, grants=[self.grant() if grant is None else grant], session=session, slot=slot, map_epoch=epoch)
+        request = pb.WriteRequest(target=1, grants=[self.grant() if grant is None else grant], session=session, slot=slot,
+                                  map_epoch=epoch)
         payload = b""
         for inode, cut, sequence, index, offset, data in pieces:
             request.writes += WRITE.pack(inode, cut, sequence, index, offset, len(data), 0, 0)
