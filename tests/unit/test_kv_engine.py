@@ -135,23 +135,62 @@ def test_a_journal_whose_last_record_is_torn_or_garbled_at_any_byte_opens_withou
     run(main())
 
 
-def test_what_stands_behind_a_lost_record_never_comes_back(path):
+def punch(file, first, end):
+    with file.open("r+b") as opened_file:
+        opened_file.seek(first)
+        opened_file.write(bytes(end - first))
+
+
+@pytest.mark.parametrize("hole", range(5))
+def test_what_stands_behind_a_lost_record_never_comes_back(path, hole):
     async def main():
         async with opened(path) as kv:
-            half, ends = kv._journal.generation & 1, []
-            for number in range(1, 6):
+            half, ends = kv._journal.generation & 1, [0]
+            for number in range(5):
                 kv.apply([(b"%d" % number, b"old")])
                 ends.append(kv._journal.offset)
-        with (path / f"journal-{half}").open("r+b") as file:  # the page of the third change was lost with the power
-            file.seek(ends[1])
-            file.write(bytes(ends[2] - ends[1]))
-        for length in range(1, 4):
+        punch(path / f"journal-{half}", ends[hole], ends[hole + 1])  # its page was lost with the power
+        expected = {b"%d" % number: b"old" for number in range(hole)}
+        for number in range(hole, 5):
             async with opened(path) as kv:
-                assert kv.sequence == 1 + length
-                assert kv.apply([(b"%d" % (2 + length), b"new")]) == 2 + length
+                assert everything(kv) == expected and kv.sequence == number
+                kv.apply([(b"%d" % number, b"new")])
+                expected[b"%d" % number] = b"new"
         async with opened(path) as kv:
-            assert everything(kv) == {b"1": b"old", b"2": b"old", b"3": b"new", b"4": b"new", b"5": b"new"}
+            assert everything(kv) == expected
 
+    run(main())
+
+
+@pytest.mark.parametrize("hole", range(3))
+def test_nor_does_it_when_two_generations_were_in_the_journal(path, tmp_path, hole):
+    ends, copied = [0], tmp_path / "copied"
+
+    def step(name):
+        if name == "frozen" and kv is not None:
+            for number in range(1, 4):
+                kv.apply([(b"%d" % number, b"old")])
+                ends.append(kv._journal.offset)
+        if name == "begun" and len(ends) > 1:
+            copy(path, copied)  # died between a freeze and its commit
+
+    async def main():
+        nonlocal kv
+        async with opened(path, step=step) as kv:
+            kv.apply([(b"0", b"old")])
+            await kv.checkpoint()
+            half = kv._journal.generation & 1
+        punch(copied / f"journal-{half}", ends[hole], ends[hole + 1])
+        expected = {b"%d" % number: b"old" for number in range(hole + 1)}
+        for number in range(hole + 1, 4):
+            async with opened(copied) as kv:
+                assert everything(kv) == expected
+                kv.apply([(b"%d" % number, b"new")])
+                expected[b"%d" % number] = b"new"
+        async with opened(copied) as kv:
+            assert everything(kv) == expected
+
+    kv = None
     run(main())
 
 
@@ -234,6 +273,21 @@ def test_the_background_syncs_and_checkpoints_without_being_asked(path):
             while not kv.statistics()["syncs"]:
                 kv.apply([(b"a", b"2")])
                 await asyncio.sleep(0)
+
+    run(main())
+
+
+def test_a_checkpoint_covers_what_was_applied_while_another_was_under_way(path):
+    async def main():
+        async with opened(path) as kv:
+            kv.apply([(b"a", b"1")])
+            first = asyncio.create_task(kv.checkpoint())
+            while not kv.statistics()["frozen_entries"]:
+                await asyncio.sleep(0)
+            kv.apply([(b"b", b"1")])
+            await kv.checkpoint()
+            assert first.done() and kv.statistics()["layer_entries"] == kv.statistics()["frozen_entries"] == 0
+            assert kv.statistics()["entries"] == 2 and kv.synced_sequence == 2
 
     run(main())
 
