@@ -86,8 +86,11 @@ class Asker:
             raise
 
     def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> None:
-        self._begin(method, message, payload, deadline_s, into, on_done)
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> int:
+        return self._begin(method, message, payload, deadline_s, into, on_done)
+
+    def give_up(self, request: int) -> None:
+        self._give_up(request, None)
 
     # -- the table
 

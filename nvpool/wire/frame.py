@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from sys import getrefcount
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import CorruptFrame
+from nvpool.base.spares import SPARES
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
 from nvpool.wire.v1 import wire_pb2
 
@@ -50,51 +50,6 @@ def pack_head(kind: int, code: int, number: int, deadline_ms: int, message: Buff
     """The header and the message of a frame, to be followed by payload_bytes of payload."""
     checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
     return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
-
-
-class Spares:
-    """Memory for large payloads that is used again when its receiver has let go of it.
-
-    Fresh memory costs more than the copy that fills it (measured: 1.2 ms a MiB in a virtual machine, against 0.1): the kernel
-    zeroes each page at its first touch, bytearray once more. Whoever received a payload holds a memoryview, which holds the
-    bytearray: when only our list refers to it, nobody can see it any more. (CPython counts references exactly.)
-    """
-
-    COUNT_MAX = 32
-    """Of one size: what a busy daemon has in hand at once. Sizes are powers of two, as most payloads are."""
-
-    BYTES_MAX = 64 << 20
-    """For the whole process."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[bytearray]] = {}
-        self._bytes = 0
-        probe = [bytearray(1)]
-        self._free = getrefcount(probe[0])  # what it says of an element that only its list refers to
-
-    def take(self, payload_bytes: int) -> memoryview:
-        """Writable memory of this length with anything in it, the caller's for as long as somebody refers to it."""
-        capacity = 1 << (payload_bytes - 1).bit_length()
-        kept = self._kept.setdefault(capacity, [])
-        for at in range(len(kept)):
-            if getrefcount(kept[at]) == self._free:
-                return memoryview(kept[at])[:payload_bytes]
-        if self._bytes + capacity > self.BYTES_MAX:
-            self._let_go()
-        if len(kept) == self.COUNT_MAX or self._bytes + capacity > self.BYTES_MAX:
-            return memoryview(bytearray(payload_bytes))
-        kept.append(bytearray(capacity))
-        self._bytes += capacity
-        return memoryview(kept[-1])[:payload_bytes]
-
-    def _let_go(self) -> None:
-        """Drop all that is free, so that sizes which are no longer asked for do not keep the others out."""
-        for kept in self._kept.values():
-            kept[:] = [kept[at] for at in range(len(kept)) if getrefcount(kept[at]) > self._free]
-        self._bytes = sum(capacity * len(kept) for capacity, kept in self._kept.items())
-
-
-_spares = Spares()
 
 
 class FrameReader:
@@ -190,7 +145,7 @@ class FrameReader:
             self._deliver(kind, code, number, deadline_ms, message, payload)
             return True
         if payload is None:
-            payload = _spares.take(payload_bytes)
+            payload = SPARES.take(payload_bytes)
         payload[:have] = view[at:at + have]
         self._sink, self._sink_at = payload, have
         self._sink_frame = (kind, code, number, deadline_ms, message)

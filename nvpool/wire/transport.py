@@ -88,8 +88,13 @@ class Connection(Protocol):
         """
 
     def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> None:
-        """As `call`, without a task: `on_done(reply, None)` or `on_done(None, error)` is called once, on the loop."""
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> int:
+        """As `call`, without a task: `on_done(reply, None)` or `on_done(None, error)` is called once, on the loop, after this
+        has returned. The number is for `give_up`."""
+
+    def give_up(self, request: int) -> None:
+        """End a submitted request without its on_done: the other side is told to stop, `into` is not written to any more.
+        Nothing when it has ended already."""
 
     async def close(self) -> None:
         """End the connection; what is in flight fails with Disconnected. May be called twice."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvpool.base.errors import CorruptFrame
-from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader, Spares, pack_head
+from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "frames.json").read_text())
@@ -148,27 +148,3 @@ def test_a_stalled_reader_keeps_frames_until_it_is_told_to_go_on():
         reader.parse()
         assert found == expected
     assert EMPTY == b""
-
-
-def test_memory_of_a_payload_is_used_again_only_when_nobody_refers_to_it():
-    spares = Spares()
-    first = spares.take(100_000)
-    part = first[5:10]
-    memory = id(first.obj)
-    second = spares.take(100_000)
-    assert second.obj is not first.obj and len(first) == len(second) == 100_000
-    del first
-    assert id(spares.take(70_000).obj) != memory  # a part is still held
-    del part
-    assert id(spares.take(131_072).obj) == memory
-
-
-def test_memory_that_is_kept_for_payloads_has_a_bound():
-    spares = Spares()
-    held = [spares.take(size) for size in (1 << 17, 1 << 20, 3 << 20) for _ in range(40)]
-    assert len({id(view.obj) for view in held}) == len(held)
-    assert spares._bytes <= Spares.BYTES_MAX
-    held.clear()
-    large = [spares.take(32 << 20) for _ in range(2)]  # what is free makes room for them
-    assert spares._bytes == sum(len(view.obj) for view in large) == Spares.BYTES_MAX
-    assert spares.take(1 << 20).obj is not None

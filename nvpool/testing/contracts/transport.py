@@ -339,6 +339,21 @@ async def submit_tells_once_and_never_before_it_returned(subject: Subject) -> No
         assert told[4] == (None, Disconnected)
 
 
+async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(subject: Subject) -> None:
+    kept = Kept()
+    async with subject.pair(kept) as (connection, _):
+        told: list = []
+        request = connection.submit(1, b"", deadline_s=soon(), on_done=lambda *outcome: told.append(outcome))
+        call, = await kept.count(1)
+        connection.give_up(request)
+        await until(lambda: call.cancelled)
+        task = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon()))
+        (await kept.count(2))[1].reply()
+        await task
+        connection.give_up(request)
+        assert not told
+
+
 # -- bounds
 
 
@@ -493,6 +508,7 @@ CHECKS: tuple[Callable[[Subject], Awaitable[None]], ...] = (
     a_deadline_in_the_past_sends_nothing,
     a_cancelled_task_stops_the_work_at_the_other_side,
     submit_tells_once_and_never_before_it_returned,
+    a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here,
     only_so_many_are_in_flight_and_the_others_wait_for_their_turn,
     what_waits_also_ends_with_its_deadline_and_was_not_applied,
     closing_fails_what_is_in_flight_and_tells_the_other_side,
