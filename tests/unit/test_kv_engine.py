@@ -279,11 +279,12 @@ def test_the_background_syncs_and_checkpoints_without_being_asked(path):
 
 def test_a_checkpoint_covers_what_was_applied_while_another_was_under_way(path):
     async def main():
-        async with opened(path) as kv:
+        frozen = asyncio.Event()
+        async with opened(path, step=lambda name: name == "data synced" and frozen.set()) as kv:
             kv.apply([(b"a", b"1")])
+            frozen.clear()
             first = asyncio.create_task(kv.checkpoint())
-            while not kv.statistics()["frozen_entries"]:
-                await asyncio.sleep(0)
+            await frozen.wait()
             kv.apply([(b"b", b"1")])
             await kv.checkpoint()
             assert first.done() and kv.statistics()["layer_entries"] == kv.statistics()["frozen_entries"] == 0
