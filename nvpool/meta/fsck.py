@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolError
+from nvpool.base.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolError, WrongShard
 from nvpool.base.ids import ROOT_INODE, counter_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
@@ -32,6 +32,7 @@ ROOTED_MAX = 1_000_000
 """Directories remembered as being below the root, so that a climb is short."""
 LOST_AND_FOUND = b"lost+found"
 NAMES, SUBDIRS, ENTRIES = range(3)
+_NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT))
 
 
 class Problem(NamedTuple):
@@ -80,9 +81,10 @@ class Fsck:
             pairs = self._snapshot.step(limit)
             self.checked += len(pairs)
             for key, raw in pairs:
-                check = self._checks.get(records.kind_of(key)) if len(key) > 1 else None
-                if check is None:
-                    self._lay_aside(key, raw, "a record of a kind that is not known")
+                kind = records.kind_of(key) if len(key) > 1 else -1
+                check = self._checks.get(kind)
+                if check is None or kind in _NUMBERED and records.numbered_key(kind, records.inode_of_key(key)) != key[:9]:
+                    self._lay_aside(key, raw, "a record under a key that is not known")
                 else:
                     check(key, raw)
             if self._snapshot.done:
@@ -207,6 +209,9 @@ class Fsck:
             return
         try:
             _, right_hash, right_key = self._view.place(parent, name)
+        except WrongShard as error:
+            self._found("place", f"{here} is kept by the wrong shard: {error}", None)
+            return
         except NvpoolError as error:
             self._found("dentry", f"{here} has an impossible name: {error}",
                         lambda: [*self._to_lost(inode, key), *self._less(directory, kind == 4)])

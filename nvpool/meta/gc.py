@@ -98,15 +98,11 @@ class Collector:
             self._queued.add(partition)
 
     async def run_once(self) -> tuple[int, int]:
-        """(inodes whose chunks are gone now, orphans and queue entries left). One run at a time; others wait for it."""
+        """(inodes whose chunks are gone now, orphans and queue entries left, as far as was looked). One run at a time;
+        others wait for it."""
         async with self._running:
             await self._bury()
-            removed = left = 0
-            for partition in sorted(self._queued):
-                gone, kept = await self._remove(partition)
-                removed, left = removed + gone, left + kept
-                if not kept:
-                    self._queued.discard(partition)
+            removed, left = await self._empty_queues()
             self.collected += removed
             self.queue_length = left
             return removed, left + len(self.orphans)
@@ -164,29 +160,50 @@ class Collector:
         for number in buried:
             del self.orphans[number]
 
-    async def _remove(self, partition: int) -> tuple[int, int]:
-        """Empty the queue of one partition as far as the targets answer: (removed, left)."""
-        first, end = records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1)
+    async def _empty_queues(self) -> tuple[int, int]:
+        """Work off the queues of all partitions as far as the targets answer: (removed, left)."""
         removed = left = 0
-        while pairs := self._kv.scan(first, end, BATCH):
-            first = pairs[-1][0] + b"\0"
-            await self._kv.sync()
-            by_table: dict[int, list[bytes]] = {}
-            for key, raw in pairs:
-                try:
-                    by_table.setdefault(records.decode_collect(raw).table, []).append(key)
-                except CorruptRecord as error:
-                    _log.error("an entry of the collect queue is left to fsck: %s", error)
-                    left += 1
-            for table, keys in by_table.items():
-                if await self._remove_chunks(table, keys):
-                    while self._kv.full:
-                        await self._kv.room()
-                    self._kv.apply([(key, None) for key in keys], reclaims=True)
-                    removed += len(keys)
-                else:
-                    left += len(keys)
+        away: set[int] = set()
+        batch: list[tuple[bytes, bytes]] = []
+        partitions = sorted(self._queued)
+        for partition in partitions:
+            first, end = records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1)
+            while pairs := self._kv.scan(first, end, BATCH - len(batch)):
+                first = pairs[-1][0] + b"\0"
+                batch += pairs
+                if len(batch) == BATCH:
+                    gone = await self._remove(batch, away)
+                    removed, left = removed + gone, left + len(batch) - gone
+                    batch = []
+                    if not gone:
+                        return removed, left  # nobody answers; the rest is for another time
+        if batch:
+            gone = await self._remove(batch, away)
+            removed, left = removed + gone, left + len(batch) - gone
+        for partition in partitions:
+            if not self._kv.scan(records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1), 1):
+                self._queued.discard(partition)
         return removed, left
+
+    async def _remove(self, batch: list[tuple[bytes, bytes]], away: set[int]) -> int:
+        """Remove the chunks of these entries of the queue; how many are gone. Tables in `away` do not answer now."""
+        await self._kv.sync()
+        by_table: dict[int, list[bytes]] = {}
+        for key, raw in batch:
+            try:
+                by_table.setdefault(records.decode_collect(raw).table, []).append(key)
+            except CorruptRecord as error:
+                _log.error("an entry of the collect queue is left to fsck: %s", error)
+        removed = 0
+        for table, keys in by_table.items():
+            if table in away or not await self._remove_chunks(table, keys):
+                away.add(table)
+                continue
+            while self._kv.full:
+                await self._kv.room()
+            self._kv.apply([(key, None) for key in keys], reclaims=True)
+            removed += len(keys)
+        return removed
 
     async def _remove_chunks(self, table: int, keys: list[bytes]) -> bool:
         targets = await self._targets.of_table(table)

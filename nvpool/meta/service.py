@@ -17,7 +17,7 @@ import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -47,6 +47,7 @@ from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
 from nvpool.meta.numbers import Numbers
+from nvpool.meta.options import MetaOptions
 from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
@@ -59,19 +60,6 @@ _log = logging.getLogger(__name__)
 
 WAITING_MAX = 4096
 """Requests that wait for something at once; more are told Busy."""
-
-
-class MetaOptions(NamedTuple):
-    session_lease_s: float = 60.0
-    grant_s: float = 120.0
-    linger_s: float = 5.0
-    """How long an unlinked inode stays for opens that asked nobody: a client tells of those within less."""
-    tick_s: float = 1.0
-    """Between two looks at leases and at the collector's work."""
-    sweep_s: float = 3600.0
-    """Between two searches of all targets for chunks of inodes that are gone."""
-    files_max: int = 1 << 40
-    """What statfs shows where the engine has no limit."""
 
 
 class MetaService:
@@ -110,7 +98,8 @@ class MetaService:
             self._state = "loading"
         else:
             await self._take_up()
-        self._own(self._run_background())
+        self._own(self._run_leases())
+        self._own(self._run_collector())
         self._own(self._run_sweeps())
 
     def _assemble(self) -> records.Identity:
@@ -201,7 +190,7 @@ class MetaService:
             if not self.died.done():
                 self.died.set_exception(error)
 
-    async def _run_background(self) -> None:
+    async def _run_leases(self) -> None:
         last_s = self._clock.boottime_s()
         while True:
             await asyncio.sleep(self._options.tick_s)
@@ -211,7 +200,13 @@ class MetaService:
                 self._sessions.lengthen(stood_still_s)
             last_s = now_s
             if self._state == "serving":
-                await self.run_once()
+                await self.end_leases()
+
+    async def _run_collector(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.tick_s)
+            if self._state == "serving":
+                await self._collector.run_once()
 
     async def _run_sweeps(self) -> None:
         while True:
@@ -222,17 +217,23 @@ class MetaService:
                 except NvpoolError as error:
                     _log.info("target %d is not swept this time: %s", target, error)
 
-    async def run_once(self) -> tuple[int, int]:
-        """What the background does at each tick: end leases that are over, reserve numbers, collect."""
+    async def end_leases(self) -> None:
+        """End the sessions whose lease is over; reserve numbers where they run low. Waits for the engine only."""
         now_s = self._clock.boottime_s()
         for session in self._sessions.expired(now_s):
             while self._kv.full:
                 await self._kv.room()
+            if session.expires_s >= now_s:
+                continue  # renewed while we waited
             _log.warning("session %#x (%s) has not been renewed and ends", session.number, session.client)
             self._end_session(session, now_s + self._options.grant_s)
             await asyncio.sleep(0)
         if self._numbers.low(self._view.next_number):
             await self._numbers.more()
+
+    async def run_once(self) -> tuple[int, int]:
+        """What the background does at each tick, for tests: (inodes whose chunks went, what is left)."""
+        await self.end_leases()
         return await self._collector.run_once()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -594,3 +595,5 @@ class MetaService:
 _ALWAYS = frozenset((wire.META_STATUS,))
 _BYTES_PER_FILE = 300
 """Of LMDB, cautiously: 146 with names of 16 bytes."""
+
+__all__ = ["MetaOptions", "MetaService"]

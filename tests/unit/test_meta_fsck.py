@@ -247,6 +247,10 @@ def plant_wrong_count(p):
     p.put(records.COUNTS_KEY, records.encode_counts(5))
 
 
+def plant_inode_under_a_key_of_no_number(p):
+    p.put(records.inode_key(p.file)[:2] + b"\xff" * 7, records.encode_inode(p.view.inode(p.file)))
+
+
 def plant_unknown_kind(p):
     p.put(records.prefix(4, records.OTHER) + b"x", b"y")
 

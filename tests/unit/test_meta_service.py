@@ -60,6 +60,18 @@ def run(scenario):
     asyncio.run(body())
 
 
+def test_messages_may_come_in_any_kind_of_buffer():
+    async def body():
+        shard = await Shard().start()
+        for kind in (bytes, bytearray, memoryview):
+            call = DirectCall(100, kind(pb.OpenSessionRequest(client="x").SerializeToString()))
+            shard.service.handle(call)
+            await call.wait()
+        await shard.stop()
+
+    asyncio.run(body())
+
+
 def scenario(function):
     def test():
         run(function)
@@ -565,6 +577,23 @@ async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard,
     with pytest.raises(errors.NotFound):
         await client.getattr(made.inode)
     assert not shard.stores.removed, "nobody could have written to it"
+
+
+@scenario
+async def test_removals_of_many_partitions_go_in_one_message_for_each_target(shard, client):
+    wide = await client.mkdir(ROOT, b"w", wide=True)
+    for number in range(60):
+        await client.file(wide.inode, b"%d" % number, open=True, rights=2)
+        await client.unlink(wide.inode, b"%d" % number)
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
+    shard.clock.advance(3)
+    shard.stores.away = {"inproc://1"}
+    assert (await client.collect()).left == 60
+    shard.stores.away, shard.stores.removed = set(), []
+    reply = await client.collect()
+    assert (reply.inodes, reply.left) == (60, 0)
+    assert sorted((r.target, len(r.inodes)) for r in shard.stores.removed) == [(1, 480), (2, 480)]
+    assert not shard.service._collector._queued
 
 
 @scenario

@@ -1,0 +1,18 @@
+"""What can be set of a metadata service; the defaults are for production. Given by `run/meta_daemon`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class MetaOptions(NamedTuple):
+    session_lease_s: float = 60.0
+    grant_s: float = 120.0
+    linger_s: float = 5.0
+    """How long an unlinked inode stays for opens that asked nobody: a client tells of those within less."""
+    tick_s: float = 1.0
+    """Between two looks at leases and at the collector's work."""
+    sweep_s: float = 3600.0
+    """Between two searches of all targets for chunks of inodes that are gone."""
+    files_max: int = 1 << 40
+    """What statfs shows where the engine has no limit."""
