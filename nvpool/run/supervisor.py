@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
@@ -176,7 +177,7 @@ class Supervisor:
             call.fail(error)
 
     async def _answer_map(self, call: Call) -> bytes:
-        request = pool_pb2.MapRequest.FromString(bytes(call.message))
+        request = _read(pool_pb2.MapRequest, call)
         newest = await self._coordinator.watch(request.newer_than, max(0.0, request.wait_s))
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
@@ -184,14 +185,14 @@ class Supervisor:
         return pool_pb2.PoolStatusReply(status=msgspec.json.encode(await self.status())).SerializeToString()
 
     async def _answer_stop(self, call: Call) -> bytes:
-        request = pool_pb2.PoolStopRequest.FromString(bytes(call.message))
+        request = _read(pool_pb2.PoolStopRequest, call)
         if request.drain_s > 0:
             self._drain_s = min(request.drain_s, _DRAIN_S_MAX)
         asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
         return pool_pb2.PoolStopReply().SerializeToString()
 
     async def _answer_change(self, call: Call) -> bytes:
-        request = pool_pb2.PoolChangeRequest.FromString(bytes(call.message))
+        request = _read(pool_pb2.PoolChangeRequest, call)
         if request.verb != "drive-add":
             raise InvalidRequest(f"no change is called {request.verb!r}; there is: drive-add")
         try:
@@ -199,6 +200,8 @@ class Supervisor:
             path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes") from None
+        if not os.path.isabs(path):
+            raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
         # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
         result = await asyncio.shield(asyncio.ensure_future(self._add_drive(path, capacity_bytes)))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
@@ -308,6 +311,13 @@ class Supervisor:
         except NvpoolError as error:
             seen["state"], seen["reason"] = "silent", str(error)
             return None
+
+
+def _read(kind, call: Call):
+    try:
+        return kind.FromString(bytes(call.message))
+    except DecodeError:
+        raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
 
 
 def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap) -> dict:

@@ -1,0 +1,163 @@
+"""What the supervisor decides and answers, with a coordinator in memory and programs of three lines."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import Bug, Fenced, InvalidRequest, NvpoolError
+from nvpool.base.host import identity_of
+from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import decode_map
+from nvpool.run import supervisor as room
+from nvpool.run.daemon import Stop
+from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.transport import Peer
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+SERVES = """if True:
+    import signal, sys
+    from nvpool.base.directory import Flock, PoolDirectory, announcement
+    directory, role, number = PoolDirectory(sys.argv[2]), sys.argv[1].split("_")[0], int(sys.argv[3])
+    name = f"{'target' if role == 'store' else role}-{number}"
+    lock = Flock.take(directory.run / f"{name}.lock", name)
+    directory.announce(name, announcement(role, now_ms=7, number=number))
+    signal.pause()
+"""
+
+
+class Asked:
+    """A request, and the answer to it."""
+
+    peer = Peer("test", "here", True)
+
+    def __init__(self, method: int, message: bytes):
+        self.method, self.message = method, message
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def reply(self, message=b"", payload=()):
+        self.answer.set_result(bytes(message))
+
+    def fail(self, error):
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def on_cancel(self, callback):
+        self.cancel = callback
+
+
+def scenario(tmp_path, monkeypatch, run):
+    """`run(supervisor, stop, failed, directory)` beside a supervisor that runs; every program ends afterwards."""
+    monkeypatch.setattr(room, "command", lambda module, *words: [sys.executable, "-c", SERVES, module, *words])
+    directory = PoolDirectory(tmp_path)
+    directory.run.mkdir()
+
+    async def whole():
+        stop, failed = Stop(), asyncio.get_running_loop().create_future()
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
+        supervisor = room.Supervisor(directory, Config(), coordinator, stop, failed)
+        running = asyncio.ensure_future(supervisor.run())
+        try:
+            async with asyncio.timeout(60):
+                await until(lambda: all(directory.state_of(n) for n in ("meta-1", "target-1", "target-2")))
+                await run(supervisor, stop, failed, directory, running)
+        finally:
+            stop.asked.set()
+            await asyncio.wait([running], timeout=30)
+            await supervisor.close()
+            await coordinator.close()
+            for state in directory.states().values():
+                os.kill(state.pid, signal.SIGKILL)
+
+    asyncio.run(whole())
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  (files and processes make no event)
+            await asyncio.sleep(0.02)
+
+
+async def ask(supervisor, method, request) -> bytes:
+    asked = Asked(method, request if isinstance(request, bytes) else request.SerializeToString())
+    supervisor.handle(asked)
+    return await asyncio.wait_for(asked.answer, 30)
+
+
+def test_a_stop_ends_the_processes_and_a_failure_leaves_them_running(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        pids = [state.pid for state in directory.states().values()]
+        failed.set_exception(Fenced("the journal of the map could not be synced"))
+        with pytest.raises(Fenced):
+            await running
+        assert all(identity_of(pid) for pid in pids), "they run on for the next supervisor"
+
+        next_one = room.Supervisor(directory, Config(), supervisor._coordinator, stop,
+                                   asyncio.get_running_loop().create_future())
+        again = asyncio.ensure_future(next_one.run())
+        await until(lambda: next_one._children and all(child.state == "serving" for child in next_one._children.values()))
+        assert [child.pid for child in next_one._children.values()] == [directory.state_of(name).pid
+                                                                         for name in next_one._children]
+        stop.ask("test")
+        await again
+        assert not any(identity_of(pid) for pid in pids)
+        await next_one.close()
+    scenario(tmp_path, monkeypatch, run)
+
+
+def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted_one_the_old(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        started = supervisor._coordinator.pool_map
+        assert {chain.epoch for table in started.tables for chain in table.chains} == {2}
+        victim = directory.state_of("target-1").pid
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: directory.state_of("target-1").pid != victim)
+        chains = [chain for table in supervisor._coordinator.pool_map.tables for chain in table.chains]
+        assert {(chain.targets, chain.epoch) for chain in chains} == {((1,), 3), ((2,), 2)}
+    scenario(tmp_path, monkeypatch, run)
+
+
+def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        now = supervisor._coordinator.pool_map
+        reply = pool_pb2.MapReply.FromString(await ask(supervisor, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=0)))
+        assert decode_map(reply.map) == now
+        request = pool_pb2.MapRequest(newer_than=now.epoch, wait_s=0.05)
+        assert pool_pb2.MapReply.FromString(await ask(supervisor, wire_pb2.POOL_MAP, request)).map == b""
+        asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString())
+        supervisor.handle(asked)
+        await supervisor._raise_chain_epochs(1)
+        newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 10)).map)
+        assert newer.epoch == now.epoch + 1
+        gone = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=newer.epoch, wait_s=30).SerializeToString())
+        supervisor.handle(gone)
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(NvpoolError):
+            await asyncio.wait_for(gone.answer, 10)
+        assert not supervisor._answers, "an asker that went away costs nothing"
+    scenario(tmp_path, monkeypatch, run)
+
+
+@pytest.mark.parametrize("method, request_", [
+    (wire_pb2.META_LOOKUP, b""),
+    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="explode")),
+    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{")),
+    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"[]")),
+    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=json.dumps(
+        {"path": "/x", "capacity_bytes": "much"}).encode())),
+    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "x"}')),
+    (wire_pb2.POOL_MAP, b"\xff\xff\xff")], ids=["method", "verb", "json", "list", "size", "path", "message"])
+def test_what_makes_no_sense_is_refused_and_changes_nothing(tmp_path, monkeypatch, method, request_):
+    async def run(supervisor, stop, failed, directory, running):
+        before = supervisor._coordinator.pool_map
+        with pytest.raises(InvalidRequest) as caught:
+            await ask(supervisor, method, request_)
+        assert not isinstance(caught.value, Bug) and supervisor._coordinator.pool_map == before and not running.done()
+    scenario(tmp_path, monkeypatch, run)
