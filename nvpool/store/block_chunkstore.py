@@ -26,7 +26,7 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvpool.base.clock import Clock
@@ -86,14 +86,15 @@ _HELD_CHANGES_MAX = 50_000
 DISCARD_BLOCKS_MIN = 64
 
 
-async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions,
-                           clock: Clock) -> BlockChunkStore:
+async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions, clock: Clock,
+                           on_fence: Callable[[str], None] | None = None) -> BlockChunkStore:
     """The store in `path`, whose lock the caller holds and gives over when this returns."""
     device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
     kv = None
     try:
         store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
         store.path = device.path
+        store.on_fence = on_fence
         check = ReplayCheck(device.read_whole)
         kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
                                                            map_bytes_max=options.index_bytes_max),
@@ -123,6 +124,7 @@ class BlockChunkStore:
         self.path = ""
         self.kind = "memory"
         self.fenced_because = ""
+        self.on_fence: Callable[[str], None] | None = None
         self._closed = False
         self._written = 1  # the process before us may have written what is not synced yet
         self._synced = 0
@@ -373,6 +375,8 @@ class BlockChunkStore:
         if not self.fenced_because:
             self.fenced_because = reason
             log.error("target %d is fenced: %s", self.target, reason)
+            if self.on_fence is not None:
+                self.on_fence(reason)
 
     def _refuse_when_fenced(self) -> None:
         if self.fenced_because or self._closed:

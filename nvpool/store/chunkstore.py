@@ -21,7 +21,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -284,9 +284,10 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
 
 
 async def open_chunk_store(path: str | os.PathLike, target: int = 0, options: StoreOptions | None = None, *,
-                           clock: Clock = SYSTEM_CLOCK) -> ChunkStore:
+                           clock: Clock = SYSTEM_CLOCK, on_fence: Callable[[str], None] | None = None) -> ChunkStore:
     """Open the store in the directory `path`; `target` 0: whichever it is. Blocks named by replayed index records are checked
-    before this returns, and what was answered before is durable.
+    before this returns, and what was answered before is durable. `on_fence` is told the reason, once, when the store can not
+    vouch for its drive any more: end the process, or open it anew.
 
     NotFound      there is none: create it
     WrongFormat   of another version: use the nvpool that made it
@@ -301,7 +302,7 @@ async def open_chunk_store(path: str | os.PathLike, target: int = 0, options: St
     try:
         if target and superblock.target != target:
             raise WrongTarget(f"{where} is target {superblock.target}, not {target}")
-        return await open_block_store(where, superblock, lock, options or StoreOptions(), clock)
+        return await open_block_store(where, superblock, lock, options or StoreOptions(), clock, on_fence)
     except BaseException:
         os.close(lock)
         raise

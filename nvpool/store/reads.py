@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
 from nvpool.base.errors import (
     ChecksumMismatch,
+    CorruptRecord,
     DriveFailed,
     InvalidRequest,
     NvpoolError,
@@ -146,6 +147,8 @@ class BatchReader:
                 if bad_chunks and (inode, number) in bad_chunks:
                     work.checked.append(place // RESULT.size)
             except (NvpoolError, IndexError) as error:
+                if isinstance(error, CorruptRecord):
+                    self._quarantine.note(inode, number, offset >> 12, f"can not be found: {error}")
                 code = error.wire_code if isinstance(error, NvpoolError) else InvalidRequest.wire_code
                 pack_result(results, place, code, 0, 0, 0)
                 crcs.append(b"")

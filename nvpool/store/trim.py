@@ -27,8 +27,10 @@ from nvpool.store.records import (
     bad_key,
     decode_segment,
     encode_inode,
+    inode_end_key,
     inode_key,
     replaced,
+    segment_key,
 )
 
 if TYPE_CHECKING:
@@ -83,10 +85,16 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
 async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: bool) -> tuple[int, int]:
     """Remove the chunks of the inode from index `first` on; (chunks, blocks)."""
     chunks = blocks = 0
-    while records := store.index.records(inode, first, STEP_RECORDS):
+    while True:
         if store.kv.full:
             await store.kv.room()
+        try:
+            records = store.index.records(inode, first, STEP_RECORDS)
+        except CorruptRecord as error:
+            _drop_damaged(store, inode, first, error)
             continue
+        if not records:
+            break
         transaction = Transaction()
         effects: list[Effect] = []
         gone: list[int] = []
@@ -120,6 +128,28 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
         chunks += len(gone)
         first = gone[-1] + 1
     return chunks, blocks
+
+
+def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord) -> None:
+    """Remove the first record of the inode, from chunk `first` on, that can not be read: what is removed needs no reading. A
+    scan says only that there is one, so its key is found by halving the range. Its blocks stay used until the free map is mended.
+    """
+    low, high = first << 8, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            store.kv.scan(_key(inode, low), _key(inode, middle), STEP_RECORDS)
+            low = middle
+        except CorruptRecord:
+            high = middle
+    log.error("target %d: chunk %d of inode %d is removed unread: %s", store.target, low >> 8, inode, error)
+    store.kv.apply([(_key(inode, low), None)], reclaims=True)
+    store.index.forget(inode, low >> 8)
+
+
+def _key(inode: int, place: int) -> bytes:
+    """Of a segment by chunk index and segment as one number."""
+    return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
 async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int) -> None:
