@@ -39,8 +39,12 @@ WORKERS_MAX = 128
 """Requests in work at once. Each worker has a buffer of libfuse (1 MiB of address space, touched as far as writes were large);
 what comes above it waits in the kernel. A dead store can hold this many reads until their deadline."""
 
-SPIN_LOOKS = int(os.environ.get("SPIN", "48"))
+SPIN_LOOKS = 48
 """About 20 µs. A sleeping process of a virtual machine is awake 25 µs after its wake-up."""
+
+SPIN_CREDIT_MAX = 16
+"""Each look-out that finds a request earns two more, each in vain costs one; without credit only every 32nd time is tried.
+So a machine whose cores are all busy does not pay for it."""
 
 BURST_MAX = 16
 """Requests that a worker may take one after the other before everything else on the loop gets its turn."""
@@ -87,8 +91,8 @@ class _Loop:
     """The part of trio that pyfuse3's session loop uses, on an asyncio loop.
 
     One reader stays registered for /dev/fuse. When it is readable, one idle worker is woken; that one reads without
-    waiting, since nobody else is woken before it ran. A worker that has answered and is the only one at work looks for the next
-    request SPIN_LOOKS times before it sleeps: waking up costs more than an application takes to ask again.
+    waiting, since nobody else is woken before it ran. A worker that has answered and is the only one at work looks for the
+    next request SPIN_LOOKS times before it sleeps: waking up costs more than an application takes to ask again.
     """
 
     ClosedResourceError = _Closed
@@ -101,6 +105,8 @@ class _Loop:
         self._fd = -1
         self._poll = lambda wait_ms: []
         self._burst = 0
+        self._credit = SPIN_CREDIT_MAX
+        self._turn = 0
         self._at_once: asyncio.Future
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task] = set()
@@ -127,11 +133,15 @@ class _Loop:
             self._at_once = self._loop.create_future()
             self._at_once.set_result(None)
         elif len(self._tasks) - len(self.idle) == 1 and self._burst:
-            self._burst -= 1
-            look = self._poll
-            for _ in range(SPIN_LOOKS):
-                if look(0):
-                    return self._at_once
+            self._turn += 1
+            if self._credit or not self._turn & 31:
+                self._burst -= 1
+                look = self._poll
+                for _ in range(SPIN_LOOKS):
+                    if look(0):
+                        self._credit = min(self._credit + 2, SPIN_CREDIT_MAX)
+                        return self._at_once
+                self._credit = max(self._credit - 1, 0)
         future = self._loop.create_future()
         if self.closing:
             future.set_exception(_Closed())
