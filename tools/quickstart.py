@@ -14,7 +14,6 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main: nobody wants to see 
 
 import argparse
 import asyncio
-import errno
 import os
 import shutil
 import stat
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nvpool.base.checksum import crc32c
+from nvpool.base.errors import DriveFailed, Refused
 from nvpool.base.units import MIB, format_bytes
 from nvpool.cli.main import main as run_command
 from nvpool.cli.place import find, session
@@ -152,15 +152,14 @@ class Quickstart:
         rows: list[tuple[str, str, Measured]] = []
 
         def add(name: str, caches: str, measured: Callable[[], Measured]) -> None:
+            print(f"{name} ({caches}): ", end="", flush=True)
             try:
                 found = measured()
-            except Exception as error:
-                if not isinstance(error, OSError) and getattr(error, "errno", 0) not in (errno.EINVAL, errno.EIO):
-                    raise
-                print(f"{name}: not measured: {error}")  # a file system without O_DIRECT
+            except (Refused, DriveFailed) as error:
+                print(f"not measured: {error}")  # a file system without O_DIRECT
                 return
             rows.append((name, caches, found))
-            print(f"{name} ({caches}): {found.rate:,.0f} reads/s", flush=True)
+            print(f"{found.rate:,.0f} reads/s", flush=True)
 
         short = self.seconds / 3
         for path in here:
