@@ -1,0 +1,69 @@
+"""Every example of SEMANTICS.md, run as it is printed there; and what its tables say is refused."""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import time
+
+import pytest
+from conftest import ROOT, wait_until
+
+pytestmark = pytest.mark.mount
+
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "SEMANTICS.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def there(here, second, mounted):
+    place = second.place / here.relative_to(mounted.place)
+    wait_until(place.exists, "the directory at the other mount", 3)
+    return place
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0][:50] for text in EXAMPLES])
+def test_the_example_says_the_truth(here, there, example):
+    exec(compile(example, "SEMANTICS.md", "exec"), {"os": os, "time": time, "fcntl": fcntl, "here": here, "there": there})
+
+
+def refused(call):
+    with pytest.raises(OSError) as error:
+        call()
+    return error.value.errno
+
+
+def test_what_is_refused_is_refused_with_the_errno_that_is_told(here):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    with open(here / "f", "w+b") as file, open(here / "a", "ab") as append:
+        assert libc.fallocate(file.fileno(), 0, 0, 4096) == -1 and ctypes.get_errno() == errno.EOPNOTSUPP
+        file.write(b"x" * 4096)
+        file.flush()
+        with open(here / "g", "wb") as other:
+            ficlone = 0x40049409
+            assert refused(lambda: fcntl.ioctl(other, ficlone, file.fileno())) == errno.EOPNOTSUPP
+        append.write(b"x" * 4096)
+        append.flush()
+        assert refused(lambda: mmap.mmap(append.fileno(), 4096, prot=mmap.PROT_WRITE)) in (errno.ENODEV, errno.EACCES)
+    with open(here / "b", "a+b") as both:
+        both.write(b"x" * 4096)
+        both.flush()
+        assert refused(lambda: mmap.mmap(both.fileno(), 4096)) == errno.ENODEV
+
+
+def test_copy_file_range_copies(here):
+    (here / "a").write_bytes(os.urandom(100_000))
+    with open(here / "a", "rb") as source, open(here / "b", "wb") as target:
+        copied = 0
+        while copied < 100_000:
+            copied += os.copy_file_range(source.fileno(), target.fileno(), 100_000)
+    assert (here / "a").read_bytes() == (here / "b").read_bytes()
+
+
+def test_reading_does_not_stamp_the_access_time(here):
+    (here / "f").write_bytes(b"x")
+    os.utime(here / "f", ns=(1, 1))
+    (here / "f").read_bytes()
+    assert os.stat(here / "f").st_atime_ns == 1
