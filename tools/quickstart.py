@@ -31,11 +31,13 @@ from nvpool.cli.place import find, session
 from nvpool.cli.progress import Look, shown
 from nvpool.cli.render import print_table, show_error
 from nvpool.client.vfs import Caller
-from nvpool.sdk.probe import Measured, largest_files, read_local, read_pool
+from nvpool.sdk.probe import Measured, read_local, read_pool
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FILES_MEASURED = 256
 """Few enough to keep open, enough that their contents are spread over all targets."""
+INSTALLED_LATER = ("site-packages", "dist-packages")
+"""Folders of the standard library's directory that are not of it, and may be of any size."""
 KEPT_FREE_BYTES = 512 * MIB
 CAP_SYS_ADMIN = 21
 
@@ -59,11 +61,12 @@ class Failed(Exception):
 
 
 class Quickstart:
-    def __init__(self, source: Path, directory: Path, mount: Path, seconds: float):
+    def __init__(self, source: Path, directory: Path, mount: Path, seconds: float, exclude: tuple[str, ...]):
         self.source = source
         self.directory = directory
         self.mount = mount
         self.seconds = seconds
+        self.exclude = exclude
         self.name = source.name or "root"
         self.mounted = False
 
@@ -81,7 +84,7 @@ class Quickstart:
         why_not = no_mount_because()
         command = ["dev", "up", str(self.directory)]
         if not self.directory.exists():
-            need = tree_bytes(self.source) * 5 // 4 + KEPT_FREE_BYTES
+            need = tree_bytes(self.source, self.exclude) * 5 // 4 + KEPT_FREE_BYTES
             free = shutil.disk_usage(self.directory.parent).free
             if need > free:
                 raise Failed(f"{self.source} needs {format_bytes(need)} here, {format_bytes(free)} are free; name a smaller "
@@ -100,7 +103,8 @@ class Quickstart:
 
     def bring_in(self) -> None:
         title(f"2. Import {self.source}")
-        nvpool("import", str(self.source), f"{self.directory}:/{self.name}")
+        exclude = [word for pattern in self.exclude for word in ("--exclude", pattern)]
+        nvpool("import", str(self.source), f"{self.directory}:/{self.name}", *exclude)
 
     def compare(self) -> None:
         title(f"3. Compare every byte {'through the mount' if self.mounted else 'through the SDK'}")
@@ -117,7 +121,8 @@ class Quickstart:
 
     async def _compare_mount(self, counted: Counted) -> None:
         def work() -> None:
-            pairs = [(path, self.mount / self.name / path.relative_to(self.source)) for path in regular_files(self.source)]
+            pairs = [(path, self.mount / self.name / path.relative_to(self.source))
+                     for path in regular_files(self.source, self.exclude)]
             counted.total = sum(path.lstat().st_size for path, _ in pairs)
             for path, there in pairs:
                 equal = checksum(path) == checksum(there)
@@ -131,8 +136,8 @@ class Quickstart:
     async def _compare_sdk(self, counted: Counted) -> None:
         async with session(str(self.directory), "quickstart") as client:
             vfs, caller = client.vfs, Caller(os.geteuid(), os.getegid())
-            counted.total = tree_bytes(self.source)
-            for path in regular_files(self.source):
+            counted.total = tree_bytes(self.source, self.exclude)
+            for path in regular_files(self.source, self.exclude):
                 relative = path.relative_to(self.source)
                 attr = await find(vfs, os.fsencode(f"/{self.name}/{relative}"))
                 handle = await vfs.open(attr.inode, os.O_RDONLY, caller)
@@ -144,7 +149,7 @@ class Quickstart:
 
     def measure(self) -> None:
         title(f"4. Read 4 KiB at random places of the {FILES_MEASURED} largest files")
-        here = [path for path in largest_files(str(self.source), FILES_MEASURED) if os.path.getsize(path) >= 4096]
+        here = [str(path) for path in self.largest(FILES_MEASURED) if path.lstat().st_size >= 4096]
         if not here:
             print("no file is large enough")
             return
@@ -182,6 +187,9 @@ class Quickstart:
         print("(The latency of read_many is that of a call of 64 reads. Everything shares this machine's "
               f"{os.cpu_count()} cores; bench/README.md measures with less in the way.)")
 
+    def largest(self, count: int) -> list[Path]:
+        return sorted(regular_files(self.source, self.exclude), key=lambda path: (-path.lstat().st_size, path))[:count]
+
     async def _read_pool(self, paths: Iterable[bytes]) -> Measured:
         async with session(str(self.directory), "quickstart") as client:
             caller, handles = Caller(os.geteuid(), os.getegid()), []
@@ -196,7 +204,7 @@ class Quickstart:
     def farewell(self) -> None:
         title("The pool goes on serving. Try next:")
         command, place, mount = map(shown_path, (Path(sys.executable).parent / "nvpool", self.directory, self.mount))
-        largest = max(regular_files(self.source), key=lambda path: path.lstat().st_size).relative_to(self.source)
+        largest = self.largest(1)[0].relative_to(self.source)
         tries = [(f"{command} status {place}", "its processes and drives"),
                  (f"{command} file info {place}:/{self.name}/{largest}", "which chunks, on which drives"),
                  (f"{command} fsck {place}", "check everything, while it serves"),
@@ -235,17 +243,17 @@ def shown_path(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def regular_files(root: Path) -> Iterable[Path]:
+def regular_files(root: Path, exclude: tuple[str, ...]) -> Iterable[Path]:
     for folder, folders, names in os.walk(root):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if name not in exclude)
         for name in sorted(names):
             path = Path(folder, name)
             if stat.S_ISREG(path.lstat().st_mode):
                 yield path
 
 
-def tree_bytes(root: Path) -> int:
-    return sum(path.lstat().st_size for path in regular_files(root))
+def tree_bytes(root: Path, exclude: tuple[str, ...]) -> int:
+    return sum(path.lstat().st_size for path in regular_files(root, exclude))
 
 
 def checksum(path: Path) -> int | None:
@@ -284,13 +292,12 @@ def no_mount_because() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]),
-                        help="a directory; default: the Python standard library")
+    parser.add_argument("--source", type=Path, help="a directory; default: the Python standard library")
     parser.add_argument("--directory", type=Path, default=CHECKOUT / ".quickstart", help="of the pool")
     parser.add_argument("--mount", type=Path, default=CHECKOUT / "pool")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the random reads")
     arguments = parser.parse_args()
-    source = arguments.source.resolve()
+    source = Path(arguments.source or sysconfig.get_paths()["stdlib"]).resolve()
     if not source.is_dir():
         parser.error(f"{arguments.source} is no directory")
     for own in (arguments.directory, arguments.mount):
@@ -298,7 +305,8 @@ def main() -> int:
             parser.error(f"{source} holds {own}, where this pool is going to be; choose another tree")
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        Quickstart(source, arguments.directory.resolve(), arguments.mount.absolute(), arguments.seconds).run()
+        Quickstart(source, arguments.directory.resolve(), arguments.mount.absolute(), arguments.seconds,
+                   () if arguments.source else INSTALLED_LATER).run()
     except Failed as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from nvpool.cli.import_tree import parallel_option, transfer, verify_option
+from nvpool.cli.import_tree import exclude_option, parallel_option, transfer, verify_option
 from nvpool.cli.place import Place, PlaceType
 from nvpool.cli.render import json_option
 
@@ -23,12 +23,12 @@ examples:
 @click.argument("destination", metavar="DST", type=click.Path())
 @parallel_option
 @verify_option
+@exclude_option
 @json_option
-def export_tree(place: Place, destination: str, parallel: int, verify: bool, as_json: bool) -> int:
+def export_tree(place: Place, destination: str, as_json: bool, **wishes) -> int:
     """Copy a tree or file of a pool to the local path DST.
 
     What is in the folder /path comes to lie in DST, which is made where it is missing. Kept is what `nvpool import` keeps.
     """
     from nvpool.sdk.transfer import export_tree
-    return transfer("export", place, as_json, parallel, verify,
-                    lambda vfs, **more: export_tree(vfs, place.path, destination, **more))
+    return transfer("export", place, as_json, wishes, lambda vfs, **more: export_tree(vfs, place.path, destination, **more))

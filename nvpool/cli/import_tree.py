@@ -13,6 +13,8 @@ parallel_option = click.option("--parallel", type=click.IntRange(1, 512), defaul
                                help="Files at once.")
 verify_option = click.option("--verify/--no-verify", default=True, show_default=True,
                              help="Read back what was written and compare checksums.")
+exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
+                              help="Leave out files and folders of this name, like '*.tmp'; repeat it.")
 
 
 @click.command("import", epilog="""\b
@@ -29,19 +31,19 @@ examples:
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @parallel_option
 @verify_option
+@exclude_option
 @json_option
-def import_tree(source: str, place: Place, parallel: int, verify: bool, as_json: bool) -> int:
+def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:
     """Copy the tree or file SRC into a pool.
 
     What is in the folder SRC comes to lie in /path, which is made where it is missing. Kept are modes, owners (as root), times,
     symbolic and hard links, holes, extended attributes and special files.
     """
     from nvpool.sdk.transfer import import_tree
-    return transfer("import", place, as_json, parallel, verify,
-                    lambda vfs, **more: import_tree(vfs, source, place.path, **more))
+    return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
 
 
-def transfer(verb: str, place: Place, as_json: bool, parallel: int, verify: bool, move) -> int:
+def transfer(verb: str, place: Place, as_json: bool, wishes: dict, move) -> int:
     """Run `move` with a session of the place's pool, show how it goes and what came of it; the exit code."""
     from nvpool.base.clock import SYSTEM_CLOCK
     from nvpool.base.units import format_bytes
@@ -50,7 +52,7 @@ def transfer(verb: str, place: Place, as_json: bool, parallel: int, verify: bool
     from nvpool.cli.render import print_json, say
     from nvpool.sdk.transfer import Tally, TransferOptions
     tally = Tally()
-    options = TransferOptions()._replace(parallel=parallel, verify=verify)
+    options = TransferOptions()._replace(**wishes)
 
     def look() -> Look:
         return Look(tally.bytes, tally.bytes_total if tally.counted else None, f"{tally.files:,} files")

@@ -11,7 +11,6 @@ import array
 import asyncio
 import mmap
 import os
-import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -171,22 +170,6 @@ async def read_pool(vfs: Any, handles: Sequence[Any], *, seconds: float, piece_b
         for _ in range(in_flight):
             group.create_task(loop())
     return latencies.measured(piece_bytes, SYSTEM_CLOCK.boottime_s() - began_s, batch)
-
-
-def largest_files(root: str, count: int) -> list[str]:
-    """The largest regular files at and below `root`, by their size then name, so that the same tree gives the same."""
-    found: list[tuple[int, str]] = []
-    for folder, _, names in os.walk(root):
-        for name in names:
-            path = os.path.join(folder, name)
-            try:
-                state = os.lstat(path)
-            except OSError:
-                continue
-            if stat.S_ISREG(state.st_mode):
-                found.append((-state.st_size, path))
-    found.sort()
-    return [path for _, path in found[:count]]
 
 
 def time_each(step: Callable[[int], Any], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:

@@ -205,6 +205,13 @@ def test_what_goes_in_and_comes_out_is_the_same_tree(source, tmp_path):
     assert tally.bytes == tally.bytes_total and tally.files == tally.files_total
 
 
+def test_what_is_to_be_left_out_is_left_out_both_ways(source, tmp_path):
+    (tmp_path / "root").mkdir()
+    tally = bring_in(tmp_path / "root", source, exclude=("deep*", "*arge"))
+    assert not (tmp_path / "root/a/b/deep").exists() and not (tmp_path / "root/a/b/large").exists()
+    assert tally.bytes == tally.bytes_total and tally.files == tally.files_total == 4
+
+
 def test_holes_stay_holes_both_ways(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)

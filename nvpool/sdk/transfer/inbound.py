@@ -70,7 +70,7 @@ class _Import:
             inode, fresh = await self._folder(inode, name)
         root = Folder(None, source, inode, found, fresh)
         self._folders.append(root)
-        counting = asyncio.create_task(asyncio.to_thread(count_local, source, self._tally))
+        counting = asyncio.create_task(asyncio.to_thread(count_local, source, self._tally, self._options))
         await self._crew.run(self._list_folders())
         await counting
         await self._vfs.fsyncdir(inode)
@@ -110,6 +110,8 @@ class _Import:
             while batch := await self._crew.blocking(_next_entries, entries):
                 for name, found in batch:
                     path = os.path.join(folder.path, name)
+                    if self._options.leaves_out(name):
+                        continue
                     if isinstance(found, OSError):
                         self._tally.fail(path, found)
                     elif stat.S_ISDIR(found.st_mode):

@@ -81,6 +81,8 @@ class _Export:
         while waiting:
             async for entries in self._entries(waiting.pop()):
                 for entry in entries:
+                    if self._options.leaves_out(entry.name):
+                        continue
                     if stat.S_ISDIR(entry.attr.mode):
                         waiting.append(entry.inode)
                     elif stat.S_ISREG(entry.attr.mode):
@@ -113,6 +115,8 @@ class _Export:
     async def _list_folder(self, folder: Folder) -> None:
         async for entries in self._entries(folder.found.inode):
             for entry in entries:
+                if self._options.leaves_out(entry.name):
+                    continue
                 path, place, attr = folder.path + b"/" + entry.name, os.path.join(folder.place, entry.name), entry.attr
                 if not stat.S_ISDIR(attr.mode):
                     await self._crew.add(folder, path, partial(self._entry, place, attr))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from nvpool.base.units import MIB
@@ -24,6 +25,11 @@ class TransferOptions(NamedTuple):
     """Read back what was written and compare its CRC32C with that of the source."""
     owners: bool = os.geteuid() == 0
     """Give files their owners; only root can."""
+    exclude: tuple[str, ...] = ()
+    """Names, as shell patterns, of files and folders below the source that are left out, with all that is in them."""
+
+    def leaves_out(self, name: bytes) -> bool:
+        return any(fnmatchcase(os.fsdecode(name), pattern) for pattern in self.exclude)
 
 
 class Failure(NamedTuple):
@@ -68,7 +74,7 @@ class Tally:
         return found
 
 
-def count_local(path: bytes, tally: Tally) -> None:
+def count_local(path: bytes, tally: Tally, options: TransferOptions) -> None:
     """Grow the totals by all regular files at and below `path`. Runs in a thread; what can not be read is not counted."""
     waiting = [path]
     while waiting:
@@ -76,6 +82,8 @@ def count_local(path: bytes, tally: Tally) -> None:
             with os.scandir(waiting.pop()) as entries:
                 for entry in entries:
                     try:
+                        if options.leaves_out(entry.name):
+                            continue
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append(entry.path)
                         elif entry.is_file(follow_symlinks=False):
