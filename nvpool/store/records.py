@@ -4,7 +4,8 @@
     F                                                     the store's identity (JSON, written once)
     S                                                     u64, u64: changes up to the first sequence number were flushed, their
                                                           data included; the second is this change's own
-    c inode u64 · chunk u32 · segment u8   (big-endian)   segment record; segment 0 of a chunk also holds its head
+    c inode u64 · chunk u32 · segment u8   (big-endian)   segment record; segment 0 of a chunk also holds its head. Chunk and
+                                                          segment are left out where both are 0
     p …the same                                           reserved: the pending version of a segment, same record
     i inode u64                                           inode record: the newest cut known here
     g group u32                                           bitmap of 8,192 blocks: 1 is used; no record: all free
@@ -13,7 +14,7 @@
     r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
                                                           drive: rejected u64 (bit n: block n), record; see recovery.py
 
-A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian:
+A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian, in the general form:
 
     format u8 = 1 · flags u8 · runs u8 · requests u8 · fresh u8 · fresh blocks u8
     flag HEAD:   version u64 (chain epoch u32 above counter u32)
@@ -23,9 +24,15 @@ A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian:
     runs × 6:    u32 low part of the disk block, u16: its high 10 bits above 6 bits of (blocks of the run - 1)
     present blocks × 4: CRC32C
 
-`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. A full segment
-in 64 runs with 16 requests is 958 bytes, a file of one block 42. The kv keeps a checksum with each record, so a flipped bit in
-the index is an error and never a hole full of zeros.
+`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. The form of small
+files, for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is an LEB128 number:
+
+    format u8 = 2 · u8: blocks, bit 7: a request · chain epoch v · counter v · cut v · first disk block v
+    request: session u64 · slot v · sequence v
+    blocks × 4: CRC32C
+
+So a full segment in 64 runs with 16 requests is 958 bytes, and a file of one block about 24, with a key of 9. The kv keeps a
+checksum with each record, so a flipped bit in the index is an error and never a hole full of zeros.
 
 Called by the store's other files only. Never does I/O.
 """
@@ -46,7 +53,8 @@ REQUESTS_KEPT = 16
 DISK_BLOCKS_MAX = 1 << 42
 
 HEAD, CUT, HOLES = 1, 2, 4
-_FORMAT = 1
+_FORMAT, _SMALL = 1, 2
+_SMALL_BYTE = bytes((_SMALL,))
 _START = struct.Struct("<BBBBBB")
 _REQUEST = struct.Struct("<QQH")
 _U64 = struct.Struct("<Q")
@@ -95,12 +103,12 @@ class InodeRecord(NamedTuple):
 
 
 def segment_key(inode: int, index: int, segment: int) -> bytes:
-    return _KEY.pack(b"c", inode, index, segment)
+    return _KEY.pack(b"c", inode, index, segment) if index or segment else _INODE_KEY.pack(b"c", inode)
 
 
 def split_segment_key(key: bytes) -> tuple[int, int, int]:
     """(inode, chunk index, segment)."""
-    return _KEY.unpack(key)[1:]
+    return _KEY.unpack(key)[1:] if len(key) == _KEY.size else (_INODE_KEY.unpack(key)[1], 0, 0)
 
 
 def inode_end_key(inode: int) -> bytes:
@@ -143,6 +151,8 @@ def check_format(key: bytes, raw: bytes, least: int) -> None:
 def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
     """The record of a segment; `head` is given for segment 0 and for no other."""
     disk = segment.disk
+    if segment.base and head is not None and len(head.requests) < 2 and not fresh and fresh_blocks == len(disk):
+        return _encode_small(segment, head)
     runs = bytearray()
     run_count = 0
     flags = 0
@@ -186,8 +196,58 @@ def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_bl
     return b"".join(parts)
 
 
+def _number(value: int) -> bytes:
+    """LEB128 (DWARF 5, appendix C)."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _encode_small(segment: Segment, head: Head) -> bytes:
+    numbers = (head.version >> 32, head.version & 0xFFFFFFFF, head.cut, segment.base)
+    parts = [bytes((_SMALL, len(segment.disk) | (128 if head.requests else 0))), *map(_number, numbers)]
+    for session, slot, sequence in head.requests:
+        parts += [_U64.pack(session), _number(slot), _number(sequence)]
+    parts.append(segment.crcs)
+    return b"".join(parts)
+
+
+def _decode_small(key: bytes, body: bytes) -> tuple[Segment, Head]:
+    at = 2
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = body[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    try:
+        blocks = body[1] & 127
+        epoch, counter, cut, base = number(), number(), number(), number()
+        requests: tuple = ()
+        if body[1] & 128:
+            session, = _U64.unpack_from(body, at)
+            at += 8
+            requests = ((session, number(), number()),)
+    except (IndexError, struct.error):
+        raise CorruptRecord(f"the index record {key.hex()} is too short") from None
+    if len(body) - at != 4 * blocks or not 0 < blocks <= SEGMENT_BLOCKS or not base:
+        raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
+    return Segment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests)
+
+
 def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
     """CorruptRecord when the record contradicts itself, WrongFormat for another version."""
+    if body[:1] == _SMALL_BYTE:
+        return _decode_small(key, body)
     check_format(key, body, 6)
     _, flags, run_count, request_count, _, _ = _START.unpack_from(body)
     at = 6
@@ -266,12 +326,13 @@ def _trimmed(disk: array, crcs: bytes) -> Segment:
 
 
 def extent_count(body: bytes) -> int:
-    return body[2]
+    """Runs of disk blocks in a segment record."""
+    return 1 if body[0] == _SMALL else body[2]
 
 
 def fresh_of(body: bytes) -> tuple[int, int]:
     """(first, count) of the blocks that the change of this segment record wrote."""
-    return body[4], body[5]
+    return (0, body[1] & 127) if body[0] == _SMALL else (body[4], body[5])
 
 
 def encode_flushed(flushed: int, own: int) -> bytes:

@@ -132,7 +132,7 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
 
 def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord) -> None:
     """Remove the first record of the inode, from chunk `first` on, that can not be read: what is removed needs no reading. A
-    scan says only that there is one, so its key is found by halving the range. Its blocks stay used until the free map is mended.
+    scan says only that there is one, so its key is found by halving the range. Its blocks stay used until a repair.
     """
     low, high = first << 8, 1 << 40
     while high - low > 1:

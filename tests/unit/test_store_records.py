@@ -17,7 +17,7 @@ from nvpool.store.superblock import Superblock, decode_superblock, encode_superb
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "store-records.json"
 ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
-KEY = records.segment_key(0x1234567890ABCDEF, 7, 0)
+KEY = records.segment_key(0x1234567890ABCDEF, 7, 1)
 
 
 def segment_of(places, first_crc=1000):
@@ -63,14 +63,39 @@ def test_replacing_blocks_is_what_it_would_be_in_a_list(found, start, new):
 
 
 def test_a_file_of_one_block_costs_few_bytes_of_index():
-    raw = records.encode_segment(segment_of([12345]), Head(1 << 32 | 1, 0, ((77, 1, 1),)), 0, 1)
-    assert len(KEY) + len(raw) == 14 + 42
+    key = records.segment_key(1 << 51 | 1_000_000, 0, 0)
+    head = Head(1 << 32 | 1, 0, ((1 << 63, 63, 1_000_000),))
+    raw = records.encode_segment(segment_of([1 << 28]), head, 0, 1)
+    assert len(key) + len(raw) <= 9 + 26
+    segment, its_head = records.decode_segment(key, raw)
+    assert same(segment, segment_of([1 << 28])) and its_head == head and records.fresh_of(raw) == (0, 1)
+    assert records.split_segment_key(key) == (1 << 51 | 1_000_000, 0, 0)
+
+
+@given(st.integers(1, 2**42 - 65), st.integers(1, 64), heads)
+def test_the_form_of_small_files_is_read_as_it_was_written(base, blocks, head):
+    segment = segment_of(list(range(base, base + blocks)))
+    head = head._replace(requests=head.requests[:1])
+    raw = records.encode_segment(segment, head, 0, blocks)
+    assert raw[0] == 2 and records.extent_count(raw) == 1 and records.fresh_of(raw) == (0, blocks)
+    found, its_head = records.decode_segment(KEY, raw)
+    assert same(found, segment) and its_head == head
+    for shorter in (raw[:2], raw[:5], raw[:-1]):
+        with pytest.raises(CorruptRecord):
+            records.decode_segment(KEY, shorter)
+
+
+def test_the_keys_of_an_inode_sort_as_its_segments_do():
+    names = [(7, 0, 0), (7, 0, 1), (7, 0, 63), (7, 1, 0), (7, 2**32 - 1, 63), (8, 0, 0), (8, 1, 0)]
+    keys = [records.segment_key(*name) for name in names]
+    assert keys == sorted(keys) and [records.split_segment_key(key) for key in keys] == names
+    assert keys[4] < records.inode_end_key(7) <= keys[5]
 
 
 def test_damaged_records_are_told_from_those_of_another_version():
     raw = records.encode_segment(segment_of([5, 6, 0, 9]), Head(1, 2), 0, 4)
     with pytest.raises(WrongFormat):
-        records.decode_segment(KEY, b"\x02" + raw[1:])
+        records.decode_segment(KEY, b"\x03" + raw[1:])
     for shorter in (raw[:3], raw[:-1], raw[:10]):
         with pytest.raises(CorruptRecord):
             records.decode_segment(KEY, shorter)
@@ -83,6 +108,8 @@ def test_the_stored_formats_have_not_changed():
         "one run with head": records.encode_segment(segment_of([100, 101, 102]), head, 1, 2).hex(),
         "holes, high blocks": records.encode_segment(segment_of([0, 7, 8, 0, 2**41 + 5]), None).hex(),
         "no blocks, head without cut": records.encode_segment(NO_BLOCKS, Head(1)).hex(),
+        "small file": records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, ((9, 63, 300),)), 0, 1).hex(),
+        "small key": records.segment_key(5, 0, 0).hex(),
         "inode key": records.inode_key(5).hex(),
         "inode": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
         "group key": records.group_key(3).hex(),
@@ -95,8 +122,6 @@ def test_the_stored_formats_have_not_changed():
         "superblock, first 96 bytes": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[:96].hex(),
         "superblock, checksum": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[-4:].hex(),
     }
-    if not GOLDEN.exists():
-        GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
     assert made == json.loads(GOLDEN.read_text())
 
 
