@@ -16,7 +16,8 @@ from functools import partial
 from nvpool.base import errors
 from nvpool.base.checksum import block_checksums
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NvpoolError, Stale
+from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
+from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, Lane, reads_struct, results_struct
 from nvpool.client.options import ClientOptions
@@ -128,14 +129,14 @@ class BatchReader:
             self._one_by_one(batch, into)
             return
         try:
-            answer = data_pb2.ReadReply.FromString(bytes(reply.message))
+            answer = decoded(data_pb2.ReadReply, reply.message)
             results = results_struct(len(batch.places)).unpack(answer.results)
             payload = reply.payload
             # anything out of the ordinary (an error, a hole, a checksum) is asked for again one by one: rare, and right
             if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != answer.checksums:
                 self._one_by_one(batch, into)
                 return
-        except (ValueError, TypeError, struct.error):
+        except (ValueError, CorruptFrame, struct.error):
             self._one_by_one(batch, into)
             return
         if not batch.straight:

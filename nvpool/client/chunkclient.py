@@ -12,6 +12,7 @@ target idle goes at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,11 +38,14 @@ from nvpool.base.errors import (
 )
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
+from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
+
+log = logging.getLogger(__name__)
 
 _WRITE = struct.Struct("<QQQIIIHH")
 GATHER_READS = 256
@@ -241,9 +245,9 @@ class ChunkClient:
         lane.in_flight -= 1
         if error is None:
             try:
-                answer = data_pb2.ReadReply.FromString(bytes(reply.message))
+                answer = decoded(data_pb2.ReadReply, reply.message)
                 results = results_struct(len(jobs)).unpack(answer.results)
-            except (ValueError, TypeError, struct.error):
+            except (CorruptFrame, struct.error):
                 error = CorruptFrame("a store's answer to a read does not fit the question")
         if error is not None:
             for job in jobs:
@@ -299,6 +303,8 @@ class ChunkClient:
             if job.file.layout.table in self._view.map.table_by_id:
                 replicas = len(self._chain(job.file, job.index))
             if job.verify and job.tries >= replicas:
+                log.error("no target has good bytes of inode %d, chunk %d, offset %d (%d bytes): %s", job.file.inode, job.index,
+                          job.offset, job.length, error)
                 job.future.set_exception(error)
                 return
             job.verify = True
@@ -333,10 +339,10 @@ class ChunkClient:
             if not await self._view.refresh():
                 await asyncio.sleep(self._delay(tries, error, left))
             return
-        if isinstance(error, Unavailable):
+        if not isinstance(error, Damaged) or tries > 1:
             await asyncio.sleep(self._delay(tries, error, left))
-            if isinstance(error, Unreachable) and tries % 4 == 0:
-                await self._view.refresh()  # it may live elsewhere now
+        if isinstance(error, Unreachable) and tries % 4 == 0:
+            await self._view.refresh()  # it may live elsewhere now
 
     def _delay(self, tries: int, error: NvpoolError, left: float) -> float:
         first, last = self._options.retry_first_s, self._options.retry_last_s
@@ -434,7 +440,7 @@ class ChunkClient:
                 self.counters["writes"] += 1
                 file.grant_used = True
                 reply = await connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
-                results = data_pb2.WriteReply.FromString(bytes(reply.message)).results
+                results = decoded(data_pb2.WriteReply, reply.message).results
                 if len(results) != 16:
                     raise CorruptFrame("a store's answer to a write does not fit the question")
                 status = results[0] | results[1] << 8

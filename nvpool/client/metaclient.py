@@ -25,6 +25,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
+from nvpool.client.answers import decoded
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -82,7 +83,7 @@ class MetaClient:
                     await self._ensure_session(state, deadline_s)
                 request.session = state.session
                 request.map_epoch = self._view.map.epoch
-                return reply_type.FromString(await self._send(state, method, request, deadline_s))
+                return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 tries += 1
                 await self._mend(inode, error, tries, deadline_s)
@@ -114,7 +115,7 @@ class MetaClient:
                         state = now
                         change.session, change.slot, change.sequence = state.session, slot, sequence
                     change.map_epoch = self._view.map.epoch
-                    return reply_type.FromString(await self._send(state, method, request, deadline_s))
+                    return decoded(reply_type, await self._send(state, method, request, deadline_s))
                 except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                     if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
                         raise Disconnected("the session ended before the answer to a change came") from None
@@ -135,14 +136,15 @@ class MetaClient:
                     if not state.session:
                         await self._ensure_session(state, deadline_s)
                     request.session = state.session
-                return reply_type.FromString(await self._send(state, method, request, deadline_s))
+                return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 tries += 1
                 if isinstance(error, StaleSession):
                     self._lost(self._state(shard), request.session)
                 await self._pause(error, tries, deadline_s)
 
-    async def _send(self, state: ShardSession, method: int, request, deadline_s: float) -> bytes:
+    async def _send(self, state: ShardSession, method: int, request, deadline_s: float):
+        """The encoded answer."""
         shard = self._view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
@@ -150,7 +152,7 @@ class MetaClient:
         if connection is None:
             connection = await self._dialer.connect(shard.endpoints, deadline_s)
         reply = await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)
-        return bytes(reply.message)
+        return reply.message
 
     def _shard_of(self, inode: int) -> ShardSession:
         return self._state(self._view.map.shard_of_partition[partition_of(inode)])
@@ -227,7 +229,7 @@ class MetaClient:
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
         request = meta_pb2.OpenSessionRequest(client=self._name)
         raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
-        reply = meta_pb2.OpenSessionReply.FromString(raw)
+        reply = decoded(meta_pb2.OpenSessionReply, raw)
         state.generation += 1
         state.lease_s = reply.lease_s or 60.0
         state.secret = reply.secret
@@ -285,7 +287,7 @@ class MetaClient:
             released = []
             raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
         self.counters["renewals"] += 1
-        reply = meta_pb2.RenewSessionReply.FromString(raw)
+        reply = decoded(meta_pb2.RenewSessionReply, raw)
         state.lease_s = reply.lease_s or state.lease_s
         if reply.map_epoch > self._view.map.epoch:
             await self._view.refresh()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, Unreachable, from_os_error
+from nvpool.client.answers import decoded
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -83,7 +84,7 @@ async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_t
     """The map of the node at `endpoints`, or None when it has nothing newer. Unreachable, DeadlineExceeded."""
     request = pool_pb2.MapRequest(newer_than=newer_than).SerializeToString()
     reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request, deadline_s=clock.boottime_s() + ASK_S)
-    raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
+    raw = decoded(pool_pb2.MapReply, reply.message).map
     if not raw and not newer_than:
         raise Unreachable("the node has no pool map yet")
     return decode_map(raw) if raw else None

@@ -82,6 +82,8 @@ class Client:
                 await self.vfs.run_once()
             except NvpoolError as error:
                 log.warning("background work of the client: %s", error)
+            except Exception:
+                log.critical("background work of the client broke; it goes on with the next tick", exc_info=True)
 
     async def close(self, timeout_s: float = CLOSE_S) -> None:
         """Store and report what was written, give up the session, end the connections; in that time in any case.

@@ -12,96 +12,28 @@ sent at once, others when the file is flushed, after a second, or when memory is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
-from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Cancelled, DeadlineExceeded, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
+from nvpool.client.written import Segment, WrittenFile, cut_out, kept, prepared
 
-_UNIT_BITS_MAX = 20
-_KEEP_BYTES = 32 * KIB
-"""From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
+log = logging.getLogger(__name__)
+
 _TAIL_BYTES = 256 * KIB
 """Up to this size small writes grow one buffer: growing larger ones would copy too much."""
 _RECENT_MAX = 100_000
 
 
-class Segment:
-    """Bytes [start, end) of the file, in consecutive parts. Changed only while it is dirty, never once it is being sent."""
-
-    __slots__ = ("start", "end", "parts", "number", "born_s", "due")
-
-    def __init__(self, start: int, end: int, parts: list, number: int, born_s: float):
-        self.start = start
-        self.end = end
-        self.parts = parts
-        self.number = number
-        self.born_s = born_s
-        self.due = False
-
-    def bytes(self) -> bytearray:
-        """All of it as one buffer, which stays a part of the segment."""
-        if len(self.parts) != 1 or type(self.parts[0]) is not bytearray:
-            self.parts = [bytearray().join(self.parts)]
-        return self.parts[0]
-
-
-class WrittenFile:
-    """What the writer holds of one open inode."""
-
-    __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes")
-
-    def __init__(self, file: OpenInode):
-        self.file = file
-        self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
-        self.dirty: dict[int, list[Segment]] = {}     # by unit; disjoint and in order
-        self.sending: dict[int, list[Segment]] = {}   # by unit; disjoint down to blocks
-        self.end = 0            # of all bytes that the service does not know of: dirty, on the way, stored and unreported
-        self.stored_end = 0     # of those that stores have
-        self.wrote = False      # since the service last stamped the time
-        self.wrote_s = 0.0
-        self.error: NvpoolError | None = None
-        self.changed: asyncio.Future | None = None
-        self.held = 0
-        self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
-        self.reporting: asyncio.Lock = asyncio.Lock()
-        self.paused = 0         # nothing is sent while the file is being cut
-
-    def segments(self) -> Iterator[Segment]:
-        """Older ones before newer ones that lie over them."""
-        for units in (self.sending, self.dirty):
-            for segments in units.values():
-                yield from segments
-
-    def was_cut(self) -> None:
-        """The file has a new cut number: what stores had under the old one and nobody knew of is gone."""
-        self.stored_end = 0
-        self._find_end()
-
-    def _find_end(self) -> None:
-        self.end = max((segment.end for segment in self.segments()), default=0)
-        self.end = max(self.end, self.stored_end)
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether the service does not know all of our writes."""
-        return bool(self.wrote or self.dirty or self.sending or self.stored_end)
-
-    @property
-    def clean(self) -> bool:
-        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error)
-
-
 class Writer:
-    """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes,
-    wrote, sync)` tells the service, whose
-    attributes for the file it puts into the cache."""
+    """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes, wrote, sync)` tells the service,
+    whose attributes for the file it puts into the cache."""
 
     def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]],
@@ -185,13 +117,13 @@ class Writer:
             if type(tail) is bytearray and len(tail) + length <= _TAIL_BYTES:
                 tail += data
             else:
-                last.parts.append(_kept(data))
+                last.parts.append(kept(data))
             last.end = end
             segment = last
         elif last is None or start > last.end:
             self._hold(written, length)
             self._number += 1
-            segment = Segment(start, end, [_kept(data)], self._number, now_s)
+            segment = Segment(start, end, [kept(data)], self._number, now_s)
             segments.append(segment)
         else:
             segment = self._merge(written, segments, start, end, data, now_s)
@@ -292,8 +224,10 @@ class Writer:
         file = written.file
         length = segment.end - segment.start
         try:
-            parts, checksums = _prepared(segment)
-            deadline_s = self._clock.boottime_s() + self._options.deadline_s
+            parts, checksums = prepared(segment)
+            # counted from the write, not from the sending: what waited behind others does not wait as long again
+            now_s = self._clock.boottime_s()
+            deadline_s = max(segment.born_s + self._options.deadline_s, now_s + min(1.0, self._options.deadline_s))
             offset = segment.start & file.chunk_mask
             index = segment.start >> file.chunk_bits
             while True:
@@ -313,6 +247,8 @@ class Writer:
                 written.stored_bytes += length
             self._note_recent(file.inode, target)
         except NvpoolError as error:
+            log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", length, segment.start, file.inode,
+                      error)
             written.error = written.error or error
         except asyncio.CancelledError:
             written.error = written.error or Cancelled("the client was closed before the bytes were stored")
@@ -325,7 +261,7 @@ class Writer:
                 del written.sending[unit]
             self._hold(written, -length)
             if written.error is not None:
-                written._find_end()
+                written.find_end()
             if written.changed is not None and not written.changed.done():
                 written.changed.set_result(None)
             if written.dirty:
@@ -399,7 +335,7 @@ class Writer:
                     raise
                 if written.stored_end <= end:
                     written.stored_end = 0
-                    written._find_end()
+                    written.find_end()
                 return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
@@ -454,7 +390,7 @@ class Writer:
             self.end_cut(file)
             raise
         written.stored_end = min(written.stored_end, size)
-        written._find_end()
+        written.find_end()
 
     def end_cut(self, file: OpenInode) -> None:
         written = file.written
@@ -479,7 +415,7 @@ class Writer:
                 written.dirty[unit] = kept
             else:
                 del written.dirty[unit]
-        written._find_end()
+        written.find_end()
         self._hold(written, -freed)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
@@ -498,7 +434,7 @@ class Writer:
                 for segment in held.get(unit, ()):
                     a, b = max(start, segment.start), min(end, segment.end)
                     if a < b:
-                        found.append((a, b, _slice(segment, a - segment.start, b - segment.start)))
+                        found.append((a, b, cut_out(segment, a - segment.start, b - segment.start)))
         return found
 
     # -- background ------------------------------------------------------------------------------------------------------
@@ -554,43 +490,3 @@ class Writer:
 
     def held_bytes(self) -> int:
         return self._held
-
-
-def _kept(data):
-    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, or a copy."""
-    if len(data) >= _KEEP_BYTES:
-        if type(data) is bytes:
-            return data
-        if type(data) is memoryview and type(data.obj) is bytes:
-            return data
-        return bytes(data)
-    return bytearray(data)
-
-
-def _slice(segment: Segment, first: int, last: int) -> bytes:
-    found = []
-    place = 0
-    for part in segment.parts:
-        after = place + len(part)
-        if after > first and place < last:
-            found.append(bytes(memoryview(part)[max(0, first - place):last - place]))
-        place = after
-    return found[0] if len(found) == 1 else b"".join(found)
-
-
-def _prepared(segment: Segment) -> tuple[list, bytes]:
-    """The parts of a segment as they are to be sent, and the checksums of the pieces that block borders make of them."""
-    if len(segment.parts) == 1:
-        return segment.parts, piece_checksums(segment.parts[0], segment.start)
-    place = segment.start
-    for part in segment.parts[:-1]:
-        if (place + len(part)) % BLOCK_BYTES:
-            whole = segment.bytes()
-            return [whole], piece_checksums(whole, segment.start)
-        place += len(part)
-    place = segment.start
-    checksums = []
-    for part in segment.parts:
-        checksums.append(piece_checksums(part, place))
-        place += len(part)
-    return segment.parts, b"".join(checksums)

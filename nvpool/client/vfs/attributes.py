@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from nvpool.base.errors import AccessDenied, InvalidRequest, NoAttribute, NvpoolError, RangeTooSmall, TooBig
+from nvpool.base.errors import AccessDenied, InvalidRequest, NoAttribute, RangeTooSmall, TooBig, Unavailable
 from nvpool.base.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -13,6 +13,7 @@ from nvpool.base.units import (
     XATTR_NAME_BYTES_MAX,
     XATTR_VALUE_BYTES_MAX,
 )
+from nvpool.client.answers import decoded
 from nvpool.client.cache import XATTR_FLAG
 from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
 from nvpool.client.vfs.core import Core
@@ -153,9 +154,9 @@ class Attributes(Core):
             request = data_pb2.DataStatusRequest(target=target.id)
             try:
                 raw = await self.chunks.ask_target(target.id, wire_pb2.DATA_STATUS, request, deadline_s)
-            except NvpoolError:
+            except Unavailable:
                 continue
-            status = data_pb2.DataStatusReply.FromString(raw)
+            status = decoded(data_pb2.DataStatusReply, raw)
             capacity[target.id] = status.capacity_bytes
             free[target.id] = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
         table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)

@@ -167,6 +167,8 @@ class Files(Names):
             try:
                 await self.writer.store(file)
                 await self.writer.settle(file)
+            except NotFound:
+                pass  # removed, and nobody can ever read it
             finally:
                 self._let_go(file)
             return

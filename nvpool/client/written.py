@@ -1,0 +1,125 @@
+"""What was written to one open inode and the service does not know yet: segments of bytes, and where they are on their way.
+
+Plain bookkeeping without a wait. Made and changed by the writer only; the open inode, reader and vfs look at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from nvpool.base.checksum import piece_checksums
+from nvpool.base.errors import NvpoolError
+from nvpool.base.units import BLOCK_BYTES, KIB
+from nvpool.client.cache import OpenInode
+
+_UNIT_BITS_MAX = 20
+_KEEP_BYTES = 32 * KIB
+"""From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
+
+
+class Segment:
+    """Bytes [start, end) of the file, in consecutive parts. Changed only while it is dirty, never once it is being sent."""
+
+    __slots__ = ("start", "end", "parts", "number", "born_s", "due")
+
+    def __init__(self, start: int, end: int, parts: list, number: int, born_s: float):
+        self.start = start
+        self.end = end
+        self.parts = parts
+        self.number = number
+        self.born_s = born_s
+        self.due = False
+
+    def bytes(self) -> bytearray:
+        """All of it as one buffer, which stays a part of the segment."""
+        if len(self.parts) != 1 or type(self.parts[0]) is not bytearray:
+            self.parts = [bytearray().join(self.parts)]
+        return self.parts[0]
+
+
+class WrittenFile:
+    """What the writer holds of one open inode."""
+
+    __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
+                 "reporting", "paused", "stored_bytes")
+
+    def __init__(self, file: OpenInode):
+        self.file = file
+        self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
+        self.dirty: dict[int, list[Segment]] = {}     # by unit; disjoint and in order
+        self.sending: dict[int, list[Segment]] = {}   # by unit; disjoint down to blocks
+        self.end = 0            # of all bytes that the service does not know of: dirty, on the way, stored and unreported
+        self.stored_end = 0     # of those that stores have
+        self.wrote = False      # since the service last stamped the time
+        self.wrote_s = 0.0
+        self.error: NvpoolError | None = None
+        self.changed: asyncio.Future | None = None
+        self.held = 0
+        self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
+        self.reporting: asyncio.Lock = asyncio.Lock()
+        self.paused = 0         # nothing is sent while the file is being cut
+
+    def segments(self) -> Iterator[Segment]:
+        """Older ones before newer ones that lie over them."""
+        for units in (self.sending, self.dirty):
+            for segments in units.values():
+                yield from segments
+
+    def was_cut(self) -> None:
+        """The file has a new cut number: what stores had under the old one and nobody knew of is gone."""
+        self.stored_end = 0
+        self.find_end()
+
+    def find_end(self) -> None:
+        self.end = max((segment.end for segment in self.segments()), default=0)
+        self.end = max(self.end, self.stored_end)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the service does not know all of our writes."""
+        return bool(self.wrote or self.dirty or self.sending or self.stored_end)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error)
+
+
+def kept(data):
+    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, or a copy."""
+    if len(data) >= _KEEP_BYTES:
+        if type(data) is bytes:
+            return data
+        if type(data) is memoryview and type(data.obj) is bytes:
+            return data
+        return bytes(data)
+    return bytearray(data)
+
+
+def cut_out(segment: Segment, first: int, last: int) -> bytes:
+    found = []
+    place = 0
+    for part in segment.parts:
+        after = place + len(part)
+        if after > first and place < last:
+            found.append(bytes(memoryview(part)[max(0, first - place):last - place]))
+        place = after
+    return found[0] if len(found) == 1 else b"".join(found)
+
+
+def prepared(segment: Segment) -> tuple[list, bytes]:
+    """The parts of a segment as they are to be sent, and the checksums of the pieces that block borders make of them."""
+    if len(segment.parts) == 1:
+        return segment.parts, piece_checksums(segment.parts[0], segment.start)
+    place = segment.start
+    for part in segment.parts[:-1]:
+        if (place + len(part)) % BLOCK_BYTES:
+            whole = segment.bytes()
+            return [whole], piece_checksums(whole, segment.start)
+        place += len(part)
+    place = segment.start
+    checksums = []
+    for part in segment.parts:
+        checksums.append(piece_checksums(part, place))
+        place += len(part)
+    return segment.parts, b"".join(checksums)
