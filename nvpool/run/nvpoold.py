@@ -26,7 +26,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "nvpoold", description="Serve the part of a pool that is on this node, in the foreground.",
         epilog="example: nvpoold /srv/pool   (make one with: nvpool pool create /srv/pool --drive PATH)")
     parser.add_argument("directory", metavar="DIR", help="pool directory of this node")
-    parser.add_argument("--log", choices=("file", "stderr"), help="where to write the log (default: as node.toml says)")
+    parser.add_argument("--log", choices=("file", "stderr"),
+                        help="where to write the log (default: the terminal, else as node.toml says)")
     parser.add_argument("--inherit-lock", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -48,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except NvpoolError as error:
         log.error("%s", error)
         return daemon.exit_code(error)
-    to_file = (arguments.log or config.log.to) == "file"
-    if to_file and not sys.stderr.isatty():
+    if (arguments.log or ("stderr" if sys.stderr.isatty() else config.log.to)) == "file":
         daemon.start_log("nvpoold", config.log.level, directory.log / "nvpoold.log")
     else:
         daemon.start_log("nvpoold", config.log.level, None)
