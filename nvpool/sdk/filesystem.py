@@ -13,21 +13,20 @@ Errors are OSError with the usual subclasses; nvpool's own error, which says mor
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import io
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 from nvpool.base.errors import BadHandle
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import FileHandle, StatFs
-from nvpool.sdk.asynchronous import AsyncFileSystem, Entry, flags_of
+from nvpool.sdk.asynchronous import Entry, flags_of
 from nvpool.sdk.batch import contiguous
+from nvpool.sdk.loop import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result
 
 BUFFER_BYTES = 128 * KIB
@@ -36,47 +35,6 @@ _all: weakref.WeakSet[FileSystem] = weakref.WeakSet()
 _abandoned: list = []
 """Loops and clients of the parent, in a forked child. They are kept alive: tearing one down would unregister the parent's
 sockets from the epoll instance that both processes share."""
-
-
-class _Runtime:
-    """An event loop in a thread, and the client that lives on it."""
-
-    def __init__(self, where, name: str, options: ClientOptions | None):
-        self.pid = os.getpid()
-        self.loop = _new_loop()
-        self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
-        self.thread.start()
-        try:
-            self.pool: AsyncFileSystem = self.call(AsyncFileSystem.connect(where, name=name, options=options))
-        except BaseException:
-            self.stop()
-            raise
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.close()
-
-    def call(self, work):
-        future: Future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C: do not leave the work behind
-            raise
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5.0)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 class File(io.RawIOBase):
@@ -94,7 +52,7 @@ class File(io.RawIOBase):
         self._runtime = runtime
         self._place = 0
 
-    def _opened(self) -> tuple[_Runtime, FileHandle]:
+    def _opened(self) -> tuple[Runtime, FileHandle]:
         """Where the file is open, in this process."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
@@ -218,11 +176,11 @@ class FileSystem:
         self._options = options
         self._lock = threading.Lock()
         self._closed = False
-        self._runtime: _Runtime | None = None
+        self._runtime: Runtime | None = None
         self._running()
         _all.add(self)
 
-    def _running(self) -> _Runtime:
+    def _running(self) -> Runtime:
         runtime = self._runtime
         if runtime is not None:
             return runtime
@@ -230,7 +188,7 @@ class FileSystem:
             if self._closed:
                 raise ValueError("the connection to the pool is closed")
             if self._runtime is None:
-                self._runtime = _Runtime(self._where, self._name, self._options)
+                self._runtime = Runtime(self._where, self._name, self._options)
             return self._runtime
 
     def _call(self, method: str, *arguments, **named):
