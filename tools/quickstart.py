@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nvpool.base.checksum import crc32c
@@ -38,6 +39,7 @@ FILES_MEASURED = 256
 """Few enough to keep open, enough that their contents are spread over all targets."""
 INSTALLED_LATER = ("site-packages", "dist-packages")
 """Folders of the standard library's directory that are not of it, and may be of any size."""
+COMPARED_AT_ONCE = 8
 KEPT_FREE_BYTES = 512 * MIB
 CAP_SYS_ADMIN = 21
 
@@ -124,12 +126,14 @@ class Quickstart:
             pairs = [(path, self.mount / self.name / path.relative_to(self.source))
                      for path in regular_files(self.source, self.exclude)]
             counted.total = sum(path.lstat().st_size for path, _ in pairs)
-            for path, there in pairs:
-                equal = checksum(path) == checksum(there)
-                if not equal and there.exists() and path.lstat().st_mtime_ns != there.lstat().st_mtime_ns:
-                    print(f"{path} was changed since it was imported", flush=True)
-                    equal = True
-                counted.one(path, there, equal)
+            with ThreadPoolExecutor(COMPARED_AT_ONCE) as threads:
+                for (path, there), (here, in_pool) in zip(pairs, threads.map(lambda pair: tuple(map(checksum, pair)), pairs),
+                                                          strict=True):
+                    equal = here == in_pool
+                    if not equal and there.exists() and path.lstat().st_mtime_ns != there.lstat().st_mtime_ns:
+                        print(f"{path} was changed since it was imported", flush=True)
+                        equal = True
+                    counted.one(path, there, equal)
 
         await asyncio.to_thread(work)
 

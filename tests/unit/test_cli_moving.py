@@ -1,0 +1,78 @@
+"""Places on the command line, dump files that are not as they were written, and percentiles that are right."""
+
+import io
+
+import click
+import pytest
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.cli.place import Place, PlaceType
+from nvpool.sdk import dumpfile
+from nvpool.sdk.probe import Latencies, Places, read_local
+
+
+@pytest.mark.parametrize("text, place", [
+    ("/srv/pool:/data", Place("/srv/pool", b"/data")),
+    ("10.0.0.1:17512:/data/a b", Place("10.0.0.1:17512", b"/data/a b")),
+    ("stream://10.0.0.1:7:/", Place("stream://10.0.0.1:7", b"/")),
+    ("stream+unix:///run/p.sock:/x", Place("stream+unix:///run/p.sock", b"/x")),
+    (".:/a:/b", Place(".", b"/a:/b")),
+])
+def test_a_place_is_divided_where_its_path_begins(text, place):
+    assert PlaceType().convert(text, None, None) == place and str(place) == text
+
+
+@pytest.mark.parametrize("text", ["", "/srv/pool", "pool:data", ":/x", "stream://host:1"])
+def test_what_is_no_place_is_refused_with_an_example(text):
+    with pytest.raises(click.BadParameter, match="POOL:/path"):
+        PlaceType().convert(text, None, None)
+
+
+def dump_file(*frames):
+    content = b"".join(dumpfile._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames)
+    end = dumpfile._COUNT.pack(len(frames))
+    return content + dumpfile._FRAME.pack(dumpfile.END_OF_FRAMES, len(end), crc32c(end)) + end
+
+
+def test_the_frames_of_a_dump_come_back_and_none_that_is_not_as_it_was_written():
+    whole = dump_file((1, b"abc"), (1, b"d" * 1000), (2, b""))
+    assert list(dumpfile.frames(io.BytesIO(whole))) == [(1, b"abc"), (1, b"d" * 1000), (2, b"")]
+    for cut in range(len(whole)):
+        with pytest.raises(CorruptRecord):
+            list(dumpfile.frames(io.BytesIO(whole[:cut])))
+    with pytest.raises(CorruptRecord):
+        list(dumpfile.frames(io.BytesIO(whole + b"x")))
+    for at in (5, 13, 100, len(whole) - 1):
+        with pytest.raises(CorruptRecord):
+            list(dumpfile.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])))
+
+
+def test_a_file_that_is_no_dump_is_refused_by_its_first_bytes():
+    for content, error in ((b"", WrongFormat), (b"nvpool dump 2\n{}\n", WrongFormat), (dumpfile.MAGIC + b"{", CorruptRecord),
+                           (dumpfile.MAGIC + b"[]\n", CorruptRecord)):
+        file = io.BytesIO(content)
+        file.name = "x"
+        with pytest.raises(error):
+            dumpfile.read_header(file)
+
+
+def test_percentiles_are_those_of_all_that_was_counted():
+    one, other = Latencies(), Latencies()
+    for step in range(1, 100):
+        (one if step % 2 else other).add(step * 1e-6 + 1e-9)
+    other.add(10.0)
+    one.merge(other)
+    assert one.count == 100 and one.percentile(0.5) == pytest.approx(50) and one.percentile(0.99) == pytest.approx(99)
+    assert one.percentile(1.0) == pytest.approx(0.2 * 1e6), "longer than what is counted singly"
+
+
+def test_places_cover_all_whole_pieces_and_no_other(tmp_path):
+    places = Places([10_000, 100, 4096], 4096)
+    assert {places.next() for _ in range(400)} == {(0, 0), (0, 4096), (2, 0)}
+    (tmp_path / "small").write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match="4096 bytes"):
+        read_local([str(tmp_path / "small")], seconds=0.1)
+    (tmp_path / "large").write_bytes(bytes(40_960))
+    found = read_local([str(tmp_path / "large")], seconds=0.05, threads=2)
+    assert found.reads > 10 and found.bytes == found.reads * 4096 and found.p50_us <= found.p99_us
