@@ -1,0 +1,99 @@
+"""Many at once on one file: neighbours within a block, slow stores, lost answers, cuts between; nobody loses a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.testing.plain_store import PlainStore
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(0, 0)
+WRITERS = 6
+SLOT = 700          # bytes; several writers share each block
+ROUND = WRITERS * SLOT
+
+
+async def neighbours(seed: int, steps: int, real: bool) -> None:
+    dice = random.Random(seed)
+    options = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, write_buffer_bytes=64 * KIB, write_flight_bytes=16 * KIB,
+                            write_age_s=0.0, read_ahead_bytes=256 * KIB)
+
+    async def plain(pool: LocalPool, target: int) -> PlainStore:
+        store = PlainStore(target, pool.grant_secret, chunks=chunks.setdefault(target, {}))
+        store.fault = lambda call: dice.random() * 0.004
+        return store
+    chunks: dict[int, dict] = {}
+    async with LocalPool(chunk_bytes=64 * KIB, make_store=None if real else plain) as pool:
+        clients = [(await pool.client(f"client {number}", options)).vfs for number in range(2)]
+        _, first = await clients[0].create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
+        rounds = 60
+        expected = bytearray(rounds * ROUND)
+        await clients[0].setattr(first.inode, size=len(expected), caller=ME)
+        done = False
+
+        async def write(number: int) -> None:
+            vfs = clients[0]
+            mine = random.Random(seed * 100 + number)
+            handle = await vfs.open(first.inode, os.O_RDWR, ME)
+            for _ in range(steps):
+                place = mine.randrange(rounds) * ROUND + number * SLOT
+                content = mine.randbytes(SLOT)
+                await vfs.write(handle, place, content)
+                expected[place:place + SLOT] = content
+                if mine.random() < 0.2:
+                    await vfs.flush(handle)
+                elif mine.random() < 0.1:
+                    await vfs.fsync(handle, False)
+                look = mine.randrange(rounds) * ROUND + number * SLOT
+                assert bytes(await vfs.read(handle, look, SLOT)) == expected[look:look + SLOT]
+                into = memoryview(bytearray(SLOT))
+                if mine.random() < 0.2:
+                    await vfs.read_many([(handle, look, SLOT)], into)
+                    assert into == expected[look:look + SLOT]
+            await vfs.release(handle)
+
+        async def disturb() -> None:
+            """Another client cuts and restores what lies behind all writers, so that every grant and cut number grows old."""
+            handle = await clients[1].open(first.inode, os.O_RDWR, ME)
+            while not done:
+                await clients[1].setattr(handle.inode, size=len(expected) + 5000, caller=ME)
+                await clients[1].setattr(handle.inode, size=len(expected), caller=ME)
+                for store in pool.stores.values():
+                    if not real and dice.random() < 0.3:
+                        store.lose_answer = 1
+                await clients[0].run_once()
+                await asyncio.sleep(0.01)
+            await clients[1].release(handle)
+
+        disturbing = asyncio.create_task(disturb())
+        try:
+            await asyncio.gather(*[write(number) for number in range(WRITERS)])
+        finally:
+            done = True
+            await disturbing
+        await clients[0].flush(first)
+        for vfs in clients:
+            handle = await vfs.open(first.inode, os.O_RDONLY, ME)
+            assert handle.size == len(expected)
+            assert bytes(await vfs.read(handle, 0, MIB)) == expected
+            await vfs.release(handle)
+        assert clients[0].writer.held_bytes() == 0
+
+
+@pytest.mark.parametrize(("seed", "real"), [(1, False), (2, False), (3, True)])
+def test_writers_of_neighbouring_bytes_lose_nothing_while_another_client_cuts_behind_them(seed, real):
+    asyncio.run(asyncio.wait_for(neighbours(seed, 40, real), 60))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_writers_of_neighbouring_bytes_lose_nothing_for_long(seed):
+    asyncio.run(asyncio.wait_for(neighbours(seed, 400, seed % 2 == 0), 280))
