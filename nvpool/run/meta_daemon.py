@@ -14,6 +14,14 @@ from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.run.served import Opened, main
 
 
+class _Shard(MetaService):
+    """The service together with its engine, which ends after it: synced, and with nothing to replay."""
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        await super().close(drain_s)
+        await self._kv.close()
+
+
 async def _open(opened: Opened) -> MetaService:
     path = opened.directory.shard(opened.number)
     if not path.is_dir():
@@ -24,8 +32,10 @@ async def _open(opened: Opened) -> MetaService:
         durability=journal.durability, map_bytes_max=journal.map_bytes_max,
         sync_interval_s=journal.sync_interval_s, layer_entries_max=journal.layer_entries_max,
         checkpoint_interval_s=journal.checkpoint_interval_s), on_fence=opened.fail)
-    return MetaService(kv, shard=opened.number, grant_secret=opened.grant_secret, dialer=opened.dialer, clock=SYSTEM_CLOCK,
-                       options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s))
+    service = _Shard(kv, shard=opened.number, grant_secret=opened.grant_secret, dialer=opened.dialer, clock=SYSTEM_CLOCK,
+                     options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s))
+    service.died.add_done_callback(lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))
+    return service
 
 
 if __name__ == "__main__":

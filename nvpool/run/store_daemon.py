@@ -20,7 +20,7 @@ async def _open(opened: Opened) -> StoreService:
                            give_back=configured.give_back, sync_interval_s=journal.sync_interval_s,
                            index_bytes_max=journal.map_bytes_max)
     store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
-                                   clock=SYSTEM_CLOCK)
+                                   clock=SYSTEM_CLOCK, on_fence=opened.fail)
     service = StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
                            refresh_map=lambda: service.update_map(read_map(opened.directory)))
     return service
