@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -92,7 +94,9 @@ class _Mounted:
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),
                                               _given(arguments.negative_timeout_s, section.entry_timeout_s)))
-        options = MountOptions(client.pool_map.name, arguments.read_only, not arguments.no_allow_other, tuple(arguments.extra))
+        # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
+        options = MountOptions(client.pool_map.name, arguments.read_only,
+                               not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra))
         engine = Pyfuse3Engine(ops, self._place, options, self._ready)
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:
@@ -103,6 +107,7 @@ class _Mounted:
                     now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())
+            gc.freeze()  # what is there now stays: collections of the years to come need not look at it
             await asyncio.wait([serving, asked], return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 await self._leave(serving)
