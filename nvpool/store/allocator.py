@@ -30,6 +30,10 @@ GROUP_BLOCKS = 1 << GROUP_BITS
 _GROUP_MASK = GROUP_BLOCKS - 1
 DELTAS_MAX = 24
 """Journal bytes a change of a group: 2 n for the list and 1,024 / n for the folding are least near 23."""
+FOLDED_MAX = 512
+"""Bitmaps in one change, as long as the lists allow it: half a MiB of journal."""
+_DELTAS_LIMIT = 200
+"""Of a list, whose count is one byte."""
 GROUPS_CACHED = 2048
 LARGE_RUN_BLOCKS = 16
 """Runs from this size on have a cursor of their own, so that small files do not cut up the space of large ones."""
@@ -317,9 +321,11 @@ class Allocator:
                 place += part
                 count -= part
         effects: list[Effect] = []
+        folded = 0
         for group, (used, deltas) in after.items():
             key = delta_key(group)
-            if len(deltas) > DELTAS_MAX:
+            if len(deltas) > DELTAS_MAX and (folded < FOLDED_MAX or len(deltas) > _DELTAS_LIMIT):
+                folded += 1
                 page = group_key(group)
                 effects.append((page, encode_bitmap(used)))
                 if self._group(group).deltas:

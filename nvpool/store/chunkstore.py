@@ -46,6 +46,8 @@ CAPACITY_BYTES_MIN = MIB
 ALL_INODES = -1
 """As an owner in read_now: the grant is a service's and covers every inode."""
 READ_BATCH_BYTES_MAX = 32 * MIB
+NO_INODE = -2
+"""As an owner in read_now: the grant is not valid."""
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
 
@@ -116,7 +118,7 @@ class ScrubStep(NamedTuple):
 class ChunkStore(Protocol):
     def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
         """Read a batch from memory as far as that goes. `reads`: 24 bytes each, see data.proto; `owners[grant]` is the inode
-        that grant allows to read, 0 for none, ALL_INODES for all.
+        that grant allows to read, NO_INODE for none, ALL_INODES for all.
 
         Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
         and a bad one is remembered. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.

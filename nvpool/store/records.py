@@ -24,8 +24,8 @@ A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian, in the g
     runs × 6:    u32 low part of the disk block, u16: its high 10 bits above 6 bits of (blocks of the run - 1)
     present blocks × 4: CRC32C
 
-`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. The form of small
-files, for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is an LEB128 number:
+`fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. Form of small
+files, for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is LEB128:
 
     format u8 = 2 · u8: blocks, bit 7: a request · chain epoch v · counter v · cut v · first disk block v
     request: session u64 · slot v · sequence v

@@ -34,7 +34,7 @@ from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
-from nvpool.store.chunkstore import ALL_INODES, ChunkStore, MustWait, ReadBatch
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, ReadBatch
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.replica import Replica
 from nvpool.wire.transport import Call
@@ -49,6 +49,8 @@ WAITING_MAX = 8192
 """Calls that wait at once, over all connections; more are told to come later."""
 INODES_LISTED_MAX = 65_536
 TEND_S = 1.0
+BREATH_BYTES = 4 << 20
+"""Written for one call before others have their turn: about 4 ms."""
 
 
 class StoreService:
@@ -204,7 +206,7 @@ class StoreService:
         for raw in request.grants:
             grant = self._grant(raw, now_ms)
             if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
-                owners.append(0)
+                owners.append(NO_INODE)
             else:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
         batch = self.store.read_now(reads, owners, request.verify)
@@ -312,6 +314,10 @@ class StoreService:
         call.reply(reply.SerializeToString())
 
 
+async def _breathe() -> None:
+    await asyncio.sleep(0)
+
+
 class _Writes:
     """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
     are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
@@ -336,6 +342,7 @@ class _Writes:
         self._places, self._pieces = places, pieces
         self._done = 0
         self._refused: dict[tuple[int, int], int] = {}
+        self._session = request.session
         now_ms = service._clock.wall_ns() // 1_000_000
         self._grants = [service._grant(raw, now_ms) for raw in request.grants]
         self.results = bytearray(RESULT.size * len(self._headers))
@@ -345,7 +352,10 @@ class _Writes:
         request, replica = self._request, self._service.replica
         session, slot = request.session, request.slot
         versions = request.versions
+        written = 0
         while self._done < len(self._headers):
+            if written > BREATH_BYTES:
+                return _breathe
             number = self._done
             inode, cut, sequence, index, offset, _, grant_number, _ = self._headers[number]
             status = version = 0
@@ -366,6 +376,7 @@ class _Writes:
                 status = self._refused[inode, index] = error.wire_code
             RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
             self._done += 1
+            written += self._headers[number][5]
         return None
 
     def refuse_rest(self, code: int) -> None:
@@ -376,5 +387,6 @@ class _Writes:
         grant = self._grants[number] if number < len(self._grants) else None
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
             raise StaleGrant
-        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut):
+        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
+                                                  grant.session != self._session != 0):
             raise StaleGrant

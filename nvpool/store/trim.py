@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 STEP_RECORDS = 256
 """Segment records in one change: 64 MiB of a file, about 10 KiB of journal. More than the 64 of the largest chunk."""
+STEP_RUNS = 2048
+"""Runs freed in one change before the next chunk is left to another: each may be in a group of its own."""
 _TRIES_MAX = 1000
 
 
@@ -103,6 +105,8 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
         if len(records) == STEP_RECORDS and len(of_chunks) > 1:
             of_chunks.pop()  # perhaps not all of it
         for index, group in of_chunks:
+            if len(transaction.freed) > STEP_RUNS:
+                break
             gone.append(index)
             for _, key, raw in group:
                 effects.append((key, None))

@@ -165,3 +165,27 @@ def test_the_list_of_a_group_is_folded_into_its_bitmap():
         found = kv.scan(b"d", b"e", 10)
         assert len(found) <= 1 and all(len(value) <= 4 + 4 * DELTAS_MAX for _, value in found)
     assert kv.scan(b"g", b"h", 10)
+
+
+def test_a_change_over_very_many_groups_stays_small_enough_for_the_journal():
+    kv = MemoryKv()
+    allocator = Allocator(kv, 1200 * GROUP_BLOCKS, 0)
+    owned = []
+    for group in range(1200):
+        transaction = Transaction()
+        for n in range(30):
+            transaction.taken.append((group * GROUP_BLOCKS + 100 + 2 * n, 1))
+        allocator.take_back(transaction)
+        allocator.commit(transaction, kv.apply(allocator.effects(transaction)))
+        owned.append(transaction.taken)
+    largest = 0
+    for n in range(30):
+        transaction = Transaction()
+        for runs in owned:
+            transaction.free(runs[n])
+        effects = allocator.effects(transaction)
+        largest = max(largest, sum(len(value or b"") for _, value in effects))
+        allocator.commit(transaction, kv.apply(effects))
+    assert largest < 800_000
+    again = Allocator(kv, 1200 * GROUP_BLOCKS, 0)
+    assert again.used_blocks == allocator.used_blocks == allocator.fixed_blocks

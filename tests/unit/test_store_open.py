@@ -111,7 +111,7 @@ def test_space_of_removed_files_is_given_back_to_the_file_system(tmp_path):
 
 async def _fill(path, blocks):
     """An index and a free map as of `blocks` full blocks in chunks of 1 MiB, made offline; the data is a hole."""
-    create_chunk_store(path, 1, "pool", (blocks + 4 * GROUP_BLOCKS) * 4096)
+    create_chunk_store(path, 1, "pool", (blocks + blocks // 8 + 4 * GROUP_BLOCKS) * 4096)
     await (await open_chunk_store(path)).close()
     kv = await LmdbKv.open(path / "index", LmdbOptions(map_bytes=4 << 30))
     zeros = block_checksums(bytes(64 * 4096))
@@ -133,6 +133,9 @@ async def _fill(path, blocks):
             effects.append((group_key(1 + group), encode_bitmap((1 << GROUP_BLOCKS) - 1)))
         else:
             effects.append((delta_key(1 + group), encode_deltas(array("I", [GROUP_BLOCKS - 1 << 13]))))
+        if group % 1000 == 999:
+            kv.apply(effects)
+            effects = []
     kv.apply(effects)
     await kv.checkpoint()
     await kv.close()

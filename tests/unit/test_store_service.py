@@ -113,6 +113,7 @@ async def test_only_a_good_grant_reads_and_writes(bench):
         assert await bench.write([(1, 0, 1, 0, 0, DATA)], grant) == [(stale, 0)]
     for grant in (b"", bench.grant(rights=grants.WRITE), bench.grant(inode=2), bench.grant(life_s=-10)):
         assert await bench.read([(1, 0, 0, 4096)], grant) == ([stale], b"")
+    assert await bench.write([(1, 0, 1, 0, 0, DATA)], session=10) == [(stale, 0)], "in another's name"
     good = bench.grant(life_s=10)
     assert (await bench.write([(1, 0, 1, 0, 0, DATA)], good))[0][0] == 0
     bench.clock.advance(16)
@@ -242,6 +243,13 @@ async def test_what_comes_too_late_is_not_begun(bench):
         await bench.write([(1, 0, 1, 0, 0, DATA)], deadline_s=bench.clock.boottime_s() - 1)
     assert not caught.value.may_be_applied
     assert bench.store.inodes(0, 1) == ([], False)
+
+
+@served
+async def test_a_large_batch_lets_others_have_their_turn(bench):
+    bench.store._block_count = bench.store._limit = 1 << 20
+    found = await bench.write([(1, 0, number, number, 0, bytes(1 << 20)) for number in range(1, 20)])
+    assert [status for status, _ in found] == [0] * 19
 
 
 class Waiting(MemoryChunkStore):

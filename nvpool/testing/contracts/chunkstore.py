@@ -15,7 +15,7 @@ from nvpool.base import errors
 from nvpool.base.checksum import first_bad_block, piece_checksums
 from nvpool.base.ids import RequestId, version, version_parts
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX, KIB, MIB
-from nvpool.store.chunkstore import ALL_INODES, UNCHECKED, ChunkStore
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, UNCHECKED, ChunkStore
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
@@ -166,7 +166,7 @@ async def nobody_reads_without_a_right(subject: Subject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(4 * KIB))
     reads = b"".join(READ.pack(1, 0, 0, 4 * KIB, grant, 0) for grant in range(5))
-    batch = store.read_now(reads, [1, 2, 0, ALL_INODES])
+    batch = store.read_now(reads, [1, 2, NO_INODE, ALL_INODES])
     if batch.missed:
         await store.finish_read(batch)
     stale, bad = errors.StaleGrant.wire_code, errors.InvalidRequest.wire_code
