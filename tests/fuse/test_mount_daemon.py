@@ -118,6 +118,26 @@ def test_umount_ends_the_daemon_and_loses_nothing(own, mine):
     assert again.end() == 0
 
 
+def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(own, mine):
+    (mine.place / "closed").write_bytes(b"k" * 70_000)
+    mine.process.kill()
+    mine.process.wait()
+    with pytest.raises(OSError) as dead:
+        os.stat(mine.place)
+    assert dead.value.errno == errno.ENOTCONN
+    assert "--force" in refused(own.directory, mine.place)
+    again = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--force", own.directory, mine.place],
+                             cwd="/", stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: subprocess.run(["stat", mine.place / "closed"], capture_output=True, check=False).returncode == 0,
+                   "the mount that was forced")
+        assert (mine.place / "closed").read_bytes() == b"k" * 70_000
+    finally:
+        again.terminate()
+        assert again.wait(20) == 0
+    assert not is_mounted(mine.place)
+
+
 def test_a_read_only_mount_takes_no_changes(own, tmp_path):
     made = own.mount(tmp_path / "m", "--read-only")
     with pytest.raises(OSError) as refused_:
