@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from nvpool.base.checksum import block_checksums, piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import ChecksumMismatch, NotSupported, NvpoolError, StaleCut, StaleEpoch, StaleGrant
+from nvpool.base.errors import ChecksumMismatch, Disconnected, NotSupported, NvpoolError, StaleCut, StaleEpoch, StaleGrant
 from nvpool.base.grants import READ, WRITE, verify
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.wire import codec
@@ -59,7 +59,7 @@ class PlainStore:
             return
         if self.lose_answer:
             self.lose_answer -= 1
-            call.fail(_lost())
+            call.fail(Disconnected("the answer was lost on the way"))
             return
         call.reply(message.SerializeToString(), payload)
 
@@ -141,8 +141,3 @@ class PlainStore:
             if inode == request.inode:
                 del self.chunks[inode, index][max(0, request.size - (index << request.chunk_bits)):]
         return data_pb2.CutReply(map_epoch=self.epoch), ()
-
-
-def _lost() -> NvpoolError:
-    from nvpool.base.errors import Disconnected
-    return Disconnected("the answer was lost on the way")

@@ -46,7 +46,6 @@ class LocalPool:
         self.stores: dict[int, object] = {}
         self.kv = None
         self._listeners: dict[tuple[str, int], object] = {}
-        self._closing: dict[tuple[str, int], list] = {}
         self._dialers: list[Dialer] = []
         self._clients: list[Client] = []
         self._memory: dict[tuple[str, int], object] = {}
