@@ -26,8 +26,9 @@ from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
 from nvpool.wire.v1 import meta_pb2 as pb
 
 OPTIONS = MetaOptions(session_lease_s=1e6, grant_s=10, linger_s=0, tick_s=3600)
-NAMES = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe", b"n" * 255])
-PICK = st.integers(0, 1 << 30)
+NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"n" * 255])
+PICK = st.sampled_from(range(24))
+"""Of few names in few directories, so that they meet; even, where integers would mostly be the smallest."""
 
 
 class Node:
@@ -87,6 +88,8 @@ class NameSpace(RuleBasedStateMachine):
         self.run(self.client.begin())
         self.root = Node("dir", ROOT)
         self.alive: list[Node] = [self.root]
+        for parent, name, kind in ((0, b"a", "dir"), (0, b"b", "wide"), (1, b"a", "dir"), (1, b"b", "file"), (3, b"a", "dir")):
+            self.create(parent, name, kind)
 
     # -- the model's side
 
@@ -95,6 +98,10 @@ class NameSpace(RuleBasedStateMachine):
 
     def pick(self, nodes, number):
         return nodes[number % len(nodes)]
+
+    def name_in(self, directory, number):
+        """Mostly one that is there."""
+        return self.pick([*sorted(directory.names), b"absent"], number)
 
     def do(self, request, model):
         """Ask the service and the model; both succeed, or both refuse alike. Every third request is sent twice."""
@@ -122,7 +129,14 @@ class NameSpace(RuleBasedStateMachine):
 
     # -- operations
 
-    @rule(parent=PICK, name=NAMES, kind=st.sampled_from(["file", "dir", "wide", "link"]))
+    @rule(parent=PICK, name=NAMES)
+    def mkdir(self, parent, name):
+        self.create(parent, name, "dir")
+
+    @rule(parent=PICK, name=NAMES, kind=st.sampled_from(["file", "file", "dir", "wide", "link"]))
+    def create_any(self, parent, name, kind):
+        self.create(parent, name, kind)
+
     def create(self, parent, name, kind):
         parent = self.pick(self.directories(), parent)
         mode = {"file": stat.S_IFREG, "link": stat.S_IFLNK}.get(kind, stat.S_IFDIR) | 0o755
@@ -141,9 +155,10 @@ class NameSpace(RuleBasedStateMachine):
             node.inode = reply.entry.attr.inode
             assert node.inode not in {other.inode for other in self.alive if other is not node}
 
-    @rule(parent=PICK, name=NAMES)
+    @rule(parent=PICK, name=PICK)
     def unlink(self, parent, name):
         parent = self.pick(self.directories(), parent)
+        name = self.name_in(parent, name)
 
         def model():
             node = parent.names.get(name)
@@ -161,9 +176,10 @@ class NameSpace(RuleBasedStateMachine):
         if not node.links:
             self.alive.remove(node)
 
-    @rule(parent=PICK, name=NAMES)
+    @rule(parent=PICK, name=PICK)
     def rmdir(self, parent, name):
         parent = self.pick(self.directories(), parent)
+        name = self.name_in(parent, name)
 
         def model():
             node = parent.names.get(name)
@@ -190,9 +206,17 @@ class NameSpace(RuleBasedStateMachine):
 
         self.do(lambda: self.client.link(node.inode, parent.inode, name), model)
 
-    @rule(parent=PICK, name=NAMES, new_parent=PICK, new_name=NAMES, flags=st.sampled_from([0, 0, 1, 2]))
+    @rule(parent=PICK, name=PICK, new_parent=PICK, new_name=NAMES, flags=st.sampled_from([0, 0, 0, 1]))
+    def rename_to_any(self, parent, name, new_parent, new_name, flags):
+        self.rename(parent, name, new_parent, new_name, flags)
+
+    @rule(parent=PICK, name=PICK, new_parent=PICK, new_name=PICK, flags=st.sampled_from([0, 0, 2]))
+    def rename_to_what_is_there(self, parent, name, new_parent, new_name, flags):
+        self.rename(parent, name, new_parent, self.name_in(self.pick(self.directories(), new_parent), new_name), flags)
+
     def rename(self, parent, name, new_parent, new_name, flags):
         parent, new_parent = self.pick(self.directories(), parent), self.pick(self.directories(), new_parent)
+        name = self.name_in(parent, name)
 
         def model():
             node, other = parent.names.get(name), new_parent.names.get(new_name)
@@ -277,24 +301,18 @@ class NameSpace(RuleBasedStateMachine):
 
     # -- faults
 
-    @rule()
-    def killed_and_started_again(self):
+    @rule(how=st.sampled_from(["killed", "killed", "power lost", "collected", "collected"]))
+    def fault(self, how):
+        """Killed and started again; synced and lost power; or the collector ran."""
+        if how == "collected":
+            self.run(self.client.collect())
+            return
+        if how == "power lost":
+            self.run(self.kv.sync())
         self.run(self.service.close())
-        self.run(self.start())
+        self.run(self.start(power_lost=how == "power lost"))
         self.client.service = self.service
         self.run(self.client.begin())
-
-    @rule()
-    def synced_and_lost_power(self):
-        self.run(self.kv.sync())
-        self.run(self.service.close())
-        self.run(self.start(power_lost=True))
-        self.client.service = self.service
-        self.run(self.client.begin())
-
-    @rule()
-    def collected(self):
-        self.run(self.client.collect())
 
     # -- what must hold
 
@@ -356,7 +374,7 @@ class StoredNameSpace(NameSpace):
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestNameSpace = NameSpace.TestCase
-TestNameSpace.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
+TestNameSpace.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=SLOW)
 TestStoredNameSpace = StoredNameSpace.TestCase
 TestStoredNameSpace.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
 
