@@ -1,10 +1,9 @@
 """Which disk blocks are free: a stored bitmap in groups of 8,192 blocks (32 MiB), loaded as it is needed.
 
-A group is two records: its bitmap (1,028 bytes: format u8 = 1, u8, used u16, the bits) and the list of changes since
-(format u8 = 1, count u8, u16, 4 bytes each). A write adds its changes to the
-list in the same kv change as its index records; the 25th folds the list into the bitmap. So a write journals about 50 bytes
-of free map, a group about 110 on average with the folding, and nothing is ever rebuilt: at the start only the count of free
-blocks of each group is read (12,208 groups of 1 KiB for 100 million blocks).
+A group is two records: its bitmap (1,028 bytes: format u8 = 1, u8, used u16, the bits) and the list of changes since (format
+u8 = 1, count u8, used u16 after them, 4 bytes each). A write adds its changes to the list in the same kv change as its index
+records; the 25th folds the list into the bitmap. So a write journals about 50 bytes of free map, 110 with the folding, and
+nothing is ever rebuilt: at the start only the lists' counts are read (12,208 small records for 100 million blocks).
 
 A delta, u32: bits 0..12 the first block in the group, 13..25 count - 1, bit 31 set: freed, clear: used.
 
@@ -83,8 +82,14 @@ def decode_bitmap(key: bytes, raw: bytes) -> int:
     return int.from_bytes(raw[4:], "little")
 
 
-def encode_deltas(deltas: array) -> bytes:
-    return struct.pack("<BB2x", 1, len(deltas)) + deltas.tobytes()
+def encode_deltas(deltas: array, used: int) -> bytes:
+    """The list of a group whose blocks in use, after it, are so many."""
+    return struct.pack("<BBH", 1, len(deltas), used) + deltas.tobytes()
+
+
+def used_count(key: bytes, raw: bytes) -> int:
+    check_format(key, raw, 4)
+    return int.from_bytes(raw[2:4], "little")
 
 
 def decode_deltas(key: bytes, raw: bytes) -> array:
@@ -159,20 +164,12 @@ class Allocator:
     def _load_counts(self) -> None:
         for group in self._fixed_groups():
             self._spare[group] = GROUP_BLOCKS - self._fixed_mask(group).bit_count()
-        changed = {}
         for key, raw in self._records(b"d", b"e"):
-            changed[group_of_key(key)] = decode_deltas(key, raw)
-        for key, raw in self._records(b"g", b"h"):
             group = group_of_key(key)
-            if group >= self.group_count:
-                raise CorruptRecord(f"the free map has a group {group}, the drive has {self.group_count}")
-            if group not in changed and group not in self._fixed_groups():
-                self._spare[group] = GROUP_BLOCKS - struct.unpack_from("<H", raw, 2)[0]
-            else:
-                used = with_deltas(decode_bitmap(key, raw) | self._fixed_mask(group), changed.pop(group, array("I")))
-                self._spare[group] = GROUP_BLOCKS - used.bit_count()
-        for group, deltas in changed.items():
-            self._spare[group] = GROUP_BLOCKS - with_deltas(self._fixed_mask(group), deltas).bit_count()
+            used = used_count(key, raw)
+            if group >= self.group_count or used > GROUP_BLOCKS:
+                raise CorruptRecord(f"the free map says {used} blocks of group {group} of {self.group_count} are used")
+            self._spare[group] = GROUP_BLOCKS - used
 
     def _records(self, first: bytes, end: bytes):
         while pairs := self._kv.scan(first, end, 1000):
@@ -199,6 +196,8 @@ class Allocator:
             key = delta_key(group)
             raw = self._kv.get(key)
             deltas = decode_deltas(key, raw) if raw is not None else array("I")
+            if raw is not None and with_deltas(used, deltas).bit_count() != used_count(key, raw):
+                raise CorruptRecord(f"bitmap and changes of group {group} of the free map do not fit one another")
             while len(self._cached) >= GROUPS_CACHED:
                 del self._cached[next(iter(self._cached))]
             found = self._cached[group] = _Group(with_deltas(used, deltas), deltas)
@@ -328,11 +327,9 @@ class Allocator:
                 folded += 1
                 page = group_key(group)
                 effects.append((page, encode_bitmap(used)))
-                if self._group(group).deltas:
-                    effects.append((key, None))
-                after[group] = used, array("I")
-            else:
-                effects.append((key, encode_deltas(deltas)))
+                deltas = array("I")
+                after[group] = used, deltas
+            effects.append((key, encode_deltas(deltas, used.bit_count())))
         return effects
 
     def _note(self, after: dict, run: Run, freed: int) -> None:

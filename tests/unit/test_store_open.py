@@ -129,10 +129,10 @@ async def _fill(path, blocks):
             kv.apply(effects)
             effects = []
     for group in range(blocks // GROUP_BLOCKS):
+        deltas = array("I", [] if group % 2 else [GROUP_BLOCKS - 1 << 13])
+        effects.append((delta_key(1 + group), encode_deltas(deltas, GROUP_BLOCKS)))
         if group % 2:
             effects.append((group_key(1 + group), encode_bitmap((1 << GROUP_BLOCKS) - 1)))
-        else:
-            effects.append((delta_key(1 + group), encode_deltas(array("I", [GROUP_BLOCKS - 1 << 13]))))
         if group % 1000 == 999:
             kv.apply(effects)
             effects = []

@@ -114,7 +114,7 @@ def test_the_stored_formats_have_not_changed():
         "inode": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
         "group key": records.group_key(3).hex(),
         "delta key": records.delta_key(3).hex(),
-        "deltas": encode_deltas(array("I", [5 | 9 << 13, 1 << 31 | 8191])).hex(),
+        "deltas": encode_deltas(array("I", [5 | 9 << 13, 1 << 31 | 8191]), 8192).hex(),
         "bitmap, first 32 bytes": encode_bitmap(0b1011 | 1 << 100)[:32].hex(),
         "bad key": records.bad_key(1, 2, 3).hex(),
         "rejected": records.encode_rejected(6, b"record").hex(),
@@ -129,9 +129,9 @@ def test_free_map_records_are_read_as_they_were_written():
     used = 1 | 1 << 8191 | 0xFF << 77
     assert decode_bitmap(b"k", encode_bitmap(used)) == used
     deltas = array("I", range(24))
-    assert decode_deltas(b"k", encode_deltas(deltas)) == deltas
+    assert decode_deltas(b"k", encode_deltas(deltas, 7)) == deltas
     with pytest.raises(CorruptRecord):
-        decode_deltas(b"k", encode_deltas(deltas)[:-4])
+        decode_deltas(b"k", encode_deltas(deltas, 7)[:-4])
     with pytest.raises(WrongFormat):
         decode_bitmap(b"k", b"\x02" + encode_bitmap(used)[1:])
 
