@@ -26,15 +26,16 @@ CALLS_IN_FLIGHT = 4
 
 
 def fio(path: Path, pattern: str, block_bytes: int, threads: int, seconds: float, *, direct: bool = True,
-        size_bytes: int | None = None, sync_at_end: bool = False) -> dict:
-    """One closed loop of fio's threads, each with one read or write under way (psync), over one file."""
+        size_bytes: int | None = None, sync_at_end: bool = False, once: bool = False) -> dict:
+    """One closed loop of fio's threads, each with one read or write under way (psync), over one file; `once`: one pass over it
+    instead of so many seconds."""
     command = ["fio", "--name=load", f"--filename={path}", f"--rw={pattern}", f"--bs={block_bytes}", "--ioengine=psync",
                "--thread", f"--numjobs={threads}", "--group_reporting", f"--direct={int(direct)}", "--norandommap",
                "--randrepeat=0", "--invalidate=0", "--percentile_list=50:99", "--output-format=json",
                f"--size={size_bytes or path.stat().st_size}"]
     if sync_at_end:
         command += ["--end_fsync=1", "--fallocate=none", "--refill_buffers"]
-    else:
+    elif not once:
         command += ["--time_based", f"--runtime={seconds}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
     if done.returncode:
