@@ -214,10 +214,20 @@ class NameSpace(RuleBasedStateMachine):
     def rename_to_what_is_there(self, parent, name, new_parent, new_name, flags):
         self.rename(parent, name, new_parent, self.name_in(self.pick(self.directories(), new_parent), new_name), flags)
 
+    @rule(moved=PICK, onto=PICK, flags=st.sampled_from([0, 0, 2]))
+    def rename_directory_onto_an_empty_one(self, moved, onto, flags):
+        named = [(node.parent, name, node) for directory in self.directories() for name, node in directory.names.items()
+                 if node.kind == "dir"]
+        empty = [one for one in named if not one[2].names]
+        if empty:
+            old, new = self.pick(named, moved), self.pick(empty, onto)
+            self.rename_from(old[0], old[1], new[0], new[1], flags)
+
     def rename(self, parent, name, new_parent, new_name, flags):
         parent, new_parent = self.pick(self.directories(), parent), self.pick(self.directories(), new_parent)
-        name = self.name_in(parent, name)
+        self.rename_from(parent, self.name_in(parent, name), new_parent, new_name, flags)
 
+    def rename_from(self, parent, name, new_parent, new_name, flags):
         def model():
             node, other = parent.names.get(name), new_parent.names.get(new_name)
             self.refuse(node is None, errors.NotFound)
@@ -374,7 +384,7 @@ class StoredNameSpace(NameSpace):
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestNameSpace = NameSpace.TestCase
-TestNameSpace.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=SLOW)
+TestNameSpace.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=SLOW)
 TestStoredNameSpace = StoredNameSpace.TestCase
 TestStoredNameSpace.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
 
