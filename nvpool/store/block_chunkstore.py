@@ -131,7 +131,7 @@ class BlockChunkStore:
         self._tended = -1
         self._checkpointed = 0
         self._tasks: set[asyncio.Task] = set()
-        self._sync_lock = asyncio.Lock()
+        self._sync_task: asyncio.Task | None = None
         self._flush_lock = asyncio.Lock()
         self._durable = 0
         self.write_count = 0
@@ -325,18 +325,25 @@ class BlockChunkStore:
         """What was written to the drive before the call survives the loss of power. Also called by the kv before a
         checkpoint. Fenced when the drive refuses; never repeated then."""
         wanted = self._written
-        async with self._sync_lock:
+        while self._synced < wanted:
             if self.fenced_because:
                 self._refuse()
-            if self._synced >= wanted:
-                return
-            now = self._written
-            try:
-                await self.device.sync()
-            except NvpoolError as error:
-                self.fence(f"the drive refused to sync: {error}")
-                raise Fenced(self.fenced_because) from None
+            if self._sync_task is None:
+                self._sync_task = asyncio.get_running_loop().create_task(self._sync_once())
+            # Shielded: who waits may be cancelled, but the outcome of a sync must never be lost.
+            await asyncio.shield(self._sync_task)
+        if self.fenced_because:
+            self._refuse()
+
+    async def _sync_once(self) -> None:
+        now = self._written
+        try:
+            await self.device.sync()
             self._synced = max(self._synced, now)
+        except NvpoolError as error:
+            self.fence(f"the drive refused to sync: {error}")
+        finally:
+            self._sync_task = None
 
     async def _release(self) -> None:
         """Give out again what durable changes have freed. Under the flush lock."""
@@ -458,9 +465,10 @@ class BlockChunkStore:
     async def abandon(self) -> None:
         """Release everything as the death of this process would. For tests, and after a fence."""
         self._closed = True
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *([self._sync_task] if self._sync_task else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if hasattr(self.kv, "abandon"):
             await self.kv.abandon()
         await self.device.close()

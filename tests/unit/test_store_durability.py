@@ -244,6 +244,29 @@ async def test_a_failed_sync_is_never_repeated(one):
 
 
 @on_a_forgetting_drive
+async def test_a_sync_fails_for_all_also_when_who_asked_for_it_has_gone(one):
+    store = one.store
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def fail():
+        begun.set()
+        await go.wait()
+        raise NoSpace("asked for by the test")
+
+    await put(store, 1, 0, 0, b"x")
+    one.device.sync = fail
+    asker = asyncio.ensure_future(store.flush())
+    await begun.wait()
+    asker.cancel()
+    await asyncio.gather(asker, return_exceptions=True)
+    go.set()
+    with pytest.raises(Fenced):
+        await store.flush()
+    assert store.fenced_because
+    del one.device.sync
+
+
+@on_a_forgetting_drive
 async def test_a_drive_that_fills_up_leaves_nothing_half_done(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(20_000))
