@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -178,15 +179,17 @@ def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
     for number in range(400):
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(20_000))
     processes = as_json("status", pool)["processes"]
-    moving = subprocess.Popen(import_command(tmp_path / "src", f"{pool}:/killed", "--json", "--parallel", "2"),
+    moving = subprocess.Popen(import_command(tmp_path / "src", f"{pool}:/killed", "--json", "--parallel", "1"),
                               stdout=subprocess.PIPE, text=True)
     try:
-        wait_until_there(f"{pool}:/killed/7", moving)
+        wait_until_there(f"{pool}:/killed", moving)
+        moving.send_signal(signal.SIGSTOP)  # so that it is not over before anything was killed
+        assert moving.poll() is None
         for roles in (("store", "meta"), ("supervisor",)):  # never all at once: who would bring them back?
             for process in processes:
                 if process["role"] in roles:
                     os.kill(process["pid"], 9)
-            assert moving.poll() is None, "it was over before anything was killed"
+            moving.send_signal(signal.SIGCONT)
             wait_until_all_serve(pool, {process["pid"] for process in processes if process["role"] in roles})
         out, _ = moving.communicate(timeout=120)
     finally:
@@ -201,11 +204,11 @@ def test_an_interrupted_import_goes_on(pool, tmp_path):
     (tmp_path / "src").mkdir()
     for number in range(600):
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
-    command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "2")
+    command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "1")
     moving = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until_there(f"{pool}:/interrupted/7", moving)
-        moving.send_signal(2)
+        wait_until_there(f"{pool}:/interrupted", moving)
+        moving.send_signal(signal.SIGINT)
         _, told = moving.communicate(timeout=60)
     finally:
         moving.kill()
