@@ -214,6 +214,16 @@ class Collector:
             _log.debug("chunks of %d inodes wait for targets %s: %s", len(keys), sorted(failed), next(iter(failed.values())))
         return not failed
 
+    async def sweep_all(self) -> int:
+        """`sweep` over every target that answers; the number of inodes."""
+        swept = 0
+        for target in sorted(self._targets.all()):
+            try:
+                swept += await self.sweep(target)
+            except NvpoolError as error:
+                _log.info("target %d is not swept this time: %s", target, error)
+        return swept
+
     async def sweep(self, target: int) -> int:
         """Remove from a target the chunks of inodes that are gone and in no queue: what a write left there that was under
         way when the inode's chunks were removed. The number of such inodes.

@@ -211,11 +211,8 @@ class MetaService:
     async def _run_sweeps(self) -> None:
         while True:
             await asyncio.sleep(self._options.sweep_s)
-            for target in sorted(self._targets.all()) if self._state == "serving" else ():
-                try:
-                    await self._collector.sweep(target)
-                except NvpoolError as error:
-                    _log.info("target %d is not swept this time: %s", target, error)
+            if self._state == "serving":
+                await self._collector.sweep_all()
 
     async def end_leases(self) -> None:
         """End the sessions whose lease is over; reserve numbers where they run low. Waits for the engine only."""
@@ -518,12 +515,15 @@ class MetaService:
         call.reply(pb.StatFsReply(files=files, files_max=max(files, files_max)).SerializeToString())
 
     def _sync(self, call: Call) -> None:
-        self._sessions.get(pb.SyncRequest.FromString(call.message).session)
+        session = pb.SyncRequest.FromString(call.message).session
+        if session:  # tools that check a pool have none
+            self._sessions.get(session)
         self._answer_later(call, self._kv.sync(), pb.SyncReply().SerializeToString())
 
     def _collect(self, call: Call) -> None:
         async def run() -> None:
             removed, left = await self._collector.run_once()
+            removed += await self._collector.sweep_all()
             call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
 
         self._task(call, run, lambda: None)

@@ -608,6 +608,15 @@ async def test_a_sweep_removes_the_chunks_of_inodes_that_are_gone_and_no_others(
 
 
 @scenario
+async def test_a_checker_without_a_session_has_chunks_of_inodes_that_were_lost_collected(shard, client):
+    living, lost = (await client.file(ROOT, b"f")).inode, ids.inode_number(5, 2)
+    shard.stores.kept[2] = [living, lost]
+    await client.ask("SYNC", pb.SyncRequest())
+    assert (await client.ask("COLLECT", pb.CollectRequest())).inodes == 1
+    assert [(r.target, int.from_bytes(r.inodes, "little")) for r in shard.stores.removed] == [(2, lost)]
+
+
+@scenario
 async def test_a_session_that_is_not_renewed_ends_and_its_files_wait_for_its_grants(shard, client):
     other = await shard.client()
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
