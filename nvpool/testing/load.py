@@ -115,10 +115,12 @@ class _Worker(threading.Thread):
         content = (self.top / name).read_bytes()
         model = self.files[name]
         if content != model:
-            first = next((i for i, (a, b) in enumerate(zip(content, model, strict=False)) if a != b), min(len(content), len(model)))
-            raise AssertionError(f"{self.top.name}/{name}: {len(content)} bytes crc {crc32c(content):08x}, should be {len(model)} bytes"
-                                 f" crc {crc32c(bytes(model)):08x}; they differ from byte {first} (block {first // 4096}) on:"
-                                 f" {content[first:first + 8].hex()} instead of {bytes(model[first:first + 8]).hex()}")
+            shorter = min(len(content), len(model))
+            first = next((i for i in range(shorter) if content[i] != model[i]), shorter)
+            raise AssertionError(
+                f"{self.top.name}/{name}: {len(content)} bytes crc {crc32c(content):08x}, should be {len(model)} bytes crc "
+                f"{crc32c(bytes(model)):08x}; they differ from byte {first} (block {first // 4096}) on: "
+                f"{content[first:first + 8].hex()} instead of {bytes(model[first:first + 8]).hex()}")
 
 
 class CheckingLoad:
@@ -126,7 +128,8 @@ class CheckingLoad:
 
     def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20) -> None:
         self._stop = threading.Event()
-        self.workers = [_Worker(Path(directory) / f"w{seed}-{i}", seed * 1000 + i, self._stop, file_bytes_max) for i in range(threads)]
+        self.workers = [_Worker(Path(directory) / f"w{seed}-{i}", seed * 1000 + i, self._stop, file_bytes_max)
+                        for i in range(threads)]
 
     def __enter__(self) -> CheckingLoad:
         for worker in self.workers:

@@ -79,14 +79,15 @@ class RealPool:
                               env=os.environ | (environment or {}), capture_output=True, timeout=120, check=environment is None)
 
     def start(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = (), wait_s: float = 60.0) -> None:
-        """Start the supervisor and wait until every process serves. `prefix` comes before the command (prlimit and the like)."""
+        """Start the supervisor and wait until every process serves. `prefix` comes before the command, as prlimit."""
         self.launch(environment, prefix=prefix)
         self.wait(wait_s)
 
     def launch(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
         command = [*prefix, sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file"]
         supervisor = subprocess.Popen(command, env=os.environ | (environment or {}), stdin=subprocess.DEVNULL,
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/", text=True)
+                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
+                                      text=True)
         self._supervisors.append(supervisor)
         return supervisor
 
@@ -128,9 +129,9 @@ class RealPool:
     def status(self, wait_s: float = 10.0) -> dict[str, Any]:
         """What `nvpool status --json` prints. Unavailable while there is no supervisor."""
         async def ask() -> dict[str, Any]:
-            dialer = Dialer(Greeting("test"), host_id=host_id())
+            dialer, request = Dialer(Greeting("test"), host_id=host_id()), PoolStatusRequest().SerializeToString()
             try:
-                reply = await dialer.call(self.pool_map.nodes[0].endpoints, POOL_STATUS, PoolStatusRequest().SerializeToString(),
+                reply = await dialer.call(self.pool_map.nodes[0].endpoints, POOL_STATUS, request,
                                           deadline_s=SYSTEM_CLOCK.boottime_s() + wait_s)
                 return json.loads(PoolStatusReply.FromString(bytes(reply.message)).status)
             finally:

@@ -43,7 +43,7 @@ class _File:
         self.size = base.stat().st_size if base else 0
         self.moment = 0
         self.durable = 0                                     # everything up to this moment is on the drive
-        self.pages: dict[int, list[tuple[int, int, bytes | None]]] = defaultdict(list)   # page -> (moment, start, bytes | None = zeros)
+        self.pages: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)   # page -> (moment, start in it, bytes)
         self.page_durable: dict[int, int] = {}
         self.sizes: list[tuple[int, int]] = [(0, self.size)]
         self.syncs: dict[int, list[int]] = defaultdict(list)
@@ -90,7 +90,8 @@ class _File:
             return chance.choice(later) if eagerness < 1 else later[-1]
 
         if self.base and not path.exists():
-            subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", str(self.base), str(path)], check=True, timeout=600)
+            subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", str(self.base), str(path)], check=True,
+                           timeout=600)
         with path.open("r+b" if path.exists() else "w+b") as file:
             at = moment_after(self.durable, [m for m, _ in self.sizes])
             size = self.sizes[max(bisect_right([m for m, _ in self.sizes], at) - 1, 0)][1]

@@ -68,7 +68,8 @@ class Faults:
         work = Path(work)
         (work / "log").mkdir(parents=True)
         (work / "rules").write_bytes(bytes(_RULE.size * _RULES))
-        subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", f"{root}/.", str(work / "base")], check=True, timeout=600)
+        subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", f"{root}/.", str(work / "base")], check=True,
+                       timeout=600)
         return cls(root, work)
 
     def environment(self, *, record: bool = True) -> dict[str, str]:
@@ -79,9 +80,10 @@ class Faults:
             variables["NVPOOL_FAULTS_LOG"] = str(self.log)
         return variables
 
-    def arm(self, *, on: int, action: int, error: int = 0, path: str = "", skip: int = 0, count: int = -1, slot: int = 0) -> None:
-        """From now on, operations of the kinds `on` on files whose path contains `path` fail with `error` (FAIL), write half (SHORT)
-        or claim to have synced (LIE): after `skip` that pass, for `count` of them (-1: until disarm)."""
+    def arm(self, *, on: int, action: int, error: int = 0, path: str = "", skip: int = 0, count: int = -1,
+            slot: int = 0) -> None:
+        """From now on, operations of the kinds `on` on files whose path contains `path` fail with `error` (FAIL), write half
+        (SHORT) or claim to have synced (LIE): after `skip` that pass, for `count` of them (-1: until disarm)."""
         packed = _RULE.pack(0, on, action, error, skip, count, path.encode())
         at = slot * _RULE.size
         self._rules[at:at + 4] = bytes(4)

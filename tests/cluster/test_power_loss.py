@@ -1,0 +1,89 @@
+"""Loss of power under a whole pool: real daemons write under the recorder, the directory is rebuilt as the drive could have
+left it at many moments, and must open, be clean, and hold everything that was synced."""
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from nvpool.client.vfs import Caller
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.testing.faults.powerloss import PowerLoss
+from nvpool.testing.faults.preload import Faults
+from nvpool.testing.history import History, read_tree
+from nvpool.testing.real_pool import RealPool, opened, problems_of
+
+pytestmark = pytest.mark.xdist_group("power loss")
+
+
+async def look(directory, history):
+    """(problems of fsck, tree) of a rebuilt pool."""
+    async with opened(directory) as local:
+        client = await local.client()
+        tree = await read_tree(AsyncFileSystem(client, Caller(0, 0)), history.workers)
+        return await problems_of(client), tree
+
+
+def cut_power(loss, history, at_ns, seed, into):
+    """Rebuild, open, check, and once more: what recovery did must survive too."""
+    loss.rebuild(into, at_ns, seed)
+    for _ in range(2):
+        problems, tree = asyncio.run(look(into, history))
+        wrong = history.judge(tree, at_ns)
+        assert not problems and not wrong, f"power lost at {at_ns}, seed {seed}: {problems} {wrong}"
+
+
+def record_a_history(tmp_path, seed, seconds, workers, kills=0):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        faults = Faults.create(pool.path, tmp_path / "work")
+        try:
+            pool.start(faults.environment())
+            load = subprocess.Popen([sys.executable, "-m", "nvpool.testing.history", str(pool.path), str(seed), str(seconds),
+                                     str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            chance = random.Random(seed)
+            for _ in range(kills):
+                pool.wait()
+                os.kill(pool.pid(chance.choice(("meta-1", "target-1", "target-2"))), 9)
+            out, said = load.communicate(timeout=seconds + 120)
+            assert load.returncode == 0, said + pool.said()
+        finally:
+            faults.close()
+    history = History(out)
+    assert len(history.syncs) > 5 and len(history.workers) == workers
+    return PowerLoss(pool.path, faults.base, faults.log), history
+
+
+def moments(loss, history, count, seed):
+    """Half of them anywhere in the load, half at one of its records: between two writes of a checkpoint, say."""
+    chance = random.Random(seed)
+    first, last = history.operations[0]["begin"], history.operations[-1]["end"]
+    records = [record.time_ns for record in loss.records if first < record.time_ns < last]
+    return [chance.choice(records) if number % 2 else chance.randint(first, last) for number in range(count)]
+
+
+def lose_power(tmp_path, seed, seconds, workers, cuts, kills=0):
+    loss, history = record_a_history(tmp_path, seed, seconds, workers, kills)
+    for number, at_ns in enumerate(moments(loss, history, cuts, seed)):
+        cut_power(loss, history, at_ns, seed * 10_000 + number, tmp_path / "state")
+    shutil.rmtree(tmp_path)
+
+
+def test_what_was_synced_survives_the_loss_of_power_of_a_whole_pool(tmp_path):
+    lose_power(tmp_path, seed=1, seconds=2.0, workers=2, cuts=8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_what_was_synced_survives_the_loss_of_power_at_hundreds_of_moments(tmp_path, seed):
+    lose_power(tmp_path, seed, seconds=6.0, workers=3, cuts=60)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_deaths_of_daemons_and_then_the_loss_of_power_lose_nothing_synced(tmp_path, seed):
+    lose_power(tmp_path, seed, seconds=8.0, workers=3, cuts=60, kills=5)
