@@ -107,9 +107,9 @@ if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --ed
     fail "pip could not install; the whole log is in $log"
 fi
 # The recorder of writes and syncs for the power-loss tests is a preloaded library, not a Python module.
-for source in nvpool/testing/faults/*.c; do
-    [ -e "$source" ] || continue
-    gcc -O2 -Wall -shared -fPIC -o "${source%.c}.so" "$source" -ldl -lpthread || fail "$source does not compile"
-done
+$venv/bin/python -c 'from nvpool.testing.faults.preload import build_library; build_library()' >>$log 2>&1 || {
+    tail -n 30 $log >&2
+    fail 'the library for faults on purpose does not compile'
+}
 printf '%s\n' "$wanted" >$stamp
 say 'ready'
