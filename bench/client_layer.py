@@ -110,7 +110,8 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     print(f"{transport}: 16 reads at once          {await rate(seconds, crowd) * 16:8.0f} /s")
     print(f"{transport}: echo of 1 MiB, as reads   {floor_batch:8.0f} /s    (floor)")
     batched = await rate(seconds, many)
-    print(f"{transport}: read_many of {BATCH} x 4 KiB {batched * BATCH:8.0f} /s    {batched * BATCH / floor_batch:5.0%} of the floor")
+    print(f"{transport}: read_many of {BATCH} x 4 KiB {batched * BATCH:8.0f} /s    "
+          f"{batched * BATCH / floor_batch:5.0%} of the floor")
     place = 0
 
     async def follow() -> None:

@@ -2,7 +2,8 @@
 
     python -m bench.store_layer [--directory DIR] [--seconds S] [--json]
 
-Figures are the loop thread's processor time, which other work on the machine disturbs little; the cold line alone is time passed.
+Figures are the loop thread's processor time, which other work on the machine disturbs little; the cold line alone is time
+passed.
 One process, no wire: `service` is a whole READ message decoded, answered and encoded, `store` is read_now alone, the floor is
 os.preadv in a loop over the same places.
 """

@@ -30,7 +30,8 @@ def test_the_root_is_inode_one():
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_versions_order_by_epoch_and_then_by_counter(epoch, counter, other_epoch, other_counter):
-    assert (ids.version(epoch, counter) < ids.version(other_epoch, other_counter)) == ((epoch, counter) < (other_epoch, other_counter))
+    rises = (epoch, counter) < (other_epoch, other_counter)
+    assert (ids.version(epoch, counter) < ids.version(other_epoch, other_counter)) == rises
 
 
 GOLDEN_GRANT = "01030200efcdab8967452301010000000000000005000000000000000068e5cf8b0100000000000000000000"
@@ -92,7 +93,8 @@ def test_pieces_are_cut_at_the_borders_of_blocks(offset, length):
     assert sums == expected
 
 
-@pytest.mark.parametrize(("text", "count"), [("4096", 4096), ("64K", 65536), ("1MiB", 1 << 20), ("1.5G", 3 << 29), ("2 tb", 2 << 40)])
+@pytest.mark.parametrize(("text", "count"), [("4096", 4096), ("64K", 65536), ("1MiB", 1 << 20), ("1.5G", 3 << 29),
+                                             ("2 tb", 2 << 40)])
 def test_sizes_are_read_as_people_write_them(text, count):
     assert units.parse_bytes(text) == count
 
@@ -104,4 +106,5 @@ def test_a_size_that_makes_no_sense_is_refused(text):
 
 
 def test_sizes_are_shown_short():
-    assert [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)] == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]
+    shown = [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)]
+    assert shown == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]

@@ -109,7 +109,8 @@ def test_a_map_that_contradicts_itself_is_refused():
     with pytest.raises(InvalidRequest, match="partition"):
         poolmap.changed(pool_map, partitions=(PartitionRange(0, 4095, 1),))
     raw = poolmap.encode_map(pool_map)
-    for wrong, error in ((b"", CorruptRecord), (raw[:-2], CorruptRecord), (raw.replace(b'"format":1', b'"format":9'), WrongFormat),
+    for wrong, error in ((b"", CorruptRecord), (raw[:-2], CorruptRecord),
+                         (raw.replace(b'"format":1', b'"format":9'), WrongFormat),
                          (raw.replace(b'"epoch":1', b'"epoch":"x"'), CorruptRecord)):
         with pytest.raises(error):
             poolmap.decode_map(wrong)
