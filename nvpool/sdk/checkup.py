@@ -155,10 +155,9 @@ class _Check:
         return None
 
     async def _fresh(self, inode: int):
+        """The inode's attributes as the shard has them now, past the client's cache."""
         request = meta_pb2.GetAttrRequest(inode=inode)
-        shard = self._map.shard_of_partition[inode >> 51]
-        reply, _ = await self._asking.shard(shard, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
-        return reply.attr
+        return (await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)).attr
 
     async def _gone(self, target: int, inodes: list[int]) -> None:
         """Chunks without an inode: the collector's, or nobody's. An inode number is never given twice, so gone is for ever."""

@@ -1,0 +1,79 @@
+"""fsck of metadata against stores: what belongs to nobody is found, and removed only when that is wanted."""
+
+import os
+import struct
+
+from nvpool.base import grants
+from nvpool.base.checksum import piece_checksums
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.client.vfs import Caller
+from nvpool.logic.layout import chain_of
+from nvpool.sdk.checkup import Checkup, check
+from nvpool.testing.pool import run
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+GHOST = 4242
+ROOT = Caller(0, 0)
+
+
+async def checked(client, **more):
+    checkup = Checkup()
+    await check(client, checkup, **more)
+    return checkup
+
+
+async def plant(client, secret, *, inode, index=0, cut=0, target=None):
+    """Write a block of chunk `index` of `inode`, as a client with a grant for it would; on its own target or another."""
+    pool_map = client.pool_map
+    target = target or pool_map.table_by_id[1].chains[chain_of(inode, index)].targets[0]
+    block = b"y" * 4096
+    ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
+    request = data_pb2.WriteRequest(
+        map_epoch=pool_map.epoch, target=target, session=1, checksums=piece_checksums(block, 0),
+        grants=[grants.sign(grants.Grant(grants.WRITE, 0, 1, inode, cut, ends_ms), secret)],
+        writes=struct.pack("<QQQIIIHH", inode, cut, 1, index, 0, len(block), 0, 0))
+    reply = await client.dialer.call(pool_map.target_by_id[target].endpoints, wire_pb2.DATA_WRITE, request.SerializeToString(),
+                                     (block,), deadline_s=SYSTEM_CLOCK.boottime_s() + 10)
+    return struct.unpack_from("<H", data_pb2.WriteReply.FromString(bytes(reply.message)).results)[0]
+
+
+def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
+    async def main(pool):
+        client = await pool.client()
+        attr, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
+        await client.vfs.write(handle, 0, b"x" * 3_000_000)
+        await client.vfs.flush(handle)
+        found = await checked(client)
+        assert not found.problems and found.chunks == 3 and found.blocks >= 733
+        await client.vfs.release(handle)
+        await client.vfs.unlink(1, b"file", ROOT)
+        assert not (await checked(client)).problems
+
+    run(main)
+
+
+def test_chunks_of_a_file_that_never_was_are_found_and_removed_on_request():
+    async def main(pool):
+        client = await pool.client()
+        assert await plant(client, pool.grant_secret, inode=GHOST) == 0
+        found = await checked(client)
+        assert [(problem.kind, problem.repaired) for problem in found.problems] == [("leaked", False)]
+        without_secret = await checked(client, repair=True)
+        assert "with its directory" in without_secret.problems[0].text and without_secret.unrepaired == 1
+        repaired = await checked(client, repair=True, grant_secret=pool.grant_secret)
+        assert repaired.found == 1 and repaired.unrepaired == 0
+        assert not (await checked(client)).problems
+
+    run(main)
+
+
+def test_a_chunk_that_knows_a_later_cut_than_its_inode_is_found():
+    async def main(pool):
+        client = await pool.client()
+        attr, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
+        assert await plant(client, pool.grant_secret, inode=attr.inode, cut=7) == 0
+        found = await checked(client, scrub=False)
+        assert [problem.kind for problem in found.problems] == ["cut"], found.problems
+        await client.vfs.release(handle)
+
+    run(main)
