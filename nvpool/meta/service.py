@@ -364,7 +364,7 @@ class MetaService:
             fill_attr(beside.parent, draft.parent)
             answer += beside.SerializeToString()  # encoded messages that follow one another are one message
         if draft.intent is not None:
-            self._answer_later(call, self._cuts.begin(*draft.intent), answer)
+            self._answer_later(call, asyncio.shield(self._cuts.begin(*draft.intent)), answer)
         elif draft.sync or effects and self._kv.sync_before_answer:
             self._answer_later(call, self._kv.sync(self._kv.sequence), answer)
         else:

@@ -415,6 +415,9 @@ async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client)
     with pytest.raises(errors.DeadlineExceeded) as caught:
         await call.wait()
     assert caught.value.may_be_applied
+    shard.stores.away = set()
+    assert (await client.setattr(inode, 8, size=3)).attr.cut == 2, "the cut went on without him, and the service with it"
+    assert {(c.target, c.cut, c.size) for c in shard.stores.cuts} == {(1, 1, 5), (2, 1, 5), (1, 2, 3), (2, 2, 3)}
 
 
 @scenario
