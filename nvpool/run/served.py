@@ -62,6 +62,7 @@ class Opened:
         """What is stored can not be vouched for any more: end the process, so that it starts from what the drive holds."""
         if not self.failed.done():
             self.failed.set_exception(Fenced(reason))
+            self.failed.exception()  # seen, also where the end comes from elsewhere
 
 
 def read_map(directory: PoolDirectory) -> PoolMap:
