@@ -66,6 +66,24 @@ class OpenInode:
         self.grant_used = False
 
 
+class WholeDirectory:
+    """All names of a directory that was made here, while each of its changes since was ours: its change number tells.
+
+    So the absence of a name is known without asking, as of the moment of our last change: what unpacks or copies a tree makes
+    directories and then looks for each name in them before it makes it.
+    """
+
+    __slots__ = ("change", "names", "true_s")
+
+    def __init__(self, change: int, true_s: float):
+        self.change = change
+        self.names: set[bytes] = set()
+        self.true_s = true_s
+
+
+_WHOLE_DIRECTORIES_MAX = 64
+
+
 class Cache:
     """Attributes, entries and open inodes of one client."""
 
@@ -73,6 +91,8 @@ class Cache:
         self.open: dict[int, OpenInode] = {}
         self._attrs: dict[int, tuple[Attr, float]] = {}
         self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
+        self._whole: dict[int, WholeDirectory] = {}
+        self._whole_names = 0
         self._options = options
         self._clock = clock
 
@@ -87,6 +107,12 @@ class Cache:
     def put_attr(self, attr: Attr) -> None:
         """Believe `attr`, unless what we have is newer: answers may overtake one another."""
         now_s = self._clock.boottime_s()
+        whole = self._whole.get(attr.inode)
+        if whole is not None:
+            if attr.change == whole.change:
+                whole.true_s = now_s
+            elif attr.change > whole.change:
+                self.forget_whole(attr.inode)
         opened = self.open.get(attr.inode)
         if opened is not None:
             if attr.change >= opened.attr.change:
@@ -129,6 +155,43 @@ class Cache:
 
     def forget_entry(self, parent: int, name: bytes) -> None:
         self._entries.pop((parent, name), None)
+
+    # -- directories that are known as a whole ---------------------------------------------------------------------------
+
+    def born_directory(self, attr: Attr) -> None:
+        """The directory was made by us, with these attributes: it is empty."""
+        self.forget_whole(attr.inode)
+        self._whole[attr.inode] = WholeDirectory(attr.change, self._clock.boottime_s())
+        while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
+            self.forget_whole(next(iter(self._whole)))
+
+    def named_in_whole(self, parent: Attr | None, inode: int, name: bytes, exists: bool) -> None:
+        """The name has come to directory `inode` or gone by our change, after which the directory has the attributes `parent`;
+        None: nobody knows. Anything but the next change number means that others change it too."""
+        whole = self._whole.get(inode)
+        if whole is None:
+            return
+        if parent is None or parent.change != whole.change + 1:
+            self.forget_whole(inode)
+            return
+        self._whole_names -= len(whole.names)
+        if exists:
+            whole.names.add(name)
+        else:
+            whole.names.discard(name)
+        self._whole_names += len(whole.names)
+        whole.change = parent.change
+        whole.true_s = self._clock.boottime_s()
+
+    def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
+        """Whether the name was known not to be there no longer than `age_s` ago."""
+        whole = self._whole.get(parent)
+        return whole is not None and name not in whole.names and whole.true_s + age_s > self._clock.boottime_s()
+
+    def forget_whole(self, inode: int) -> None:
+        whole = self._whole.pop(inode, None)
+        if whole is not None:
+            self._whole_names -= len(whole.names)
 
     # -- open inodes ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ earlier has ended, so that merges of parts of a block are never lost. The size t
 the end of what stores have. Memory is bounded over all files; writers wait for room. Called by vfs and reader; never reads.
 
 Bytes gather in segments, within units of at most 1 MiB that never cross a chunk: a segment that reaches its unit's end is
-sent at once, others when the file is flushed, after a second, or when memory is short.
+sent at once and so is what begins a new file, others when the file is flushed, after a second, or when memory is short.
 """
 
 from __future__ import annotations
@@ -89,9 +89,15 @@ class Writer:
         end = offset + length
         if end > written.end:
             written.end = end
+        # What begins a file is on its way while the application still thinks of its next call: most files are small, and their
+        # close follows at once. A longer one pays with one message more; less than a block would have to be merged with the next.
+        begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
+        written.begun = True
         ready = False
         if (end - 1) >> bits == offset >> bits:
             ready = self._put_unit(written, offset >> bits, offset, data, now_s)
+            if begins:
+                ready = written.dirty[offset >> bits][0].due = True
         else:
             view = memoryview(data)
             place = offset

@@ -42,7 +42,7 @@ class WrittenFile:
     """What the writer holds of one open inode."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes")
+                 "reporting", "paused", "stored_bytes", "begun")
 
     def __init__(self, file: OpenInode):
         self.file = file
@@ -58,6 +58,7 @@ class WrittenFile:
         self.held = 0
         self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
         self.reporting: asyncio.Lock = asyncio.Lock()
+        self.begun = False      # something was written
         self.paused = 0         # nothing is sent while the file is being cut
 
     def segments(self) -> Iterator[Segment]:

@@ -112,7 +112,10 @@ def test_sequential_writes_leave_in_whole_chunks_without_being_asked():
             await case.writer.write(case.file, at, bytes([at >> CHUNK_BITS]) * 4096)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert case.stores.pieces == [(n << CHUNK_BITS, 1 << CHUNK_BITS) for n in range(4)]
+        first, *others = case.stores.pieces
+        assert first == (0, 4096), "what begins a new file does not wait"
+        assert others[0] == (4096, (1 << CHUNK_BITS) - 4096)
+        assert others[1:] == [(n << CHUNK_BITS, 1 << CHUNK_BITS) for n in range(1, 4)]
     run(main())
 
 
@@ -297,8 +300,8 @@ def test_a_large_write_of_bytes_is_kept_without_copying_and_others_are_copied():
     async def main() -> None:
         case = Case()
         content = os.urandom(40 * KIB)
-        await case.writer.write(case.file, 0, content)
-        assert case.file.written.dirty[0][0].parts[0] is content
+        await case.writer.write(case.file, 64 * KIB, content)
+        assert case.file.written.dirty[64 * KIB >> CHUNK_BITS][0].parts[0] is content
         mutable = bytearray(b"x" * 40 * KIB)
         await case.writer.write(case.file, MIB, mutable)
         mutable[:] = b"y" * 40 * KIB

@@ -22,6 +22,8 @@ def check_name(name: bytes) -> None:
 class Names(Core):
     async def lookup(self, parent: int, name: bytes) -> Attr:
         """The attributes of what the name stands for, true within the last `fresh_s`. NotFound, NotADirectory, NameTooLong."""
+        if self.cache.is_absent(parent, name, self.options.fresh_s):
+            raise NotFound
         return await self._find(parent, name, self.options.fresh_s)
 
     async def walk(self, parent: int, name: bytes) -> Attr:
@@ -81,6 +83,8 @@ class Names(Core):
         reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         attr = self._take(reply.entry)
         self._named(parent, name, attr.inode, reply)
+        if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a kept answer, which may be old
+            self.cache.born_directory(attr)
         return attr
 
     def _named(self, parent: int, name: bytes, inode: int, reply=None) -> None:
@@ -88,8 +92,10 @@ class Names(Core):
         for next."""
         self.cache.put_entry(parent, name, inode)
         if reply is not None and reply.HasField("parent"):
+            self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
             self.cache.put_attr(reply.parent)
         else:
+            self.cache.named_in_whole(None, parent, name, inode != 0)
             self.cache.forget_attr(parent)
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
@@ -136,6 +142,8 @@ class Names(Core):
         # not known to be gone: renaming one of two names of an inode to the other leaves both
         self.cache.forget_entry(parent, name)
         self.cache.forget_attr(parent)
+        self.cache.forget_whole(parent)
+        self.cache.forget_whole(new_parent)
         if reply.inode:
             self._named(new_parent, new_name, reply.inode)
         else:
