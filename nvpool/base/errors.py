@@ -374,6 +374,8 @@ class CorruptRecord(Damaged):
     """A stored record can not be decoded."""
 
     wire_code = 402
+    key: bytes = b""
+    """Of the record, where an ordered store found it on its way: behind it the walk can go on. Does not travel."""
 
 
 class CorruptFrame(Damaged):

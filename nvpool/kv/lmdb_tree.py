@@ -107,7 +107,9 @@ class LmdbTree:
         key, stored = item
         value = stored[:-_CRC_BYTES]
         if crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little") != stored[-_CRC_BYTES:]:
-            raise CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
+            error = CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
+            error.key = key
+            raise error
         return key, value
 
     def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
-from nvpool.base.errors import Busy, NvpoolError
+from nvpool.base.errors import Busy, CorruptRecord, NvpoolError
 from nvpool.kv.contract import KEY_END
 from nvpool.kv.ordered import OrderedKeys
 from nvpool.kv.scratch import Scratch
@@ -67,13 +67,21 @@ class Snapshot:
         """The next pairs, `limit` at most, perhaps none; `done` says when the walk is over.
 
         Busy when too much changed in front of the walk, or the store was closed: begin again with a new snapshot.
+        CorruptRecord when the next record is damaged: all before it were answered, and `skip` goes on behind it.
         """
         if self._failed:
             raise Busy(self._failed)
         if self.done or limit < 1:
             return []
-        window = self._owner.kv.scan(self._position, self._end, limit)
-        reached = window[-1][0] + b"\0" if len(window) == limit else self._end
+        end = self._end
+        try:
+            window = self._owner.kv.scan(self._position, end, limit)
+        except CorruptRecord as error:
+            if error.key <= self._position:
+                raise
+            end = error.key
+            window = self._owner.kv.scan(self._position, end, limit)
+        reached = window[-1][0] + b"\0" if len(window) == limit else end
         changed = self._changed(self._position, reached, limit)
         if len(changed) == limit:
             reached = min(reached, changed[-1][0] + b"\0")
@@ -92,6 +100,11 @@ class Snapshot:
         if reached >= self._end:
             self.close()
         return pairs
+
+    def skip(self, key: bytes) -> None:
+        """Go on behind the damaged record `key`. A flipped bit in the key itself makes that further on, or no further than
+        to the next byte string; what lies between is not seen."""
+        self._position = max(self._position, key) + b"\0"
 
     def _changed(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes | None]]:
         """The first keys in the range that have changed since the moment, with their values then."""

@@ -62,6 +62,8 @@ class Fsck:
         self._counted: int | None = view.inode_count
         self._counted_at_first = view.inode_count
         self._left: list[int] | None = None
+        self._unread = 0
+        """Records that can not be read: without them no sum is right."""
         self.counter_max = 0
         """The highest inode counter in use that is not below the next to give; 0: none."""
         self.done = False
@@ -78,24 +80,38 @@ class Fsck:
         limit = min(limit or STEP_LIMIT, STEP_LIMIT_MAX)
         self._problems = []
         if self._left is None:
-            pairs = self._snapshot.step(limit)
+            try:
+                pairs = self._snapshot.step(limit)
+            except CorruptRecord as error:
+                self._unreadable(error)
+                return self._problems
             self.checked += len(pairs)
             for key, raw in pairs:
                 kind = records.kind_of(key) if len(key) > 1 else -1
                 check = self._checks.get(kind)
                 if check is None or kind in _NUMBERED and records.numbered_key(kind, records.inode_of_key(key)) != key[:9]:
                     self._lay_aside(key, raw, "a record under a key that is not known")
-                else:
+                    continue
+                try:
                     check(key, raw)
+                except CorruptRecord as error:  # a neighbour that can not be read
+                    self._unread += 1
+                    self._found("unreadable", f"what belongs to the record {key.hex()} can not be checked: {error}", None)
             if self._snapshot.done:
-                self._left = sorted(number for number, sums in self._sums.items() if any(sums) or number in self._strays)
+                self._left = []
+                if self._unread:
+                    self._found("unreadable", f"{self._unread} records could not be checked, so names and links are not counted; "
+                                              "repair removes what can not be read, then check again", None)
+                else:
+                    self._left = sorted(number for number, sums in self._sums.items() if any(sums) or number in self._strays)
         elif self._left:
             part = self._left[:limit]
             del self._left[:limit]
             for number in part:
                 self._settle(number)
         else:
-            self._settle_count()
+            if not self._unread:
+                self._settle_count()
             self.done = True
         return self._problems
 
@@ -117,6 +133,12 @@ class Fsck:
                 text = f"{text}; not repaired: {error}"
         self._problems.append(Problem(kind, text, repaired))
 
+    def _unreadable(self, error: CorruptRecord) -> None:
+        """The next record of the walk is damaged. Repair removes it: nobody can read it, and what it said is lost."""
+        self._unread += 1
+        self._snapshot.skip(error.key)  # first, since a snapshot reads what changes in front of it
+        self._found("unreadable", str(error), lambda: [(error.key, None)])
+
     def _lay_aside(self, key: bytes, raw: bytes, text: str, more: Callable[[], list] = list) -> None:
         if self._kv.get(key) == raw:
             self._found("undecodable", f"{text} (key {key.hex()})",
@@ -124,8 +146,8 @@ class Fsck:
 
     def _current(self, number: int) -> Inode | None:
         """The inode as it is now; None where there is none or it can not be read."""
-        raw = self._kv.get(records.inode_key(number))
         try:
+            raw = self._kv.get(records.inode_key(number))
             return records.decode_inode(number, raw) if raw is not None else None
         except CorruptRecord:
             return None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from nvpool.base import grants
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Disconnected, NotFound, NvpoolError
+from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.describe import chunks_on, names_of
@@ -141,6 +141,15 @@ class _Check:
             attr = await self._vfs.getattr(inode)
         except NotFound:
             return inode
+        except CorruptRecord:
+            return None  # the shard's own check has told of it
+        try:
+            await self._chunks_of(target, inode, attr)
+        except CorruptRecord as error:
+            self._checkup.note(Problem("index", f"target {target}, inode {inode}", str(error), inode=inode))
+        return None
+
+    async def _chunks_of(self, target: int, inode: int, attr) -> None:
         table = self._map.table_by_id.get(attr.table)
         async for chunk in chunks_on(self._asking, target, inode):
             self._checkup.chunks += 1
@@ -152,7 +161,6 @@ class _Check:
                 if chunk.cut > (await self._fresh(inode)).cut:
                     self._checkup.note(Problem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
                                                              f"back in time"))
-        return None
 
     async def _fresh(self, inode: int):
         """The inode's attributes as the shard has them now, past the client's cache."""
@@ -211,7 +219,10 @@ class _Check:
         bad = {problem.inode for problem in self._checkup.problems if problem.inode}
         if not bad:
             return
-        names = await names_of(self._vfs, bad)
+        try:
+            names = await names_of(self._vfs, bad)
+        except CorruptRecord:
+            return  # nor can the tree be walked; the problems stand with inodes
         for at, problem in enumerate(self._checkup.problems):
             if problem.inode:
                 name = names.get(problem.inode, "without a name")

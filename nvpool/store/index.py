@@ -156,9 +156,18 @@ class Index:
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         """See ChunkStore.inodes."""
         found: list[int] = []
-        while pairs := self._kv.scan(inode_end_key(after) if after else b"c", b"d", 1):
+        while True:
+            first = inode_end_key(after) if after else b"c"
+            try:
+                pairs = self._kv.scan(first, b"d", 1)
+                if not pairs:
+                    return found, False
+                key = pairs[0][0]
+            except CorruptRecord as error:  # its inode has something here, whatever that was
+                if not first <= error.key < b"d":
+                    raise
+                key = error.key
             if len(found) == limit:
                 return found, True
-            after = split_segment_key(pairs[0][0])[0]
+            after = split_segment_key(key)[0]
             found.append(after)
-        return found, False

@@ -50,7 +50,7 @@ class Scrub:
         first = cursor + b"\0" if cursor else b"c"
         while checked < blocks:
             with store.readings.held():
-                pairs = self._scan(first, problems)
+                pairs, unreadable = self._scan(first, problems)
                 segments = []
                 for key, raw in pairs:
                     try:
@@ -61,6 +61,9 @@ class Scrub:
                     self._against_map(key, segment, problems)
                 for key, segment in segments:
                     checked += await self._check(key, segment, bad)
+            if unreadable:
+                first = unreadable + b"\0"
+                continue
             if not pairs:
                 problems += self._map_against_index()
                 self._seen = None
@@ -69,13 +72,19 @@ class Scrub:
         self._expected = first[:-1]
         return ScrubStep(self._expected, False, checked, bad, problems[:PROBLEMS_MAX])
 
-    def _scan(self, first: bytes, problems: list[str]) -> list[tuple[bytes, bytes]]:
+    def _scan(self, first: bytes, problems: list[str]) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """The next records, and the key of a damaged one behind them, or nothing."""
+        kv = self._store.kv
         try:
-            return self._store.kv.scan(first, b"d", _READ_BLOCKS // 64)
+            return kv.scan(first, b"d", _READ_BLOCKS // 64), b""
         except CorruptRecord as error:
-            problems.append(f"the index behind {first.hex()} can not be read, the scrub ends there: {error}")
-            self._seen = None
-            return []
+            self._seen = None  # without it the free map can not be held against the index
+            if not first <= error.key < b"d":
+                problems.append(f"the index behind {first.hex()} can not be read, the scrub ends there: {error}")
+                return [], b""
+            inode, index, number = split_segment_key(error.key)
+            problems.append(f"segment {number} of chunk {index} of inode {inode} can not be read: {error}")
+            return kv.scan(first, error.key, _READ_BLOCKS // 64), error.key
 
     def _against_map(self, key: bytes, segment: Segment, problems: list[str]) -> None:
         inode, index, number = split_segment_key(key)

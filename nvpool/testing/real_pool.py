@@ -179,13 +179,13 @@ class RealPool:
         self._connected.append(pool)
         return pool
 
-    def fsck(self) -> list[str]:
-        """The problems that a check of everything finds, as sentences."""
+    def fsck(self, *, repair: bool = False) -> list[str]:
+        """The problems that a check of everything finds, as sentences; with `repair` those that it could not mend."""
         async def look() -> list[str]:
             from nvpool.client.session import Client
             client = await Client.open(str(self.path), "fsck", ClientOptions(deadline_s=30.0))
             try:
-                return await problems_of(client)
+                return await problems_of(client, self.directory.grant_key.read_bytes() if repair else None)
             finally:
                 await client.close()
         return asyncio.run(look())
@@ -207,10 +207,11 @@ def end_process(pid: int, number: int = signal.SIGKILL) -> None:
         os.close(pidfd)
 
 
-async def problems_of(client) -> list[str]:
+async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
+    """What fsck finds, as sentences; with the key of grants it repairs, and these are what it could not mend."""
     checkup = Checkup()
-    await check(client, checkup)
-    return [f"{problem.kind}: {problem.where}: {problem.text}" for problem in checkup.problems]
+    await check(client, checkup, repair=grant_secret is not None, grant_secret=grant_secret)
+    return [f"{problem.kind}: {problem.where}: {problem.text}" for problem in checkup.problems if not problem.repaired]
 
 
 @asynccontextmanager

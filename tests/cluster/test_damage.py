@@ -1,0 +1,197 @@
+"""Flipped bytes in what daemons have stored: the reader gets EIO and never the byte; log and status name inode, chunk and
+target; whatever else is there is served."""
+
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nvpool.testing.history import content
+from nvpool.testing.real_pool import RealPool
+
+pytestmark = pytest.mark.xdist_group("damage")
+
+CONFIG = """
+[journal]
+sync_interval_s = 0.02
+checkpoint_interval_s = 0.1
+[supervisor]
+restart_delay_max_s = 0.5
+[client]
+attr_timeout_s = 0
+"""
+BYTES = 40_000
+PAGE = 4096
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A stopped pool with 30 files; what is done to it shows when it is started."""
+    with RealPool(tmp_path / "pool", config=CONFIG) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect()
+        for number in range(30):
+            with client.open(f"/f{number}", "wb", buffering=0) as file:
+                file.write(content(number, BYTES))
+                file.fsync()
+        inodes = {f"f{number}": client.stat(f"/f{number}").st_ino for number in range(30)}
+        client.close()
+        pool.stop()
+        yield pool, inodes
+
+
+def flip(path: Path, at: int, bit: int = 0x10) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))
+
+
+def read_all(pool):
+    """Names of the files that can not be read; each of the others is what was written."""
+    client, lost = pool.connect(5.0), []
+    for number in range(30):
+        try:
+            found = client.read_bytes(f"/f{number}")
+        except OSError as error:
+            assert error.errno == errno.EIO, error
+            lost.append(f"f{number}")
+        else:
+            assert found == content(number, BYTES), f"f{number}: wrong bytes were given out"
+    client.close()
+    return lost
+
+
+def place_of(pool, number):
+    """(target, offset in its data file) of the second block of a file."""
+    wanted = content(number, BYTES)[PAGE:2 * PAGE]
+    for target in (1, 2):
+        stored = (pool.directory.target(target) / "data").read_bytes()
+        if (at := stored.find(wanted)) >= 0:
+            return target, at
+    raise AssertionError("the file is on no target")
+
+
+def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_inode_chunk_and_target(damaged):
+    pool, inodes = damaged
+    target, at = place_of(pool, 7)
+    flip(pool.directory.target(target) / "data", at + 99)
+    pool.start()
+    assert read_all(pool) == ["f7"]
+    problem, = pool.status()["problems"]
+    assert f"target {target} " in problem and f"inode {inodes['f7']} chunk 0 block 1" in problem
+    said = pool.said(f"target-{target}")
+    assert f"block 1 of chunk 0 of inode {inodes['f7']}" in said and f"target {target} " in said
+    assert [line.partition("; ")[0] for line in pool.fsck() if "(file /f7)" in line and f"inode {inodes['f7']}" in line]
+    client = pool.connect()
+    with client.open("/f7", "r+b", buffering=0) as file:
+        file.write(content(7, BYTES))  # whole blocks: written anew, the bad one is forgotten
+    assert read_all(pool) == [] and pool.fsck() == [] and pool.status()["problems"] == []
+
+
+def test_a_byte_that_rots_while_the_pool_serves_is_never_given_out(damaged):
+    pool, _ = damaged
+    pool.start()
+    assert read_all(pool) == []
+    target, at = place_of(pool, 3)
+    flip(pool.directory.target(target) / "data", at + 4095)
+    assert read_all(pool) == ["f3"]
+    client = pool.connect()
+    client.remove("/f3")
+    pool.until(lambda: pool.fsck() == [], "the removed file is collected", 20)
+
+
+def leaf_places(path: Path, wanted: bytes):
+    """Offsets of `wanted` in the leaf pages (flag 2 at byte 10 of a page's head) of an LMDB file."""
+    raw, found, at = path.read_bytes(), [], -1
+    while (at := raw.find(wanted, at + 1)) >= 0:
+        if raw[at // PAGE * PAGE + 10] & 2:
+            found.append(at)
+    return found
+
+
+def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
+    pool, inodes = damaged
+    target, _ = place_of(pool, 11)
+    index = pool.directory.target(target) / "index" / "data.mdb"
+    inode_bytes = inodes["f11"].to_bytes(8, "big")
+    places = leaf_places(index, inode_bytes)
+    assert places
+    for at in places:
+        flip(index, at + 24)  # in the value behind the key
+    pool.start()
+    assert read_all(pool) == ["f11"]
+    told = pool.said(f"target-{target}") + "\n".join(pool.status()["problems"])
+    assert str(inodes["f11"]) in told and f"target {target}" in told
+    assert any(f"target {target}" in line and str(inodes["f11"]) in line for line in pool.fsck())
+    client = pool.connect()
+    client.remove("/f11")
+    assert client.list("/") == sorted(f"f{number}" for number in range(30) if number != 11)
+    client.write_bytes("/f11", b"again")
+
+
+def test_a_flipped_byte_in_a_metadata_record_is_an_error_for_that_file_only(damaged):
+    pool, inodes = damaged
+    shard = pool.directory.shard(1) / "data.mdb"
+    name = b"f13"
+    places = leaf_places(shard, name)
+    assert places
+    for at in places:
+        flip(shard, at + len(name) + 2)  # in the value that follows the name of the key
+    pool.start()
+    lost = read_all(pool)
+    assert lost == ["f13"]
+    found = pool.fsck()
+    assert found and all(line.startswith("unreadable") for line in found)
+    pool.until(lambda: pool.fsck(repair=True) == [] and pool.fsck() == [], "what can not be read is removed", 20)
+    client = pool.connect()
+    name, = client.list("/lost+found")
+    assert name == f"#{inodes['f13']}" and client.read_bytes(f"/lost+found/{name}") == content(13, BYTES)
+    client.rename(f"/lost+found/{name}", "/f13")
+    assert read_all(pool) == []
+
+
+def outcome(pool, seed):
+    """Flip one byte anywhere in one of the records' files; what came of it."""
+    chance = random.Random(seed)
+    place = chance.choice([pool.directory.shard(1), pool.directory.target(1) / "index", pool.directory.target(2) / "index"])
+    path = place / chance.choice(["data.mdb", "journal-0", "journal-1"])
+    used = 1 + len(path.read_bytes().rstrip(b"\0"))
+    flip(path, chance.randrange(used), 1 << chance.randrange(8))
+    pool.launch()
+    try:
+        pool.until(pool.serving, "all serve", 6.0)
+    except AssertionError:
+        return "refused"
+    return "lost" if read_all(pool) else "whole"
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.soak)], ids=["few", "many"])
+def test_a_flipped_bit_anywhere_in_the_records_gives_out_no_wrong_byte(damaged, seeds, tmp_path):
+    pool, _ = damaged
+    shutil.copytree(pool.path, tmp_path / "sound", symlinks=True)
+    outcomes = []
+    for seed in seeds:
+        outcomes.append(outcome(pool, seed))
+        pool.end()
+        shutil.rmtree(pool.path)
+        shutil.copytree(tmp_path / "sound", pool.path, symlinks=True)
+    print({kind: outcomes.count(kind) for kind in set(outcomes)})
+    assert len(seeds) < 50 or outcomes.count("whole") > len(seeds) // 3
+
+
+def test_daemons_that_were_refused_for_damage_say_so(damaged):
+    pool, _ = damaged
+    path = pool.directory.target(1) / "index" / "data.mdb"
+    with open(path, "r+b") as file:
+        file.write(os.urandom(2 * PAGE))
+    pool.launch()
+    reason = pool.until(lambda: "data.mdb" in pool.said("target-1"), "the reason is told", 10)
+    assert reason
+    seen = pool.until(lambda: pool.status()["problems"], "status tells of it", 10)
+    assert any("target-1" in problem for problem in seen)
