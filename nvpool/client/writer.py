@@ -50,7 +50,9 @@ class Writer:
         self._room: list[asyncio.Future] = []
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
-        self._recent: OrderedDict[int, set[int]] = OrderedDict()  # inode -> targets that have unflushed bytes of ours
+        # inode -> targets that have unflushed bytes of ours, each with the number of the last write to it
+        self._recent: OrderedDict[int, dict[int, int]] = OrderedDict()
+        self._noted = 0
         self._recent_lost = False
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -251,6 +253,9 @@ class Writer:
             if file.cut == cut:
                 written.stored_end = max(written.stored_end, segment.end)
                 written.stored_bytes += length
+            # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
+            # and only one more stamp tells.
+            written.wrote = True
             self._note_recent(file.inode, target)
         except NvpoolError as error:
             log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", length, segment.start, file.inode,
@@ -268,8 +273,7 @@ class Writer:
             self._hold(written, -length)
             if written.error is not None:
                 written.find_end()
-            if written.changed is not None and not written.changed.done():
-                written.changed.set_result(None)
+            self._tell(written)
             if written.dirty:
                 self._pump(written)
             for _ in range(len(self._stalled)):  # once round: who finds no room waits for the next that ends
@@ -277,14 +281,21 @@ class Writer:
                     break
                 self._pump(self._stalled.popitem(last=False)[1])
 
+    @staticmethod
+    def _tell(written: WrittenFile) -> None:
+        """Wake who waits for segments to end: one has been stored, dropped or cut away."""
+        if written.changed is not None and not written.changed.done():
+            written.changed.set_result(None)
+
     def _note_recent(self, inode: int, target: int) -> None:
         targets = self._recent.get(inode)
         if targets is None:
-            targets = self._recent[inode] = set()
+            targets = self._recent[inode] = {}
             if len(self._recent) > _RECENT_MAX:
                 self._recent.popitem(last=False)
                 self._recent_lost = True
-        targets.add(target)
+        self._noted += 1
+        targets[target] = self._noted
 
     # -- flushing ------------------------------------------------------------------------------------------------------
 
@@ -356,17 +367,19 @@ class Writer:
 
     async def make_durable(self, inode: int, file: OpenInode | None) -> None:
         """Return when what we have stored of the inode survives the loss of power."""
-        targets = self._recent.pop(inode, None)
+        targets = self._recent.get(inode)
         if targets is None:
-            if not self._recent_lost or file is None:
-                return
-            targets = self._chunks.targets_of(file)
-        try:
-            await self._chunks.flush(file, sorted(targets))
-        except BaseException:
-            for target in targets:
-                self._note_recent(inode, target)
-            raise
+            if self._recent_lost and file is not None:
+                await self._chunks.flush(file, sorted(self._chunks.targets_of(file)))
+            return
+        # They stay noted until the flush has ended: who asks meanwhile must wait for one as well.
+        flushed = dict(targets)
+        await self._chunks.flush(file, sorted(flushed))
+        for target, number in flushed.items():
+            if targets.get(target) == number:
+                del targets[target]
+        if not targets and self._recent.get(inode) is targets:
+            del self._recent[inode]
 
     @property
     def busy(self) -> bool:
@@ -423,6 +436,8 @@ class Writer:
                 del written.dirty[unit]
         written.find_end()
         self._hold(written, -freed)
+        if freed:
+            self._tell(written)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 
@@ -479,6 +494,7 @@ class Writer:
             freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
             written.dirty.clear()
             self._hold(written, -freed)
+            self._tell(written)
 
     async def close(self, deadline_s: float) -> None:
         """Send and report all, as far as that is done by `deadline_s`; then stop."""

@@ -79,7 +79,7 @@ class WrittenFile:
     @property
     def unsettled(self) -> bool:
         """Whether the service does not know all of our writes."""
-        return bool(self.wrote or self.dirty or self.sending or self.stored_end)
+        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.locked())
 
     @property
     def clean(self) -> bool:

@@ -296,6 +296,61 @@ def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
     run(main())
 
 
+def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
+    async def main() -> None:
+        case = Case()
+        await case.writer.write(case.file, 0, bytes(100))
+        await case.flush()
+        gate = asyncio.Event()
+        flush = case.stores.flush
+
+        async def slow(file, targets) -> None:
+            await gate.wait()
+            await flush(file, targets)
+        case.stores.flush = slow
+        both = [asyncio.create_task(case.writer.make_durable(5, case.file)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert not both[0].done() and not both[1].done()
+        assert case.writer.unflushed(5)
+        await case.writer.write(case.file, 0, bytes(100))
+        await case.flush()  # not of these flushes: it may have come to the store behind them
+        gate.set()
+        await asyncio.gather(*both)
+        assert case.writer.unflushed(5)
+        await case.writer.make_durable(5, case.file)
+        assert not case.writer.unflushed(5)
+    run(main())
+
+
+def test_who_waits_for_bytes_that_a_cut_drops_is_woken():
+    async def main() -> None:
+        case = Case()
+        await case.writer.begin_cut(case.file, 0)  # nothing is written yet
+        await case.writer.write(case.file, 0, b"kept")
+        await case.writer.begin_cut(case.file, 1000)
+        await case.writer.write(case.file, 2000, b"dropped")
+        waiting = asyncio.create_task(case.writer.store(case.file))
+        await asyncio.sleep(0.01)
+        await case.writer.begin_cut(case.file, 0)
+        await asyncio.wait_for(waiting, 1)
+    run(main())
+
+
+def test_bytes_that_are_stored_after_their_time_was_told_have_it_told_again():
+    async def main() -> None:
+        case = Case(write_age_s=0.0)
+        case.file.attr = Attr(inode=5, size=100, table=1, chunk_bits=CHUNK_BITS)
+        case.stores.at_once = False
+        await case.writer.write(case.file, 0, b"new")
+        await case.writer.run_once()
+        await asyncio.sleep(0.01)
+        assert case.reports == [(0, True, False)] and len(case.stores.waiting) == 1
+        case.stores.release()
+        await case.flush()
+        assert case.reports[1:] == [(3, True, False)], "who opened the file between the two has the old bytes"
+    run(main())
+
+
 def test_a_large_write_of_bytes_is_kept_without_copying_and_others_are_copied():
     async def main() -> None:
         case = Case()
