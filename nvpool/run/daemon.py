@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import logging.handlers
 import os
@@ -127,6 +128,13 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
         for number in (signal.SIGHUP, signal.SIGUSR1):
             loop.add_signal_handler(number, lambda number=number: stop.on_signal.get(number, _nothing)())
         log.info("nvpool %s starts", VERSION)
+        # What is there now stays, so collections need not look at it; what requests leave behind dies by its reference
+        # count, so they need not come after every 700 objects.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+        # A thread that checkpoints gives the loop its turn ten times as often as Python would: pauses of 4 ms become 0.5.
+        sys.setswitchinterval(0.0005)
         await main(stop)
 
     try:

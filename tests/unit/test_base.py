@@ -35,7 +35,7 @@ def test_versions_order_by_epoch_and_then_by_counter(epoch, counter, other_epoch
 
 
 GOLDEN_GRANT = "01030200efcdab8967452301010000000000000005000000000000000068e5cf8b0100000000000000000000"
-GOLDEN_MAC = "054363c2aff5ae0697a80e3183615af0"
+GOLDEN_MAC = "2487fac154de2a4cb7bb7ffeaeede6cc"
 
 
 def test_a_grant_has_the_bytes_that_it_always_had():
