@@ -26,12 +26,13 @@ EMPTY = memoryview(b"")
 
 
 class _Unit:
-    __slots__ = ("future", "bytes", "born_s")
+    __slots__ = ("future", "bytes", "born_s", "end")
 
-    def __init__(self, future: asyncio.Future, count: int, born_s: float):
+    def __init__(self, future: asyncio.Future, count: int, born_s: float, end: int):
         self.future = future
         self.bytes = count
         self.born_s = born_s
+        self.end = end  # the file's when it was fetched, within the unit: behind it the last block has only zeros
 
 
 class Ahead:
@@ -148,7 +149,7 @@ class Reader:
                 break
             future = self._chunks.read(file, start >> file.chunk_bits, start & file.chunk_mask, count)
             future.add_done_callback(_seen)
-            ahead.units[unit] = _Unit(future, count, now_s)
+            ahead.units[unit] = _Unit(future, count, now_s, min(start + (1 << bits), size))
             self._ahead_bytes += count
             self.counters["ahead_bytes"] += count
             ahead.far += 1
@@ -166,8 +167,8 @@ class Reader:
             unit = ahead.units.get(number)
             if unit is None:
                 return None
-            if unit.born_s < oldest_s and unit.future.done():
-                self.forget(file, ahead)
+            if unit.born_s < oldest_s and unit.future.done() or unit.end < min(end, number + 1 << bits):
+                self.forget(file, ahead)  # too old, or the file grew behind what was fetched
                 return None
             units.append(unit)
         try:
@@ -186,15 +187,12 @@ class Reader:
         self.counters["ahead_hits"] += 1
         start = first << bits
         if first == last:
-            part = parts[0][offset - start:end - start]
-            return part if len(part) == end - offset else None
+            return parts[0][offset - start:end - start]
         whole = bytearray(end - offset)
         view = memoryview(whole)
         for number, part in enumerate(parts):
             begin = start + (number << bits)
-            a, b = max(offset, begin), min(end, begin + len(part), begin + (1 << bits))
-            if b < min(end, begin + (1 << bits)):
-                return None  # the file grew behind what was fetched
+            a, b = max(offset, begin), min(end, begin + (1 << bits))
             view[a - offset:b - offset] = part[a - begin:b - begin]
         return view
 

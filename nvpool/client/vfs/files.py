@@ -112,7 +112,10 @@ class Files(Names):
         check_range(file.layout, offset, len(buffer))
         if file.ahead:
             self.reader.changed(file)
-        return await self.writer.write(file, offset, buffer)
+        written = await self.writer.write(file, offset, buffer)
+        if file.ahead:
+            self.reader.changed(file)  # what was fetched while the write waited for room
+        return written
 
     async def _reserve(self, handle: FileHandle, length: int) -> int:
         file = handle.file
@@ -163,16 +166,15 @@ class Files(Names):
         handle.closed = True
         file = handle.file
         self.reader.forget(file, handle.ahead)
-        if file.handles == 1 and file.written is not None and not file.written.clean:
-            try:
+        try:
+            # Again when it was opened, written and closed by others meanwhile: then they have left it to us.
+            while file.handles == 1 and file.written is not None and file.written.unsettled:
                 await self.writer.store(file)
                 await self.writer.settle(file)
-            except NotFound:
-                pass  # removed, and nobody can ever read it
-            finally:
-                self._let_go(file)
-            return
-        self._let_go(file)
+        except NotFound:
+            pass  # removed, and nobody can ever read it
+        finally:
+            self._let_go(file)
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
