@@ -48,6 +48,7 @@ class ShardSession:
         self.waiting: deque[asyncio.Future] = deque()    # for a slot
         self.generation = 0                              # of the session: slots of an earlier one are not given back
         self.open: dict[int, int] = {}                   # inode -> registrations
+        self.unnamed = False                             # the shard does not know all of `open`: a new session, a restart
         self.released: list[int] = []
         self.opening: asyncio.Task | None = None
         self.renewal: asyncio.Task | None = None
@@ -86,7 +87,7 @@ class MetaClient:
                 return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 tries += 1
-                await self._mend(inode, error, tries, deadline_s)
+                await self._mend(inode, error, tries, deadline_s, request.session)
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
@@ -121,7 +122,7 @@ class MetaClient:
                         raise Disconnected("the session ended before the answer to a change came") from None
                     uncertain = uncertain or error.may_be_applied
                     tries += 1
-                    await self._mend(inode, error, tries, deadline_s)
+                    await self._mend(inode, error, tries, deadline_s, change.session)
         finally:
             self._give_back(state, slot, sequence, generation)
 
@@ -163,12 +164,12 @@ class MetaClient:
             state = self._shards[shard] = ShardSession(shard)
         return state
 
-    async def _mend(self, inode: int, error: NvpoolError, tries: int, deadline_s: float) -> None:
-        """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come."""
+    async def _mend(self, inode: int, error: NvpoolError, tries: int, deadline_s: float, session: int) -> None:
+        """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come. `session`
+        is the one that was refused: there may be a newer one by now."""
         self.counters["repeats"] += 1
         if isinstance(error, StaleSession):
-            state = self._shard_of(inode)
-            self._lost(state, state.session)
+            self._lost(self._shard_of(inode), session)
             if tries == 1:
                 return
         elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
@@ -196,11 +197,13 @@ class MetaClient:
                     await future
             except TimeoutError:
                 raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
+            except BaseException:
+                if state.slots:
+                    self._wake(state)  # it was woken and went away: the next one may have the slot
+                raise
             finally:
                 if future in state.waiting:
                     state.waiting.remove(future)
-                elif future.cancelled() and state.slots:
-                    self._wake(state)  # it was woken and went away: the next one may have the slot
             if not state.session:
                 raise StaleSession
         slot, sequence = state.slots.popleft()
@@ -237,9 +240,10 @@ class MetaClient:
         last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
         state.slots = deque(enumerate(last))
         state.session = reply.session
+        state.unnamed = bool(state.open)
         self.counters["sessions"] += 1
-        if state.open:
-            await self._renew(state, deadline_s, again=True)
+        if state.unnamed:
+            await self._renew(state, deadline_s)
         if state.renewal is None or state.renewal.done():
             state.renewal = asyncio.create_task(self._keep(state))
         for _ in range(min(len(state.waiting), len(state.slots))):
@@ -275,8 +279,11 @@ class MetaClient:
             except NvpoolError:
                 pause = min(1.0, state.lease_s / 6)
 
-    async def _renew(self, state: ShardSession, deadline_s: float, again: bool = False) -> None:
-        """Say that we live; `again`: and what is open, all of it."""
+    async def _renew(self, state: ShardSession, deadline_s: float) -> None:
+        """Say that we live, and where the shard does not know it all of what is open, until it has answered that it does."""
+        again = state.unnamed
+        if again:
+            state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
         released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
@@ -284,9 +291,16 @@ class MetaClient:
             request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch,
                                                    released=_inodes(released),
                                                    opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+            try:
+                raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
+            except NvpoolError as error:
+                if not error.may_be_applied and state.session == session:
+                    state.released += released
+                raise
             released = []
-            raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
         self.counters["renewals"] += 1
+        if again and state.session == session:
+            state.unnamed = False
         reply = decoded(meta_pb2.RenewSessionReply, raw)
         state.lease_s = reply.lease_s or state.lease_s
         if reply.map_epoch > self._view.map.epoch:
@@ -294,7 +308,8 @@ class MetaClient:
         if reply.incarnation != state.incarnation:
             state.incarnation = reply.incarnation
             if not again and state.open:
-                await self._renew(state, deadline_s, again=True)
+                state.unnamed = True
+                await self._renew(state, deadline_s)
 
     # -- open files ----------------------------------------------------------------------------------------------------
 
@@ -327,13 +342,14 @@ class MetaClient:
         released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
         if not released or not state.session:
             return
-        request = meta_pb2.ReleaseRequest(session=state.session, map_epoch=self._view.map.epoch, inodes=_inodes(released))
+        session = state.session
+        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=_inodes(released))
         try:
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
         except NvpoolError as error:
             # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
             # is given up with the session, or when the shard restarts.
-            if not error.may_be_applied:
+            if not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
                 state.released.extend(released)
                 await asyncio.sleep(self._options.retry_last_s)
 

@@ -14,6 +14,7 @@ from nvpool.base.errors import (
     NotFound,
     StaleEpoch,
     StaleGrant,
+    StaleSession,
     Unavailable,
 )
 from nvpool.base.ids import ROOT_INODE
@@ -300,6 +301,83 @@ def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
             await case.vfs.flush(handle)
             assert bytes(await case.vfs.read(handle, 0, 20)) == b"hello again"
             assert service._sessions.get(state.session).opens == {handle.inode: 1}
+    run(main())
+
+
+def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
+    async def main() -> None:
+        async with Case(meta_options=MetaOptions(session_lease_s=0.6)) as case:
+            handle = await case.file(b"still here")
+            meta = case.vfs.meta
+            state = next(iter(meta._shards.values()))
+            send = meta._send
+            lost = []
+
+            async def losing(of, method, request, deadline_s):
+                if method == wire_pb2.META_RENEW_SESSION and request.opened and len(lost) < most:
+                    lost.append(request)
+                    raise Disconnected("lost on the way", may_be_applied=False)
+                return await send(of, method, request, deadline_s)
+            meta._send = losing
+            most = 2
+            await case.pool.stop_shard()
+            await case.pool.start_shard()
+            await asyncio.sleep(0.8)
+            assert len(lost) == 2
+            assert case.pool.meta._sessions.get(state.session).opens == {handle.inode: 1}
+            most = 3
+            service = case.pool.meta
+            service._end_session(service._sessions.get(state.session), service._clock.boottime_s())
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            await asyncio.sleep(0.4)
+            assert len(lost) == 3
+            assert service._sessions.get(state.session).opens == {handle.inode: 1}
+    run(main())
+
+
+def test_a_late_refusal_of_an_old_session_does_not_end_the_new_one():
+    async def main() -> None:
+        async with Case() as case:
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            meta = case.vfs.meta
+            state = next(iter(meta._shards.values()))
+            service = case.pool.meta
+            send = meta._send
+            held = asyncio.Event()
+
+            async def slow(of, method, request, deadline_s):
+                try:
+                    return await send(of, method, request, deadline_s)
+                except StaleSession:
+                    if request.DESCRIPTOR.name == "GetAttrRequest":
+                        await held.wait()
+                    raise
+            meta._send = slow
+            service._end_session(service._sessions.get(state.session), 0.0)
+            asking = asyncio.create_task(case.vfs.getattr(ROOT_INODE))
+            await asyncio.sleep(0.01)
+            await case.vfs.mkdir(ROOT_INODE, b"e", 0o755, ME)
+            newer = state.session
+            held.set()
+            await asking
+            assert state.session == newer and meta.counters["sessions"] == 2
+    run(main())
+
+
+def test_the_end_of_a_growing_file_is_read_as_it_is_and_not_as_it_was_read_ahead():
+    async def main() -> None:
+        async with Case() as case:
+            content = os.urandom(MIB + 256 * KIB + 1000)
+            writer = await case.file(content)
+            other = (await case.pool.client("second", FAST)).vfs
+            reader = await other.open(writer.inode, os.O_RDONLY, ME)
+            at = 0
+            while len(part := await other.read(reader, at, 64 * KIB)):
+                at += len(part)
+            assert other.reader.counters["ahead_hits"]
+            await case.vfs.write(writer, len(content), b"a new line")
+            await case.vfs.flush(writer)
+            assert bytes(await other.read(reader, at, 64 * KIB)) == b"a new line"
     run(main())
 
 
