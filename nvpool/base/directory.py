@@ -9,6 +9,7 @@
     meta/shard-N/      records of a metadata shard
     run/               NAME.json: state of a process; NAME.lock: its flock; unix sockets
     log/               one file per process
+    reserve            blocks set aside for poolmap.json and run/ on a full drive
     targets/N          chunk stores of pools that live in one directory
 
 Called by the programs in run/, by the client (poolmap.json) and the CLI. Guarantees that files others read while they are
@@ -17,21 +18,27 @@ replaced are whole, before and after a loss of power. Never removes anything but
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from nvpool.base.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
 from nvpool.base.host import Identity, own_identity, runs
+from nvpool.base.units import KIB
 
 FORMAT_TEXT = "nvpool pool 1\n"
 BEING_MADE_TEXT = "nvpool pool being made\n"
 SOCKET_PATH_BYTES_MAX = 107
 """sockaddr_un, less the ending zero."""
+
+RESERVE_BYTES = 256 * KIB
+"""A pool map of a large pool, and the states of its processes."""
 
 _SOCKET_NAME_BYTES_MAX = len("/target-99999.sock")
 
@@ -152,6 +159,7 @@ class PoolDirectory:
         self.poolmap = self.path / "poolmap.json"
         self.run = self.path / "run"
         self.log = self.path / "log"
+        self.reserve = self.path / "reserve"
 
     def shard(self, number: int) -> Path:
         return self.path / "meta" / f"shard-{number}"
@@ -207,8 +215,35 @@ class PoolDirectory:
     def announce(self, name: str, state: ProcessState) -> None:
         """Write run/NAME.json: this process now is what `state` says. Not synced: it means nothing after a reboot."""
         beside = self.run / f".{name}.{os.getpid()}"
-        beside.write_bytes(msgspec.json.encode(state))
+        self.on_reserve(lambda: beside.write_bytes(msgspec.json.encode(state)))
         os.replace(beside, self.run / f"{name}.json")
+
+    def publish(self, pool_map: bytes) -> None:
+        """Replace poolmap.json, also on a full drive: no daemon is started before its map is there."""
+        self.on_reserve(lambda: write_whole(self.poolmap, pool_map))
+
+    def on_reserve(self, write: Callable[[], object]) -> None:
+        """`write`, once more with the blocks of the reserve where the drive is full. May be called by several processes: who
+        finds the reserve spent gets the error."""
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.reserve.unlink(missing_ok=True)
+            try:
+                write()
+            finally:
+                self.keep_reserve()
+
+    def keep_reserve(self) -> None:
+        """Set blocks aside, as many as there are up to RESERVE_BYTES."""
+        try:
+            with open(self.reserve, "ab", buffering=0) as file:
+                while file.tell() < RESERVE_BYTES:
+                    file.write(bytes(4 * KIB))
+        except OSError:
+            pass  # the drive is full: what there was is taken
 
     def withdraw(self, name: str) -> None:
         """Remove run/NAME.json if it is this process's."""

@@ -73,7 +73,9 @@ class EmbeddedCoordinator:
                 raise InvalidRequest("this map is another pool's, or has other fixed settings")
             raw = encode_map(new)
             await self._kv.room()
-            sequence = self._kv.apply([(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)])
+            # It takes the place of older maps: on a full drive too, since no target is started again without a new map.
+            sequence = self._kv.apply([(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)],
+                                      reclaims=True)
             await self._kv.sync(sequence)
             self._pool_map = new  # durable: from here on only forward, even where the copy can not be written
             try:

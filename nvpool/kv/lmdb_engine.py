@@ -281,6 +281,9 @@ class LmdbKv:
             raise Fenced(self._fenced)
         if not reclaims:
             if self._drive_full:
+                # Who is refused changes nothing, so nothing but this would ever look whether there is room again.
+                if self._checkpoint_timer is None and self._checkpoint_task is None:
+                    self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
                 raise NoSpace(self._drive_full)
             if self._journal.offset + record_bytes <= self._limit_reclaiming:
                 raise NoSpace(f"the records in {self.path} have reached their configured maximum of "

@@ -100,8 +100,8 @@ class Fsck:
             if self._snapshot.done:
                 self._left = []
                 if self._unread:
-                    self._found("unreadable", f"{self._unread} records could not be checked, so names and links are not counted; "
-                                              "repair removes what can not be read, then check again", None)
+                    self._found("unreadable", f"{self._unread} records could not be checked, so links are not counted: "
+                                              "let repair remove what can not be read, then check again", None)
                 else:
                     self._left = sorted(number for number, sums in self._sums.items() if any(sums) or number in self._strays)
         elif self._left:

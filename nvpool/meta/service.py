@@ -444,7 +444,7 @@ class MetaService:
             record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
                                            request.client)
             session, effects = self._sessions.opening(number, record, now_s)
-            self._kv.apply(effects)
+            self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,

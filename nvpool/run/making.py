@@ -55,7 +55,7 @@ _PORT_FIRST, _PORT_LAST = 17000, 32000
 _HEAD_BYTES = 16 * BLOCK_BYTES
 """Of a block device: superblock and what is reserved behind it (store/superblock)."""
 
-_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "targets")
+_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "reserve", "targets")
 
 
 def free_ports(count: int, network: Network, used: set[int]) -> list[int]:

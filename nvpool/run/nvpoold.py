@@ -15,7 +15,7 @@ import os
 import sys
 
 from nvpool.base.config import load
-from nvpool.base.directory import Flock, PoolDirectory, write_whole
+from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import Fenced, NvpoolError
 
 log = logging.getLogger("nvpool.run.nvpoold")
@@ -77,7 +77,8 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             failed.exception()  # seen, also where the end comes from elsewhere
 
     kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=fence)
-    coordinator = await EmbeddedCoordinator.open(kv, lambda raw: write_whole(directory.poolmap, raw))
+    coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
+    directory.keep_reserve()
     supervisor = Supervisor(directory, config, coordinator, stop, failed)
     listeners = []
     try:

@@ -226,4 +226,4 @@ def _settle(kv: Kv, allocator: Allocator, aside: bytes, rejected: int, newer_raw
             effects.append((head_key, encode_segment(first, head._replace(requests=()))))
     allocator.take_back(transaction)
     effects += allocator.effects(transaction)
-    allocator.commit(transaction, kv.apply(effects))
+    allocator.commit(transaction, kv.apply(effects, reclaims=True))  # the store opens on a full drive too

@@ -472,6 +472,30 @@ def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(pat
     run(main())
 
 
+def test_who_is_refused_on_a_full_drive_finds_out_when_there_is_room_again(path):
+    async def main():
+        async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, checkpoint_interval_s=0.01)) as kv:
+            kv.apply([(b"first", bytes(1 << 16))])
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+            try:
+                await kv.checkpoint()
+                with pytest.raises(NoSpace):
+                    kv.apply([(b"more", b"1")])
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            for _ in range(500):
+                await asyncio.sleep(0.01)
+                try:
+                    kv.apply([(b"more", b"1")])
+                    return
+                except NoSpace:
+                    continue
+            raise AssertionError("refused for ever")
+
+    run(main())
+
+
 def test_a_layer_that_is_full_makes_changes_wait_and_not_fail(path):
     async def main():
         options = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, layer_entries_max=10, **QUIET)

@@ -1,0 +1,253 @@
+"""Nothing left: a full drive, a full file system under the pool, a full metadata map, no file descriptors. What adds is
+refused with ENOSPC, nothing is half done, unlinking and truncating always work, and so does everything once there is room."""
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from nvpool.base.units import MIB
+from nvpool.testing.history import content
+from nvpool.testing.real_pool import RealPool, end_process
+
+pytestmark = pytest.mark.xdist_group("full")
+needs_root = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
+                                reason="needs root and loop devices")
+
+CONFIG = """
+[journal]
+checkpoint_interval_s = 0.2
+map_bytes_max = "16MiB"
+"""
+PIECE = 4 * MIB
+
+
+def fill(client, top, piece=PIECE):
+    """Write files until there is no room; those that were synced, and the one that was refused."""
+    held = {}
+    for number in range(10_000):
+        path = f"{top}/{number}"
+        try:
+            with client.open(path, "wb", buffering=0) as file:
+                file.write(content(number, piece))
+                file.fsync()
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+            return held, path
+        held[path] = number
+    raise AssertionError("it never fills up")
+
+
+def hold(client, held, piece=PIECE):
+    for path, number in held.items():
+        assert client.read_bytes(path) == content(number, piece), path
+
+
+def room_again(pool, client, held, refused):
+    """Unlink and truncate on the full pool; then there is room, and all is sound."""
+    hold(client, held)
+    paths = list(held)
+    client.truncate(paths[0], 5)
+    assert client.read_bytes(paths[0]) == content(held[paths[0]], PIECE)[:5]
+    for path in [*paths[1:len(paths) // 2], refused]:
+        if client.exists(path):
+            client.remove(path)
+    kept = {path: held[path] for path in paths[len(paths) // 2:]}
+
+    def writable():
+        try:
+            client.write_bytes("/again", content(77, 2 * MIB))
+            return True
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            return False
+
+    pool.until(writable, "there is room again", 20)
+    hold(client, kept)
+    assert client.read_bytes("/again") == content(77, 2 * MIB) and pool.fsck() == []
+
+
+def test_full_targets_refuse_and_take_again(tmp_path):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect()
+        client.mkdir("/d")
+        held, refused = fill(client, "/d")
+        assert sum(PIECE for _ in held) > 60 * MIB
+        with client.open(next(iter(held)), "r+b", buffering=0) as file:
+            file.write(content(0, 8192))  # overwriting has its reserve
+            file.fsync()
+        room_again(pool, client, held, refused)
+
+
+@contextlib.contextmanager
+def loop_device(path, size):
+    with open(path, "wb") as file:
+        file.truncate(size)
+    command = ["losetup", "--find", "--show", str(path)]
+    device = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        yield device
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=False)
+
+
+@needs_root
+def test_a_full_block_device_refuses_and_takes_again(tmp_path):
+    with loop_device(tmp_path / "image", 80 * MIB) as device, RealPool(tmp_path / "pool", sizes=(), drives=(device,)) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect()
+        client.mkdir("/d")
+        held, refused = fill(client, "/d")
+        end_process(pool.pid("target-1"))
+        pool.wait()
+        room_again(pool, client, held, refused)
+
+
+@contextlib.contextmanager
+def file_system(tmp_path, size):
+    """A small ext4 without a reserve for root."""
+    place = tmp_path / "fs"
+    place.mkdir()
+    with loop_device(tmp_path / "image", size) as device:
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", device], check=True)
+        subprocess.run(["mount", device, place], check=True)
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", place], check=False)
+
+
+def eat_all_room(place):
+    """Files that leave not one block."""
+    for number, size in enumerate((MIB, 4096, 1)):
+        with open(place / f"eaten-{number}", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(size))
+    assert os.statvfs(place).f_bavail == 0
+
+
+@needs_root
+def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp_path):
+    with file_system(tmp_path, 420 * MIB) as place, RealPool(place / "pool") as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect(5.0)
+        client.mkdir("/d")
+        client.mkdir("/e")
+        held = {}
+        for number in range(4):
+            held[f"/d/{number}"] = number
+            with client.open(f"/d/{number}", "wb", buffering=0) as file:
+                file.write(content(number, PIECE))
+                file.fsync()
+        eat_all_room(place)
+        filled, refused = fill(client, "/e", MIB)
+        for path in filled:
+            client.remove(path)
+        for name in ("target-1", "target-2", "meta-1", "supervisor"):
+            before = pool.pid(name)
+            end_process(before)
+            pool.until(lambda name=name, before=before: pool.serving() and pool.pid(name) != before, f"{name} is back", 20)
+        hold(client, held)
+        pool.stop()
+        pool.start()  # a clean stop has removed its traces, so the start has to make them on the full drive
+        client = pool.connect(5.0)
+        hold(client, held)
+        client.truncate("/d/0", 10)
+        client.remove("/d/1")
+        for number in range(3):
+            (place / f"eaten-{number}").unlink()
+
+        def writable():
+            try:
+                client.write_bytes("/again", content(9, PIECE))
+                return True
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                return False
+
+        pool.until(writable, "there is room again", 20)
+        assert client.read_bytes("/again") == content(9, PIECE) and client.read_bytes("/d/2") == content(2, PIECE)
+        pool.until(lambda: pool.fsck() == [], "fsck is clean", 20)
+
+
+def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
+    value = bytes(60_000)
+    with RealPool(tmp_path / "pool", config=CONFIG) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect()
+        client.mkdir("/d")
+        client.write_bytes("/d/first", b"first")
+        count = 0
+        with pytest.raises(OSError) as refused:
+            while True:
+                client.write_bytes(f"/d/{count}", b"")
+                client.setxattr(f"/d/{count}", "user.large", value)
+                count += 1
+        assert refused.value.errno == errno.ENOSPC and count > 50
+        refusals = 0
+        for number in range(2000):  # small records too, until nothing fits
+            try:
+                client.write_bytes(f"/d/small{number}", b"")
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                refusals += 1
+                if refusals > 3:
+                    break
+        end_process(pool.pid("meta-1"))
+        pool.wait()
+        client = pool.connect()  # who comes when all is full can remove too
+        assert client.read_bytes("/d/first") == b"first"
+        client.truncate("/d/first", 1)
+        assert client.read_bytes("/d/first") == b"f"
+        names = client.list("/d")
+        for name in names[:len(names) // 2]:
+            client.remove(f"/d/{name}")
+
+        def writable():
+            try:
+                client.write_bytes("/again", b"again")
+                return True
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                return False
+
+        pool.until(writable, "there is room again", 30)
+        assert client.getxattr(f"/d/{names[-1]}", "user.large") == value if names[-1].isdigit() else True
+        assert pool.fsck() == []
+
+
+def test_daemons_without_file_descriptors_refuse_newcomers_and_serve_on(tmp_path):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        pool.start(prefix=("prlimit", "--nofile=130:130"))
+        client = pool.connect(10.0)
+        client.write_bytes("/before", content(1, PIECE))
+        pids = {name: pool.pid(name) for name in ("supervisor", "meta-1", "target-1", "target-2")}
+        daemons = (*pool.pool_map.shards, *pool.pool_map.targets, *pool.pool_map.nodes)
+        ports = [int(endpoint.rpartition(":")[2]) for daemon in daemons for endpoint in daemon.endpoints
+                 if endpoint.startswith("stream://")]
+        with contextlib.ExitStack() as crowd:
+            for port in ports:
+                for _ in range(140):
+                    newcomer = crowd.enter_context(socket.socket())
+                    newcomer.settimeout(2)
+                    with contextlib.suppress(OSError):
+                        newcomer.connect(("127.0.0.1", port))
+            client.write_bytes("/during", content(2, PIECE))
+            assert client.read_bytes("/before") == content(1, PIECE) and client.read_bytes("/during") == content(2, PIECE)
+            client.remove("/before")
+        assert {name: pool.pid(name) for name in pids} == pids, pool.said()
+        other = pool.connect(20.0)
+        assert other.list("/") == ["during"]
+        end_process(pids["target-1"], signal.SIGKILL)
+        pool.wait()
+        assert other.read_bytes("/during") == content(2, PIECE)
