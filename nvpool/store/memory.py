@@ -190,6 +190,8 @@ class MemoryChunkStore:
         last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
         for name in sorted(name for name in self._chunks if name[0] == inode and name[1] >= last):
             chunk = self._chunks[name]
+            if chunk.cut >= cut:  # written under this number, so after the first time it came
+                continue
             if name[1] > last or not within:
                 floor = max(floor, chunk.version)
                 self._used -= len(self._chunks.pop(name).blocks)

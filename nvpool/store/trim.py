@@ -2,6 +2,9 @@
 
 Whole chunks go in one step, since their segments make sense only with their head. The versions of what goes are kept as the
 inode's floor as long as the inode lives, so that a version never has two contents. Called by the block store.
+
+A cut can come again, and go on late, when its asker did not wait for it: chunks that were written under its number belong to
+the time after it, since that number is given to writers only when all targets have cut. They are left alone.
 """
 
 from __future__ import annotations
@@ -43,30 +46,38 @@ STEP_RECORDS = 256
 STEP_RUNS = 2048
 """Runs freed in one change before the next chunk is left to another: each may be in a group of its own."""
 _TRIES_MAX = 1000
+CHUNK_INDEX_MAX = 0xFFFFFFFF
 
 
 async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int) -> None:
     """See ChunkStore.cut."""
     if not 16 <= chunk_bits <= 24 or size < 0:
         raise InvalidRequest(f"no file has {size} bytes in chunks of 2**{chunk_bits}")
-    record = store.index.inode(inode)
-    if number < record.cut:
-        raise StaleCut(f"inode {inode} was cut ({record.cut}) after this cut ({number})")
+    _check_newest(store, inode, number)
     await store.kv.room()
+    record = _check_newest(store, inode, number)
     # First, so that late writes are refused before the first byte goes.
     _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction())
     last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
     if within:
-        await _cut_within(store, inode, last, within)
-    await _drop(store, inode, last + 1 if within else last, keep_floor=True)
+        await _cut_within(store, inode, last, within, number)
+    await _drop(store, inode, last + 1 if within else last, number)
     await store.flush()
+
+
+def _check_newest(store: BlockChunkStore, inode: int, number: int) -> InodeRecord:
+    """The inode's record. StaleCut when a later cut is known: after each wait, since that one may be done already."""
+    record = store.index.inode(inode)
+    if number < record.cut:
+        raise StaleCut(f"inode {inode} was cut ({record.cut}) after this cut ({number})")
+    return record
 
 
 async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, int]:
     """See ChunkStore.remove."""
     chunks = blocks = 0
     for inode in inodes:
-        its_chunks, its_blocks = await _drop(store, inode, 0, keep_floor=False)
+        its_chunks, its_blocks = await _drop(store, inode, 0)
         chunks += its_chunks
         blocks += its_blocks
         if store.kv.get(inode_key(inode)) is not None:
@@ -84,12 +95,15 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
     store.index.set_inode(inode, record)
 
 
-async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: bool) -> tuple[int, int]:
-    """Remove the chunks of the inode from index `first` on; (chunks, blocks)."""
+async def _drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None) -> tuple[int, int]:
+    """Remove the chunks of the inode from index `first` on; (chunks, blocks). With the `number` of a cut only those written
+    before it, and the floor is kept."""
     chunks = blocks = 0
-    while True:
+    while first <= CHUNK_INDEX_MAX:
         if store.kv.full:
             await store.kv.room()
+        if number is not None:
+            _check_newest(store, inode, number)
         try:
             records = store.index.records(inode, first, STEP_RECORDS)
         except CorruptRecord as error:
@@ -107,6 +121,9 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
         for index, group in of_chunks:
             if len(transaction.freed) > STEP_RUNS:
                 break
+            first = index + 1
+            if number is not None and _cut_of(group) >= number:
+                continue
             gone.append(index)
             for _, key, raw in group:
                 effects.append((key, None))
@@ -119,9 +136,11 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
                 blocks += len(segment.disk) - segment.disk.count(0)
                 if head is not None:
                     floor = max(floor, head.version)
-        bad = store.quarantine.within(inode, range(first, gone[-1] + 1))
+        if not gone:
+            continue
+        bad = [name for name in store.quarantine.within(inode, range(gone[0], gone[-1] + 1)) if name[1] in gone]
         effects += [(bad_key(*name), None) for name in bad]
-        if keep_floor:
+        if number is not None:
             record = store.index.inode(inode)
             _apply_inode(store, inode, record._replace(floor=max(record.floor, floor)), effects, transaction)
         else:
@@ -130,8 +149,17 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, *, keep_floor: b
             store.index.forget(inode, index)
         store.quarantine.forget(bad)
         chunks += len(gone)
-        first = gone[-1] + 1
     return chunks, blocks
+
+
+def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
+    """The cut number that the last writer of a chunk knew; 0 where its head can not be read."""
+    _, key, raw = group[0]
+    try:
+        head = decode_segment(key, raw)[1]
+    except CorruptRecord:
+        return 0
+    return head.cut if head is not None else 0
 
 
 def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord) -> None:
@@ -156,13 +184,14 @@ def _key(inode: int, place: int) -> bytes:
     return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
-async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int) -> None:
+async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int, number: int) -> None:
     """The chunk ends at byte `end`: whole blocks behind it go, the rest of the last one becomes zeros."""
     for _ in range(_TRIES_MAX):
         if store.kv.full:
             await store.kv.room()
+        _check_newest(store, inode, number)
         chunk = store.index.chunk(inode, index)
-        if not chunk.version:
+        if not chunk.version or chunk.cut >= number:
             return
         version = chunk.version
         transaction = Transaction()

@@ -317,6 +317,32 @@ async def cut_bytes_are_never_seen_again(subject: Subject) -> None:
 
 
 @check
+async def a_cut_that_comes_again_leaves_what_was_written_after_it(subject: Subject) -> None:
+    store = subject.store
+    data = some_bytes(MIB)
+    for index in range(3):
+        await put(store, 1, index, 0, data)
+    await store.cut(1, MIB + 100, 1, 20)
+    await put(store, 1, 1, 5000, b"new", cut=1)
+    await put(store, 1, 2, 0, b"new", cut=1)
+    await store.cut(1, MIB + 100, 1, 20)
+    await subject.restart()
+    store = subject.store
+    await store.cut(1, MIB + 100, 1, 20)
+    assert await content(store, 1, 1) == (data[:100] + bytes(4900) + b"new").ljust(MIB, b"\0")
+    assert await content(store, 1, 2) == b"new".ljust(MIB, b"\0")
+    await store.cut(1, MIB + 100, 2, 20)
+    assert await content(store, 1, 1) == data[:100].ljust(MIB, b"\0")
+    assert await content(store, 1, 2) == bytes(MIB)
+    last = (1 << 32) - 1
+    await put(store, 1, last, 0, data, cut=2)
+    await store.cut(1, MIB, 2, 20)
+    await store.cut(1, (last << 20) + 5000, 3, 20)
+    assert await content(store, 1, last) == data[:5000].ljust(MIB, b"\0")
+    await is_sound(store)
+
+
+@check
 async def what_is_cut_and_grown_again_is_zeros(subject: Subject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, b"x" * 9000)
