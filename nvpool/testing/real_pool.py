@@ -93,28 +93,33 @@ class RealPool:
 
     def end(self) -> None:
         """Kill every process of the pool, stopped ones too. All are stopped first, so that none of them can start another."""
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self.processes():
-                end_process(pid, number)
+        self.end_daemons(b"nvpool.run.")
         for supervisor in self._supervisors:
             supervisor.wait(20)
             if supervisor.stderr is not None:
                 supervisor.stderr.close()
         self._supervisors.clear()
 
+    def end_daemons(self, *modules: bytes) -> None:
+        """Kill supervisor, shards and stores at once; mounts live on."""
+        modules = modules or (b"nvpool.run.nvpoold", b"nvpool.run.meta_daemon", b"nvpool.run.store_daemon")
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.processes(*modules):
+                end_process(pid, number)
+
     def stop(self, wait_s: float = 60.0) -> None:
         """SIGTERM to the supervisor; everything ends in order."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
         self.until(lambda: not self.processes(), "all have ended", wait_s)
 
-    def processes(self) -> list[int]:
-        """Every daemon of this pool, whoever started it."""
-        found = []
+    def processes(self, *modules: bytes) -> list[int]:
+        """Every daemon of this pool, whoever started it; or those that run one of these modules."""
+        found, modules = [], modules or (b"nvpool.run.",)
         for entry in os.listdir("/proc"):
             try:
                 if entry.isdigit() and identity_of(int(entry)) is not None:
                     words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                    if os.fsencode(str(self.path)) in words and any(word.startswith(b"nvpool.run.") for word in words):
+                    if os.fsencode(str(self.path)) in words and any(word.startswith(modules) for word in words):
                         found.append(int(entry))
             except OSError:
                 continue

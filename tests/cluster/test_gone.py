@@ -1,0 +1,185 @@
+"""Daemons that are gone, or do not answer, for longer than the deadline: every call on the mount ends with EIO or ETIMEDOUT in
+time, none hangs, everything works once they are back, and the mount can be taken away while nothing answers at all."""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nvpool.testing.history import content
+from nvpool.testing.real_pool import RealPool, end_process
+
+pytestmark = [pytest.mark.mount, pytest.mark.xdist_group("gone"),
+              pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
+                                 reason="a mount needs /dev/fuse and root")]
+
+DEADLINE_S = 1.0
+BYTES = 200_000
+IN_TIME_S = 4 * DEADLINE_S + 4
+"""A call may be several requests, each with its deadline: write, flush, close."""
+
+CALLS = """
+import concurrent.futures, json, mmap, os, sys, time
+top, turn = sys.argv[1], sys.argv[2]
+
+def write(path, flags=0):
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    try:
+        os.write(file, bytes(200_000))
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+def read(path, flags):
+    file = os.open(path, os.O_RDONLY | flags)
+    try:
+        into = mmap.mmap(-1, 65536)
+        return os.preadv(file, [into], 0)
+    finally:
+        os.close(file)
+
+calls = {
+    "stat": lambda: os.stat(f"{top}/sub/stat"), "list": lambda: os.listdir(f"{top}/sub"), "statfs": lambda: os.statvfs(top),
+    "read": lambda: read(f"{top}/sub/read", os.O_DIRECT), "write": lambda: write(f"{top}/sub/write"),
+    "create": lambda: write(f"{top}/sub/create-{turn}", os.O_EXCL), "truncate": lambda: os.truncate(f"{top}/sub/truncate", 77),
+    "unlink": lambda: os.unlink(f"{top}/sub/unlink-{turn}"), "mkdir": lambda: os.mkdir(f"{top}/sub/mkdir-{turn}"),
+    "rename": lambda: os.rename(f"{top}/sub/rename-{turn}", f"{top}/sub/renamed-{turn}"),
+    "setxattr": lambda: os.setxattr(f"{top}/sub/stat", "user.a", b"x"),
+}
+
+def one(name):
+    begun = time.monotonic()
+    try:
+        calls[name]()
+        code = 0
+    except OSError as error:
+        code = error.errno
+    return name, code, time.monotonic() - begun
+
+with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+    print(json.dumps(list(threads.map(one, calls))))
+"""
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory):
+    top = tmp_path_factory.mktemp("gone")
+    mountpoint = top / "m"
+    mountpoint.mkdir()
+    with RealPool(top / "pool") as pool:
+        pool.make()
+        pool.start()
+        nvpool("mount", pool.path, mountpoint, "--deadline-s", DEADLINE_S)
+        (mountpoint / "sub").mkdir()
+        numbered = [f"{kind}-{turn}" for kind in ("unlink", "rename") for turn in range(5)]
+        for name in ("stat", "read", "write", "truncate", *numbered):
+            (mountpoint / "sub" / name).write_bytes(content(1, BYTES))
+        os.sync()
+        try:
+            yield pool, mountpoint
+        finally:
+            nvpool("umount", "--lazy", mountpoint, check=False)
+
+
+def nvpool(*words, check=True, timeout=90):
+    return subprocess.run([sys.executable, "-m", "nvpool.cli.main", *map(str, words)], check=check, capture_output=True,
+                          text=True, timeout=timeout)
+
+
+def call_everything(mountpoint, turn):
+    """errno of each kind of call; all of them ended in time."""
+    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), str(turn)], stdout=subprocess.PIPE, text=True)
+    try:
+        out, _ = caller.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        caller.kill()
+        raise AssertionError("a call on the mount hangs") from None
+    found = {name: (code, round(seconds, 2)) for name, code, seconds in json.loads(out)}
+    late = {name: seen for name, seen in found.items() if seen[1] > IN_TIME_S}
+    assert not late, late
+    return {name: code for name, (code, _) in found.items()}
+
+
+def test_stores_that_stand_still_end_calls_in_time_and_go_on(mounted):
+    pool, mountpoint = mounted
+    assert not any(call_everything(mountpoint, 0).values())
+    pids = [pool.pid("target-1"), pool.pid("target-2")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        found = call_everything(mountpoint, 1)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert {found[name] for name in ("read", "write", "create", "truncate")} <= {errno.EIO, errno.ETIMEDOUT}, found
+    assert not any(found[name] for name in ("stat", "list", "mkdir", "rename", "unlink")), found
+    os.truncate(mountpoint / "sub" / "truncate", 10)
+    assert (mountpoint / "sub" / "truncate").stat().st_size == 10
+    (mountpoint / "sub" / "write").write_bytes(content(5, BYTES))
+    assert (mountpoint / "sub" / "write").read_bytes() == content(5, BYTES)
+    assert [pool.pid("target-1"), pool.pid("target-2")] == pids and pool.fsck() == []
+
+
+def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
+    pool, mountpoint = mounted
+    pid = pool.pid("meta-1")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(1.1)  # what the kernel remembers of attributes is over
+        found = call_everything(mountpoint, 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert {code for name, code in found.items() if name not in ("read", "statfs")} <= {errno.EIO, errno.ETIMEDOUT}, found
+    (mountpoint / "sub" / "back").write_bytes(content(6, BYTES))
+    assert (mountpoint / "sub" / "back").read_bytes() == content(6, BYTES)
+    assert pool.pid("meta-1") == pid and pool.fsck() == []
+
+
+def test_when_everything_is_dead_calls_end_and_the_mount_goes_away_and_comes_back(mounted):
+    pool, mountpoint = mounted
+    written = os.open(mountpoint / "sub" / "written", os.O_WRONLY | os.O_CREAT)
+    try:
+        pool.end_daemons()
+        os.write(written, bytes(100))
+        found = call_everything(mountpoint, 3)
+        assert set(found.values()) - {0} <= {errno.EIO, errno.ETIMEDOUT}, found
+        assert all(found[name] for name in ("stat", "list", "read", "write", "create", "unlink")), found
+        begun = time.monotonic()
+        with pytest.raises(OSError) as told:
+            os.fsync(written)
+        assert told.value.errno in (errno.EIO, errno.ETIMEDOUT) and time.monotonic() - begun < IN_TIME_S
+    finally:
+        with contextlib.suppress(OSError):  # it tries once more to tell the shard of size and time
+            os.close(written)
+    begun = time.monotonic()
+    nvpool("umount", mountpoint)
+    assert time.monotonic() - begun < 30 and not os.path.ismount(mountpoint)
+    pool.until(lambda: not pool.processes(), "the mount daemon has ended", 20)
+    pool.start()
+    nvpool("mount", pool.path, mountpoint, "--deadline-s", DEADLINE_S)
+    assert (mountpoint / "sub" / "back").read_bytes() == content(6, BYTES)
+    assert pool.fsck() == []
+
+
+def test_a_daemon_that_is_killed_faster_than_it_starts_is_an_error_and_no_hang(mounted):
+    pool, mountpoint = mounted
+    end = time.monotonic() + 3 * DEADLINE_S
+    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), "4"], stdout=subprocess.PIPE, text=True)
+    while time.monotonic() < end:
+        for name in ("target-1", "target-2"):
+            state = pool.directory.state_of(name)
+            if state is not None:
+                end_process(state.pid)
+        time.sleep(0.05)
+    out, _ = caller.communicate(timeout=60)
+    assert {code for _, code, _ in json.loads(out)} <= {0, errno.EIO, errno.ETIMEDOUT}
+    pool.wait(30)
+    (mountpoint / "sub" / "after").write_bytes(content(7, BYTES))
+    assert (mountpoint / "sub" / "after").read_bytes() == content(7, BYTES)
+    assert pool.fsck() == []
