@@ -163,10 +163,13 @@ class BlockChunkStore:
     def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
         if self.fenced_because or self._closed:
             self._refuse()
-        return self.reader.begin(reads, owners, verify)
+        batch = self.reader.begin(reads, owners, verify)
+        if batch.missed:
+            batch.work.sequence = self.kv.sequence
+        return batch
 
     async def finish_read(self, batch: ReadBatch) -> None:
-        with self.readings.held():
+        with self.readings.held(batch.work.sequence):  # changes since may have freed what it names
             await self.reader.finish(batch)
 
     # -- writing -----------------------------------------------------------------------------------------------------

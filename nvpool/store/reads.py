@@ -45,10 +45,10 @@ class Readings:
         self._last = 0
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Around each reading that waits."""
+    def held(self, sequence: int | None = None) -> Iterator[None]:
+        """Around each reading that waits. `sequence`: the last change when the index was looked at, where that is not now."""
         self._last = number = self._last + 1
-        self._begun[number] = self._kv.sequence
+        self._begun[number] = self._kv.sequence if sequence is None else sequence
         try:
             yield
         finally:
@@ -56,13 +56,13 @@ class Readings:
 
     def oldest(self) -> float:
         """The change after which the oldest of them began, infinite when there is none."""
-        return next(iter(self._begun.values()), math.inf)
+        return min(self._begun.values(), default=math.inf)
 
 
 class _Work:
     """What finishing needs: the device's lists, the buffer, and which reads to check or to drop."""
 
-    __slots__ = ("offsets", "lengths", "positions", "into", "reads", "crcs", "failed", "checked", "starts", "token")
+    __slots__ = ("offsets", "lengths", "positions", "into", "reads", "crcs", "failed", "checked", "starts", "sequence")
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
@@ -74,7 +74,7 @@ class _Work:
         self.failed: dict[int, type[NvpoolError]] = {}
         self.checked: list[int] = []
         self.starts: list[int] = []
-        self.token = 0
+        self.sequence = 0
 
 
 class BatchReader:

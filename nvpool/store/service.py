@@ -243,6 +243,8 @@ class StoreService:
             if call.cancelled:
                 return
             await until()
+            if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
+                return
             if call.deadline_s < self._clock.boottime_s():
                 work.refuse_rest(DeadlineExceeded.wire_code)
                 break

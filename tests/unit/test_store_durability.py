@@ -17,6 +17,7 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.store.block_chunkstore import BlockChunkStore
 from nvpool.store.chunkstore import StoreOptions
 from nvpool.store.device import MemoryDevice
+from nvpool.store.reads import READ
 from nvpool.store.recovery import ReplayCheck
 from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, scrubbed, some_bytes
 
@@ -166,6 +167,29 @@ async def test_a_block_under_a_waiting_read_is_not_given_out(one):
     await put(store, 2, 0, 0, b"x")
     await store.flush()
     assert store.allocator.held_blocks == 0 and not store.allocator.is_used(old)
+
+
+@on_a_forgetting_drive
+async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_that_named_it_has_begun_to_wait(one):
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(BLOCK))
+    store.device.cold = True
+    batch = store.read_now(READ.pack(1, 0, 0, BLOCK, 0, 0), [1])
+    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))  # in the same turn of the loop
+    reading = asyncio.Event()
+    read = store.device.read
+
+    async def slow(*arguments):
+        await reading.wait()
+        return await read(*arguments)
+    store.device.read = slow
+    finishing = asyncio.create_task(store.finish_read(batch))
+    await asyncio.sleep(0)
+    await store.flush()
+    assert store.allocator.held_blocks == 1
+    reading.set()
+    await finishing
+    assert bytes(batch.payload[0]) == some_bytes(BLOCK)
 
 
 @on_a_forgetting_drive

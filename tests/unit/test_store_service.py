@@ -281,6 +281,31 @@ def test_writes_that_wait_are_all_done_and_answered_once():
     asyncio.run(run())
 
 
+def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one():
+    async def run():
+        bench = Bench()
+        write_now, room = bench.store.write_now, asyncio.Event()
+
+        def waiting(*arguments, **named):
+            if not room.is_set():
+                raise MustWait(room.wait)
+            return write_now(*arguments, **named)
+        bench.store.write_now = waiting
+        request = pb.WriteRequest(target=1, grants=[bench.grant()], session=9, slot=0, writes=WRITE.pack(1, 0, 1, 0, 0, 100, 0, 0),
+                                  checksums=piece_checksums(b"a" * 100, 0))
+        given_up = FakeCall(Method.DATA_WRITE, request.SerializeToString(), b"a" * 100)
+        bench.service.handle(given_up)
+        await asyncio.sleep(0)
+        given_up.cancelled = True
+        room.set()  # the later one finds room before the earlier one is woken
+        assert [status for status, _ in await bench.write([(1, 0, 2, 0, 0, b"b" * 100)], slot=1)] == [0]
+        await asyncio.sleep(0.01)
+        _, payload = await bench.read([(1, 0, 0, 4096)])
+        assert payload[:100] == b"b" * 100
+
+    asyncio.run(run())
+
+
 def test_writes_whose_time_ends_while_they_wait_say_which_were_done():
     async def run():
         bench = Bench()
