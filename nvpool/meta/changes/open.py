@@ -34,6 +34,7 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
     if request.wrote or request.end:
         _check_writer(inode, request.cut)
         check_range(inode.layout, request.end, 0)
+        inode.flags |= records.TOUCHED  # a loss of power may have taken the mark that the writer's grant left
         if request.end > inode.size:
             grown = request.blocks_delta or records.blocks_of(request.end) - records.blocks_of(inode.size)
             inode.size = request.end
