@@ -256,6 +256,13 @@ class ProtocolMismatch(Refused):
     wire_code = 126
 
 
+class TooManySymlinks(Refused):
+    """Too many levels of symbolic links."""
+
+    errno = errno.ELOOP
+    wire_code = 127
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 
@@ -401,7 +408,7 @@ class InvariantBroken(Bug):
 
 
 def every_error() -> list[type[NvpoolError]]:
-    """All classes, families first; each wire code occurs once."""
+    """All classes that there are here, families first; each wire code occurs once. Nobody else may define one."""
     found: list[type[NvpoolError]] = []
     waiting: list[type[NvpoolError]] = list(NvpoolError.__subclasses__())
     while waiting:

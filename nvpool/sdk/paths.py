@@ -6,14 +6,13 @@ SDK's file systems. Believes directories for the client's `attr_s`; opening a fi
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from nvpool.base.errors import NotADirectory, NotFound, NvpoolError
+from nvpool.base.errors import NotADirectory, NotFound, NvpoolError, TooManySymlinks
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.vfs import Vfs
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -22,12 +21,6 @@ SYMLINKS_MAX = 40
 """As Linux: who follows more is in a circle."""
 
 Path = str | bytes | os.PathLike
-
-
-class TooManySymlinks(NvpoolError):
-    """Too many levels of symbolic links."""
-
-    errno = errno.ELOOP
 
 
 class Place(NamedTuple):

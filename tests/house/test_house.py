@@ -102,6 +102,11 @@ def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
         family = next(base for base in cls.__mro__ if errors.NvpoolError in base.__bases__)
         assert cls.wire_code // 100 == family.wire_code // 100, cls
         assert cls.__doc__ and cls.errno > 0, cls
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and path.name != "errors.py":
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                assert not bases & {cls.__name__ for cls in classes}, f"{path} defines an error of its own: {node.name}"
 
 
 def test_the_command_starts_without_what_only_daemons_need():

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import IsADirectory, NvpoolError
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
@@ -231,7 +231,7 @@ class NamespaceMachine(RuleBasedStateMachine):
                 return (await vfs.create(place, name, 0o644, os.O_RDWR | flags, ME))[1]
             attr = await vfs.lookup(place, name)
             if stat.S_ISDIR(attr.mode):
-                raise NvpoolErrorOf(errno.EISDIR)
+                raise IsADirectory
             return await vfs.open(attr.inode, os.O_RDWR | flags, ME)
         descriptor, handle, worked = self.both(lambda: os.open(self.path(directory, name), os.O_RDWR | flags, 0o644), ours())
         if worked:
@@ -384,12 +384,6 @@ class NamespaceMachine(RuleBasedStateMachine):
 def whole(path: bytes) -> bytes:
     with open(path, "rb") as file:
         return file.read()
-
-
-class NvpoolErrorOf(NvpoolError):
-    def __init__(self, number: int):
-        super().__init__()
-        self.errno = number
 
 
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
