@@ -8,12 +8,14 @@ are measured on boottime. Used by `meta/service`; keeps books, decides nothing, 
 from __future__ import annotations
 
 import hmac
+import stat
 import struct
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
+from nvpool.wire.v1 import meta_pb2
 
 SESSIONS_MAX = 10_000
 OPEN_INODES_MAX = 1_000_000
@@ -23,7 +25,7 @@ OPEN_INODES_MAX = 1_000_000
 class Slot:
     """One request place: the last sequence that was decided, with its answer or its refusal."""
 
-    __slots__ = ("sequence", "waits_for", "answer", "error")
+    __slots__ = ("sequence", "waits_for", "answer", "error", "restored")
 
     def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"") -> None:
         self.sequence = sequence
@@ -31,6 +33,8 @@ class Slot:
         self.answer = answer
         self.error: NvpoolError | None = None
         """A refusal is kept in memory only: after a restart nothing is under way that could come late."""
+        self.restored = False
+        """Decided before the restart: what it opened is not in our memory."""
 
 
 class Session:
@@ -85,6 +89,7 @@ class Sessions:
         if slot is None:
             raw = self._kv.get(records.slot_key(session.number, index))
             slot = session.slots[index] = Slot() if raw is None else Slot(*records.decode_slot(raw))
+            slot.restored = raw is not None
         return slot
 
     def opening(self, number: int, record: records.SessionRecord, now_s: float) -> tuple[Session, list]:
@@ -109,6 +114,19 @@ class Sessions:
         if not count:
             self.holders[inode] = self.holders.get(inode, 0) + 1
         session.opens[inode] = count + 1
+
+    def open_again(self, session: Session, slot: Slot, request) -> None:
+        """Where a change decided before the restart is answered again: its asker takes what it opened for open from now on, and
+        could not name it after the restart."""
+        if not slot.restored:
+            return
+        slot.restored = False
+        if isinstance(request, meta_pb2.OpenRequest):
+            self.open(session, request.inode)
+        elif isinstance(request, meta_pb2.CreateRequest) and request.open:
+            attr = meta_pb2.CreateReply.FromString(slot.answer).entry.attr
+            if stat.S_ISREG(attr.mode):
+                self.open(session, attr.inode)
 
     def close(self, session: Session, inode: int) -> None:
         """One handle less. What was not open is ignored: after a restart of the shard a close can come before the list

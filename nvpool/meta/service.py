@@ -317,7 +317,7 @@ class MetaService:
             if slot is None:
                 slot = self._sessions.slot(session, index)
             if sequence <= slot.sequence:
-                self._repeat(call, request, slot, sequence)
+                self._repeat(call, request, session, slot, sequence)
                 return
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -332,7 +332,7 @@ class MetaService:
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
             except Refused as error:
-                slot.sequence, slot.waits_for, slot.answer = sequence, 0, b""
+                slot.sequence, slot.waits_for, slot.answer, slot.restored = sequence, 0, b"", False
                 slot.error = error.with_traceback(None)
                 raise
 
@@ -349,7 +349,7 @@ class MetaService:
             effects[records.slot_key(session.number, index)] = records.encode_slot(sequence, waits_for, answer)
             self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
-        slot.sequence, slot.waits_for, slot.answer, slot.error = sequence, waits_for, answer, None
+        slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
         if draft.born:
             self._view.next_number += 1
             self._view.inode_count += 1
@@ -370,13 +370,14 @@ class MetaService:
         else:
             call.reply(answer)
 
-    def _repeat(self, call: Call, request: Any, slot: Slot, sequence: int) -> None:
+    def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int) -> None:
         """A change that was decided: its kept answer, when that may be given."""
         self._counters["repeated"] += 1
         if sequence < slot.sequence:
             raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
         if not sequence:
             raise InvalidRequest("sequences begin with 1")
+        self._sessions.open_again(session, slot, request)
         if slot.error is not None:
             call.fail(slot.error)
         elif slot.waits_for in self._view.cutting:

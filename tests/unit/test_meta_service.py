@@ -665,6 +665,21 @@ async def test_after_a_restart_clients_have_a_lease_to_name_their_open_files(sha
 
 
 @scenario
+async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open(shard, client):
+    for name, truncate in ((b"f", False), (b"g", True)):
+        if truncate:
+            await client.file(ROOT, name, open=True, rights=3)
+        request = pb.CreateRequest(change=client.change(), parent=ROOT, name=name, mode=stat.S_IFREG | 0o644, open=True, rights=3,
+                                   truncate=truncate)
+        inode = (await client.ask("CREATE", request)).entry.attr.inode
+        await shard.restart()
+        client.service = shard.service
+        for _ in range(2):
+            await client.ask("CREATE", request)
+        assert shard.service._sessions.get(client.session).opens[inode] == 1
+
+
+@scenario
 async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.StaleSession):
