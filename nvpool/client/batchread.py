@@ -19,7 +19,15 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
 from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
-from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, Lane, reads_struct, results_struct
+from nvpool.client.chunkclient import (
+    GATHER_BYTES,
+    GATHER_READS,
+    ChunkClient,
+    Lane,
+    reads_struct,
+    results_struct,
+    submit_into,
+)
 from nvpool.client.options import ClientOptions
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -96,11 +104,16 @@ class BatchReader:
         for batch in batches.values():
             futures.append(self._send_batch(batch, into, deadline_s))
         failed = None
-        for future in futures:
-            try:
-                await future
-            except NvpoolError as error:
-                failed = failed or error
+        try:
+            for future in futures:
+                try:
+                    await future
+                except NvpoolError as error:
+                    failed = failed or error
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
         if failed is not None:
             raise failed
 
@@ -116,9 +129,11 @@ class BatchReader:
         self._chunks.counters["messages"] += 1
         self._chunks.counters["reads"] += count
         batch.lane.in_flight += 1
-        direct = into[batch.first:batch.next] if batch.straight else None
-        connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, into=direct,
-                          on_done=partial(self._batch_answered, batch, into))
+        on_done = partial(self._batch_answered, batch, into)
+        if batch.straight:
+            submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
+        else:
+            connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, on_done=on_done)
         return batch.future
 
     def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
@@ -149,7 +164,7 @@ class BatchReader:
         batch.future.set_result(None)
 
     def _one_by_one(self, batch: _Batch, into: memoryview) -> None:
-        self._chunks.own(self._read_singly(batch, into))
+        _cancelled_with(batch.future, self._chunks.own(self._read_singly(batch, into)))
 
     async def _read_singly(self, batch: _Batch, into: memoryview) -> None:
         try:
@@ -185,5 +200,11 @@ class BatchReader:
             if not future.done():
                 future.set_result(None)
 
-        self._chunks.own(fill())
+        _cancelled_with(future, self._chunks.own(fill()))
         return [future]
+
+
+def _cancelled_with(future: asyncio.Future, task: asyncio.Task) -> None:
+    """Who cancels the future has his memory back: the task that fills it ends. And a task that ends leaves nobody waiting."""
+    future.add_done_callback(lambda _: task.cancel() if future.cancelled() else None)
+    task.add_done_callback(lambda _: None if future.done() else future.set_exception(errors.Cancelled("the client was closed")))

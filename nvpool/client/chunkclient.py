@@ -22,6 +22,7 @@ from nvpool.base import errors
 from nvpool.base.checksum import block_checksums, crc32c
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
+    Cancelled,
     ChecksumMismatch,
     CorruptFrame,
     Damaged,
@@ -206,9 +207,12 @@ class ChunkClient:
     def _send(self, lane: Lane, jobs: list[_Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
         if connection is None:
-            self.own(self._send_when_connected(lane, jobs))
+            self._own_reads(self._send_when_connected(lane, jobs), jobs)
             return
         self._submit(connection, lane, jobs)
+
+    def _own_reads(self, work, jobs: list[_Read]) -> None:
+        self.own(work).add_done_callback(partial(_closed, jobs))
 
     async def _send_when_connected(self, lane: Lane, jobs: list[_Read]) -> None:
         try:
@@ -238,8 +242,11 @@ class ChunkClient:
         self.counters["messages"] += 1
         self.counters["reads"] += len(jobs)
         lane.in_flight += 1
-        connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=jobs[0].deadline_s, into=into,
-                          on_done=partial(self._answered, lane, jobs))
+        if into is None:
+            connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=jobs[0].deadline_s,
+                              on_done=partial(self._answered, lane, jobs))
+        else:
+            submit_into(connection, lane, message, into, jobs[0].future, jobs[0].deadline_s, partial(self._answered, lane, jobs))
 
     def _answered(self, lane: Lane, jobs: list[_Read], reply, error) -> None:
         lane.in_flight -= 1
@@ -308,7 +315,7 @@ class ChunkClient:
                 job.future.set_exception(error)
                 return
             job.verify = True
-        self.own(self._repeat(job, error))
+        self._own_reads(self._repeat(job, error), [job])
 
     async def _repeat(self, job: _Read, error: NvpoolError) -> None:
         job.tries += 1
@@ -349,10 +356,11 @@ class ChunkClient:
         delay = max(error.retry_after_s, min(last, first * 2 ** min(tries - 1, 16)))
         return max(0.0, min(delay * (0.75 + self._clock.random().random() / 2), left))
 
-    def own(self, work) -> None:
+    def own(self, work) -> asyncio.Task:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def read_range(self, file: OpenInode, offset: int, length: int, into: memoryview | None = None):
         """`length` > 0 bytes of the file from `offset`, over as many chunks as it takes; holes are zeros."""
@@ -408,11 +416,14 @@ class ChunkClient:
             return await self._write(file, index, offset, length, parts, checksums, slot, self._sequence, deadline_s)
         finally:
             self._slots.append(slot)
-            while self._slot_waiters:
-                waiter = self._slot_waiters.popleft()
-                if not waiter.done():
-                    waiter.set_result(None)
-                    break
+            self._wake()
+
+    def _wake(self) -> None:
+        while self._slot_waiters:
+            waiter = self._slot_waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
 
     async def _take_slot(self, deadline_s: float) -> int:
         while not self._slots:
@@ -421,7 +432,11 @@ class ChunkClient:
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                     await waiter
-            except TimeoutError:
+            except BaseException as error:
+                if self._slots:
+                    self._wake()  # it was woken and went away: the next one may have the slot
+                if not isinstance(error, TimeoutError):
+                    raise
                 raise DeadlineExceeded("all request slots stayed in use by earlier writes", may_be_applied=False) from None
         return self._slots.pop()
 
@@ -497,6 +512,36 @@ def _error_of(status: int, job: _Read) -> NvpoolError:
     cls = errors.BY_WIRE_CODE.get(status, Unavailable)
     what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
     return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
+
+
+def submit_into(connection, lane: Lane, message, into: memoryview, future: asyncio.Future, deadline_s: float, on_done) -> None:
+    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future` has that memory back: nothing
+    is received there any more, and `on_done` is not called."""
+    ended = False
+
+    def done(reply, error) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            on_done(reply, error)
+
+    def left(future: asyncio.Future) -> None:
+        nonlocal ended
+        if future.cancelled() and not ended:
+            ended = True
+            connection.give_up(number)
+            lane.in_flight -= 1
+
+    number = connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, into=into, on_done=done)
+    future.add_done_callback(left)
+
+
+def _closed(jobs: list[_Read], task: asyncio.Task) -> None:
+    """Whatever ended the task: who waits for the reads that it had in hand must hear of it."""
+    if task.cancelled():
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(Cancelled("the client was closed"))
 
 
 def _mismatch(job: _Read, lane: Lane) -> ChecksumMismatch:

@@ -304,6 +304,41 @@ def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
     run(main())
 
 
+@pytest.mark.parametrize("pieces", [[(0, 8 * MIB)], [(0, 64 * KIB), (64 * KIB, 64 * KIB)], [(100, 50), (4 * MIB, 10)]])
+def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pieces):
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(os.urandom(8 * MIB))
+            for store in case.stores:
+                store.fault = lambda call: 0.05 if call.method == wire_pb2.DATA_READ else None
+            memory = bytearray(8 * MIB)
+            reading = asyncio.create_task(case.vfs.read_many([(handle, *piece) for piece in pieces], memoryview(memory)))
+            await asyncio.sleep(0.02)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.sleep(0)
+            memory[:] = b"!" * len(memory)
+            await asyncio.sleep(0.2)
+            assert memory == b"!" * len(memory)
+            assert all(lane.in_flight == 0 for lane in case.vfs.chunks._lanes.values())
+    run(main())
+
+
+def test_reads_that_wait_for_a_store_end_when_the_client_is_closed():
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=60.0)) as case:
+            handle = await case.file(os.urandom(3 * MIB))
+            for target in list(case.pool.stores):
+                await case.pool.stop_store(target)
+            reading = [asyncio.create_task(case.vfs.read(handle, 0, 100)), asyncio.create_task(case.vfs.read(handle, 0, 3 * MIB)),
+                       asyncio.create_task(case.vfs.read_many([(handle, 0, 100)], memoryview(bytearray(100))))]
+            await asyncio.sleep(0.05)
+            await case.client.close(0.2)
+            done, pending = await asyncio.wait(reading, timeout=2)
+            assert not pending and all(task.exception() for task in done)
+    run(main())
+
+
 def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
     async def main() -> None:
         async with Case(meta_options=MetaOptions(session_lease_s=0.6)) as case:
