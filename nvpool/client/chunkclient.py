@@ -246,7 +246,7 @@ class ChunkClient:
             connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=jobs[0].deadline_s,
                               on_done=partial(self._answered, lane, jobs))
         else:
-            submit_into(connection, lane, message, into, jobs[0].future, jobs[0].deadline_s, partial(self._answered, lane, jobs))
+            submit_into(connection, lane, message, into, job.future, job.deadline_s, partial(self._answered, lane, jobs))
 
     def _answered(self, lane: Lane, jobs: list[_Read], reply, error) -> None:
         lane.in_flight -= 1
@@ -515,8 +515,8 @@ def _error_of(status: int, job: _Read) -> NvpoolError:
 
 
 def submit_into(connection, lane: Lane, message, into: memoryview, future: asyncio.Future, deadline_s: float, on_done) -> None:
-    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future` has that memory back: nothing
-    is received there any more, and `on_done` is not called."""
+    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future` has that memory back:
+    nothing is received there any more, and `on_done` is not called."""
     ended = False
 
     def done(reply, error) -> None:

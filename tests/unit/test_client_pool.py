@@ -330,7 +330,8 @@ def test_reads_that_wait_for_a_store_end_when_the_client_is_closed():
             handle = await case.file(os.urandom(3 * MIB))
             for target in list(case.pool.stores):
                 await case.pool.stop_store(target)
-            reading = [asyncio.create_task(case.vfs.read(handle, 0, 100)), asyncio.create_task(case.vfs.read(handle, 0, 3 * MIB)),
+            reading = [asyncio.create_task(case.vfs.read(handle, 0, 100)),
+                       asyncio.create_task(case.vfs.read(handle, 0, 3 * MIB)),
                        asyncio.create_task(case.vfs.read_many([(handle, 0, 100)], memoryview(bytearray(100))))]
             await asyncio.sleep(0.05)
             await case.client.close(0.2)

@@ -669,8 +669,8 @@ async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open
     for name, truncate in ((b"f", False), (b"g", True)):
         if truncate:
             await client.file(ROOT, name, open=True, rights=3)
-        request = pb.CreateRequest(change=client.change(), parent=ROOT, name=name, mode=stat.S_IFREG | 0o644, open=True, rights=3,
-                                   truncate=truncate)
+        request = pb.CreateRequest(change=client.change(), parent=ROOT, name=name, mode=stat.S_IFREG | 0o644, open=True,
+                                   rights=3, truncate=truncate)
         inode = (await client.ask("CREATE", request)).entry.attr.inode
         await shard.restart()
         client.service = shard.service

@@ -291,8 +291,8 @@ def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one(
                 raise MustWait(room.wait)
             return write_now(*arguments, **named)
         bench.store.write_now = waiting
-        request = pb.WriteRequest(target=1, grants=[bench.grant()], session=9, slot=0, writes=WRITE.pack(1, 0, 1, 0, 0, 100, 0, 0),
-                                  checksums=piece_checksums(b"a" * 100, 0))
+        request = pb.WriteRequest(target=1, grants=[bench.grant()], session=9, slot=0,
+                                  writes=WRITE.pack(1, 0, 1, 0, 0, 100, 0, 0), checksums=piece_checksums(b"a" * 100, 0))
         given_up = FakeCall(Method.DATA_WRITE, request.SerializeToString(), b"a" * 100)
         bench.service.handle(given_up)
         await asyncio.sleep(0)
