@@ -107,7 +107,8 @@ class Flock:
         except BlockingIOError:
             os.close(descriptor)
             holder = holder_of(path)
-            raise InUse(f"{what} is in use by {f'process {holder.pid}' if holder else 'another process'}") from None
+            raise InUse(f"{what} is in use by {f'process {holder.pid}' if holder else 'another process'}, "
+                        f"which has to end first") from None
         except BaseException:
             os.close(descriptor)
             raise

@@ -12,13 +12,14 @@ from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 
-@click.command(epilog="""\b
+@click.command(epilog="""
 Each load runs in the pool through the SDK, through a mount of it on this machine where there is one, and in a directory of a
 local drive: a figure means something beside the others. All is done by one process, so many clients together reach more.
 What is read was just written and comes from memory, save where a line says O_DIRECT: on the local drive that asks the drive
 itself, on a mount it passes by the kernel's cache and asks the stores. "Many at once" are 16 threads, and through the SDK two
 calls of read_many with 64 reads each, whose latency is that of the call.
 
+\b
 examples:
   nvpool bench /srv/pool
   nvpool bench 10.0.0.1:17512 --local /mnt/nvme0 --size 1G --seconds 5 --json

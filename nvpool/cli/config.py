@@ -11,7 +11,12 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.cli.render import json_option, print_json, print_table
 
 
-@click.group()
+@click.group(epilog="""\b
+examples:
+  nvpool config sample > node.toml
+  nvpool config check node.toml
+  nvpool config show /srv/pool
+""")
 def config() -> None:
     """Show, check and explain the configuration of a node (node.toml in the pool directory)."""
 
@@ -43,7 +48,11 @@ def sample(as_json: bool) -> None:
         click.echo(configuration.sample(), nl=False)
 
 
-@config.command(epilog="example: nvpool config check /srv/pool/node.toml && systemctl restart nvpoold@srv-pool")
+@config.command(epilog="""\b
+examples:
+  nvpool config check /srv/pool
+  nvpool config check node.toml && cp node.toml /srv/pool/
+""")
 @click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
 @json_option
 def check(path: str, as_json: bool) -> None:

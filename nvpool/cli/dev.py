@@ -14,7 +14,11 @@ from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, print_json, say
 
 
-@click.group()
+@click.group(epilog="""\b
+examples:
+  nvpool dev up /tmp/pool --mount /mnt/pool
+  nvpool dev down /tmp/pool
+""")
 def dev() -> None:
     """A throw-away pool on this machine, all of it under one directory."""
 
@@ -59,6 +63,8 @@ def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: s
                                    for number, size in enumerate(wanted, 1)],
                         "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": 1, "config": configuration.sample(config)})
         say(f"made a pool in {where.path} with drives of {', '.join(map(format_bytes, wanted))}")
+    elif drives is not None or sizes or config_file:
+        say(f"{where.path} holds a pool already; --drives, --size and --config are for a new one and change nothing")
     seen = pool_life.start(where)
     if mountpoint is not None:
         found = mount_at(mountpoint)
@@ -106,6 +112,8 @@ def down(directory: str, as_json: bool) -> None:
     where = PoolDirectory(directory)
     if not os.path.lexists(where.path):
         say(f"{where.path} does not exist; nothing to do")
+        if as_json:
+            print_json({"directory": str(where.path), "unmounted": []})
         return
     if not being_made(where):
         try:

@@ -25,7 +25,11 @@ class Size(click.ParamType):
             self.fail(str(error), parameter, context)
 
 
-@click.group()
+@click.group(epilog="""\b
+examples:
+  nvpool drive ls /srv/pool
+  nvpool drive add /srv/pool /mnt/nvme2
+""")
 def drive() -> None:
     """List drives and add them to a running pool."""
 

@@ -9,7 +9,7 @@ import click
 from nvpool.cli.render import json_option, pool_argument, print_json
 
 
-@click.command(epilog="""\b
+@click.command(epilog="""
 The format is in ARCHITECTURE.md. A dump holds names, attributes and layouts, no contents.
 
 example: nvpool dump /srv/pool /backup/pool-metadata.dump

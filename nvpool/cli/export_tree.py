@@ -9,12 +9,13 @@ from nvpool.cli.place import Place, PlaceType
 from nvpool.cli.render import json_option
 
 
-@click.command("export", epilog="""\b
+@click.command("export", epilog="""
 Left out is what is there already with the size and modification time of its source, so that after an interruption the same
 command goes on.
 
 exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
 
+\b
 examples:
   nvpool export /srv/pool:/imagenet /data/imagenet
   nvpool export 10.0.0.1:17512:/models/m.safetensors . --json

@@ -14,19 +14,20 @@ ROWS_MAX = 64
 """What a person looks at; --json has all."""
 
 
-@click.group()
+@click.group(epilog="example: nvpool file info /srv/pool:/models/m.safetensors")
 def file() -> None:
     """Show where the bytes of a file lie."""
 
 
-@file.command(epilog="""\b
+@file.command(epilog="""
 --json prints one object: inode, kind, mode, uid, gid, size, links, partition, shard, map_epoch; of a file also chunk_bytes,
 chain_table, cut, allocated_bytes and chunks: index, offset, chain, chain_targets, copies (target, version, allocated_bytes,
 extents, cut, end, misplaced).
 
+\b
 examples:
   nvpool file info /srv/pool:/models/m.safetensors
-  nvpool file info /srv/pool:/models/m.safetensors --json | jq '.chunks[].copies[].target' | sort | uniq -c
+  nvpool file info 10.0.0.1:17512:/models/m.safetensors --json | jq '.chunks[].copies[].target'
 """)
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @json_option
@@ -46,10 +47,14 @@ async def _describe(place: Place) -> dict[str, Any]:
         return await describe(client, await find(client.vfs, place.path))
 
 
+def _size(found: dict[str, Any]) -> str:
+    return f"{found['size']:,} entries" if found["kind"] == "directory" else f"size {found['size']:,} bytes"
+
+
 def _show(place: Place, found: dict[str, Any]) -> None:
     from nvpool.base.units import format_bytes
     click.echo(f"{place}: {found['kind']}, {found['mode']}, owner {found['uid']}:{found['gid']}, links {found['links']}")
-    click.echo(f"inode {found['inode']} (partition {found['partition']}, shard {found['shard']}), size {found['size']:,} bytes")
+    click.echo(f"inode {found['inode']} (partition {found['partition']}, shard {found['shard']}), {_size(found)}")
     if "chunks" not in found:
         return
     holes = found["chunks_max"] - len(found["chunks"])

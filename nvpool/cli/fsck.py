@@ -9,9 +9,10 @@ import click
 from nvpool.cli.render import EXIT_DAMAGED, json_option, pool_argument, print_json, print_table, say
 
 
-@click.command(epilog="""\b
+@click.command(epilog="""
 exit codes: 0 no problem, or all repaired; 4 problems are left; 3 a daemon did not answer
 
+\b
 examples:
   nvpool fsck /srv/pool
   nvpool fsck /srv/pool --repair

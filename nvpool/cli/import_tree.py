@@ -17,12 +17,13 @@ exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
                               help="Leave out files and folders of this name, like '*.tmp'; repeat it.")
 
 
-@click.command("import", epilog="""\b
+@click.command("import", epilog="""
 Left out is what is there already with the size and modification time of its source: files get their times last, when
 their bytes are synced and compared. So after an interruption the same command goes on.
 
 exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
 
+\b
 examples:
   nvpool import /data/imagenet /srv/pool:/imagenet
   nvpool import ./model.safetensors 10.0.0.1:17512:/models/ --json

@@ -8,7 +8,7 @@ from nvpool.cli.dump import move_records
 from nvpool.cli.render import json_option, pool_argument
 
 
-@click.command(epilog="""\b
+@click.command(epilog="""
 The pool has to be empty, with the settings of the one that was dumped; the file is checked as a whole first. Contents are not
 in a dump: files are there with their names, sizes and attributes, and read as far as the stores still have their chunks.
 

@@ -1,10 +1,8 @@
 """The command `nvpool`: nouns, then verbs. Loads a noun's file only when that noun is used, so that it starts at once.
 
 Called by people and scripts. Guarantees: exit codes as in EXIT_CODES for every command, one line of error on stderr with the
-remedy
-where there is one, no traceback for anything but a bug, an end at once on Ctrl-C. To add a command, write nvpool/cli/NOUN.py
-with a
-click command or group in it and name it in COMMANDS.
+remedy where there is one, no traceback for anything but a bug, an end at once on Ctrl-C. To add a command, write
+nvpool/cli/NOUN.py with a click command or group in it and name it in COMMANDS.
 """
 
 from __future__ import annotations
@@ -82,8 +80,7 @@ def cli() -> None:
     """One fast, shared file system from the NVMe drives of ordinary servers.
 
     POOL is the pool's directory on this node, or the address HOST:PORT of any of its nodes; where it may be left out, the
-    environment
-    variable NVPOOL_POOL names it. All that prints has --json.
+    environment variable NVPOOL_POOL names it. All that prints has --json.
 
     \b
     examples:

@@ -38,7 +38,7 @@ class PlaceType(click.ParamType):
         scheme = re.match(r"[a-z][a-z+]*://", value)
         at = value.find(":/", scheme.end() if scheme else 0)
         if at <= 0:
-            self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:7511:/data",
+            self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
                       parameter, context)
         return Place(value[:at], os.fsencode(value[at + 1:]))
 

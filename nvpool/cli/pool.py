@@ -14,7 +14,11 @@ from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, print_json, say
 
 
-@click.group()
+@click.group(epilog="""\b
+examples:
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /dev/nvme1n1
+  nvpool pool destroy /srv/pool
+""")
 def pool() -> None:
     """Make and destroy pools."""
 

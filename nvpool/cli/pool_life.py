@@ -1,9 +1,8 @@
 """A pool's beginning and end on this node: making, starting, stopping, removing it.
 
 Called by `pool create|destroy` and `dev up|down`. Guarantees for the end: nothing is removed while anything is mounted below,
-while a
-process of the pool runs, or across the border of a file system, and FORMAT goes last, so that an interrupted removal can be
-repeated. Never follows a symbolic link.
+while a process of the pool runs, or across the border of a file system, and FORMAT goes last, so that an interrupted removal
+can be repeated. Never follows a symbolic link.
 """
 
 from __future__ import annotations

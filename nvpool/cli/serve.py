@@ -19,8 +19,7 @@ def serve(directory: str, log: str | None) -> None:
     """Serve the part of a pool that is on this node, in the foreground.
 
     Starts one process per metadata shard and per drive and starts again what dies. Ends on Ctrl-C or SIGTERM, after the
-    requests in
-    work are finished; a second Ctrl-C ends at once. Two on one directory are refused.
+    requests in work are finished; a second Ctrl-C ends at once. Two on one directory are refused.
     """
     from nvpool.base.directory import PoolDirectory
     PoolDirectory(directory).check()

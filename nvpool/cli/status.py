@@ -20,6 +20,7 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
   drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
   problems    sentences; none when all is well
 
+\b
 examples:
   nvpool status /srv/pool
   nvpool status 10.0.0.1:17512 --json | jq '.processes[] | select(.role == "store").pid'

@@ -10,7 +10,7 @@ from nvpool.base.version import VERSION
 from nvpool.cli.render import json_option, print_json
 
 
-@click.command()
+@click.command(epilog="example: nvpool version --json")
 @json_option
 def version(as_json: bool) -> None:
     """Print the version."""

@@ -2,16 +2,15 @@
 stdout.
 
 Started by the CLI (`pool create`, `dev up`) and by the supervisor (`drive add`). Guarantees: a directory is a pool only when
-all of it is
-there and durable (FORMAT is written last); an interrupted making is begun again and takes up the same pool id; nothing that it
-did not make itself, or that holds anything, is ever overwritten. Never starts a process of the pool.
+all of it is there and durable (FORMAT is written last); what is refused leaves nothing behind; an interrupted making is begun
+again and takes up the same pool id; nothing that it did not make itself, or that holds anything, is ever overwritten. Never
+starts a process of the pool.
 
-    {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": TOML
-    text}
+    {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
-    {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths]} -> {"path",
-    "capacity_bytes"}
+    {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths]}
+        -> {"path", "capacity_bytes"}
     any -> {"error": text, "code": exit code}
 """
 
@@ -98,7 +97,20 @@ def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Pat
         return place
     if not stat.S_ISDIR(mode):
         raise InvalidRequest(f"drive {path} is neither a directory nor a block device")
+    if file_system_type(place).startswith("fuse.nvpool"):
+        raise InvalidRequest(f"drive {path} lies in a mounted pool, which would wait for itself; name a directory of a local "
+                             f"drive")
     return place / store_name(pool_id, target)
+
+
+def file_system_type(path: Path) -> str:
+    """As the kernel names it, like ext4 or fuse.nvpool; nothing where it does not say."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        if line.split(" ", 3)[2] == number:
+            return line.partition(" - ")[2].split(" ", 1)[0]
+    return ""
 
 
 def capacity_for(path: Path, wanted: int) -> int:
@@ -116,11 +128,10 @@ def capacity_for(path: Path, wanted: int) -> int:
         capacity = wanted or int(room * _SHARE_OF_FREE)
         if capacity > free.f_blocks * free.f_frsize:
             raise NoSpace(f"drive {path}: {format_bytes(capacity)} are more than its whole file system has")
-    capacity -= capacity % MIB
     if capacity < CAPACITY_BYTES_MIN:
         raise InvalidRequest(f"drive {path}: {format_bytes(capacity)} are too little, "
                              f"{format_bytes(CAPACITY_BYTES_MIN)} is the least")
-    return capacity
+    return capacity - capacity % MIB
 
 
 def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str) -> None:
@@ -170,6 +181,8 @@ async def make_pool(request: dict) -> dict:
         raise InvalidRequest("this version keeps one replica of each chunk; use --replicas 1")
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
+    for drive in drives:  # before anything is made: what is refused leaves nothing behind
+        capacity_for(store_path(drive["path"], "", 0, directory.path / "targets"), int(drive.get("capacity_bytes") or 0))
 
     directory.path.mkdir(parents=True, exist_ok=True)
     pool_id = _begin(directory)

@@ -102,7 +102,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         known = MAGIC.decode().strip()
-        raise WrongFormat(f"{file.name} begins with {magic[:20]!r}; this nvpool knows {known!r}")
+        raise WrongFormat(f"{file.name} is no dump of this version; it begins with {magic[:20]!r}, not with {known!r}")
     try:
         header = json.loads(file.readline(HEADER_BYTES_MAX))
         if not isinstance(header, dict) or not isinstance(header.get("shards"), list):

@@ -94,7 +94,7 @@ def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(
     (tmp_path / "file").write_text("x")
     words = [word.format(tmp=tmp_path) for word in arguments]
     assert said in nvpool("pool", "create", own, *words, code=1).stderr
-    assert list((tmp_path / "a").iterdir()) == []
+    assert list((tmp_path / "a").iterdir()) == [] and not own.exists()
     nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M")
 
 

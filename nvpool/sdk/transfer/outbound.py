@@ -54,8 +54,11 @@ class _Export:
     async def run(self, source: bytes, destination: bytes) -> None:
         attr = await self._vfs.getattr(ROOT_INODE)
         names = [name for name in source.split(b"/") if name]
-        for name in names:
-            attr = await self._vfs.lookup(attr.inode, name)
+        for depth, name in enumerate(names, 1):
+            try:
+                attr = await self._vfs.lookup(attr.inode, name)
+            except NotFound:
+                raise NotFound(f"/{os.fsdecode(b'/'.join(names[:depth]))} does not exist in the pool") from None
         if not stat.S_ISDIR(attr.mode):
             if await self._crew.blocking(os.path.isdir, destination):
                 destination = os.path.join(destination, names[-1])
