@@ -95,7 +95,7 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
         store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
         store.path = device.path
         store.on_fence = on_fence
-        check = ReplayCheck(device.read_whole)
+        check = ReplayCheck(device.read_whole, device.write)
         kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
                                                            map_bytes_max=options.index_bytes_max),
                                before_checkpoint=store.sync_data, on_replay=check, on_fence=store.fence)

@@ -267,6 +267,7 @@ class MemoryDevice:
         self.byte_count = byte_count
         self._now: dict[int, bytes] = {}
         self._unsynced: dict[int, bytes | None] = {}
+        self._forgotten: dict[int, bytes | None] = {}
         self.fail_writes: deque[int] = deque()
         self.fail_syncs: deque[int] = deque()
         self.fail_reads: set[int] = set()
@@ -315,7 +316,8 @@ class MemoryDevice:
             joined = joined[:len(joined) // BLOCK_BYTES // 2 * BLOCK_BYTES]
         for at in range(0, len(joined), BLOCK_BYTES):
             number = (offset + at) // BLOCK_BYTES
-            self._unsynced.setdefault(number, self._now.get(number))
+            before = self._forgotten.pop(number) if number in self._forgotten else self._now.get(number)
+            self._unsynced.setdefault(number, before)
             self._now[number] = joined[at:at + BLOCK_BYTES]
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
@@ -324,12 +326,13 @@ class MemoryDevice:
         asked, self._unsynced = self._unsynced, {}
         await asyncio.sleep(0)  # what is written meanwhile is not part of it
         if self.fail_syncs and (failing := self.fail_syncs.popleft()):
-            self._unsynced |= asked
+            # As a kernel does it: what was to be written is shown, counts as written, and is not on the drive.
+            self._forgotten |= asked
             raise from_os_error(OSError(failing, os.strerror(failing)), "syncing")
 
     def crash(self, keep=None) -> None:
         """Power is lost. `keep(block number)` says which unsynced blocks reached the drive all the same (default: none)."""
-        for number, before in self._unsynced.items():
+        for number, before in (self._unsynced | self._forgotten).items():
             if keep is not None and keep(number):
                 continue
             if before is None:
@@ -337,6 +340,7 @@ class MemoryDevice:
             else:
                 self._now[number] = before
         self._unsynced.clear()
+        self._forgotten.clear()
 
     def flip(self, place: int, byte: int = 100) -> None:
         """One bit of a block is another from now on."""

@@ -20,6 +20,9 @@ the
    merged record, in one change a segment. Interrupted, it goes on at the next start. The chunk's requests are forgotten, so
    that a repetition is written and not answered from the record.
 
+Blocks that fit are written once more, with the same bytes: where the store ended because the drive refused to sync, the kernel
+shows them and has forgotten that the drive does not have them. The sync that follows is one of all of them.
+
 Called by block_chunkstore when a store is opened. Reads blocks and waits for them: nobody is served yet.
 """
 
@@ -53,6 +56,7 @@ from nvpool.store.records import (
 log = logging.getLogger(__name__)
 
 ReadWhole = Callable[[int, int], memoryview]
+Write = Callable[[list, int], None]
 
 
 class _Block(NamedTuple):
@@ -69,8 +73,9 @@ _HOLE = _Block(0, ZERO_BLOCK_CHECKSUM.to_bytes(4, "little"), -1)
 class ReplayCheck:
     """The on_replay of a store's kv."""
 
-    def __init__(self, read_whole: ReadWhole):
+    def __init__(self, read_whole: ReadWhole, write: Write | None = None):
         self._read_whole = read_whole
+        self._write = write
         self._sound: set[int] = set()
         """Places that were read and fit."""
         self._flushed = -1
@@ -100,6 +105,9 @@ class ReplayCheck:
             return False
         if crc32c(whole) != int.from_bytes(block.checksum, "little"):
             return False
+        if self._write is not None:
+            # It may be in the kernel's memory alone: after a failed sync pages count as written. So the next sync writes it.
+            self._write([whole], block.place * BLOCK_BYTES)
         self._sound.add(block.place)
         return True
 

@@ -36,7 +36,7 @@ class Forgetful:
 
     async def begin(self, step=lambda name: None):
         self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(), clock=ManualClock())
-        self.check = ReplayCheck(self.device.read_whole)
+        self.check = ReplayCheck(self.device.read_whole, self.device.write)
         options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
         kv = await LmdbKv.open(self.directory / "index", options, before_checkpoint=self.store.sync_data,
                                on_replay=self.check, on_fence=self.store.fence, step=step)
@@ -190,6 +190,21 @@ async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_t
     reading.set()
     await finishing
     assert bytes(batch.payload[0]) == some_bytes(BLOCK)
+
+
+@on_a_forgetting_drive
+async def test_what_a_failed_sync_left_in_memory_alone_is_on_the_drive_after_the_next_flush(one):
+    await put(one.store, 1, 0, 0, some_bytes(5 * BLOCK))
+    await one.store.flush()
+    await put(one.store, 1, 0, BLOCK, some_bytes(BLOCK, 2))
+    one.device.fail_syncs.append(errno.EIO)
+    with pytest.raises(Fenced):
+        await one.store.flush()
+    store = await one.die(power=False)  # the process ends and is started again; its client asks once more for the flush
+    await store.flush()
+    store = await one.die()
+    assert await content(store, 1, 0, 2 * BLOCK) == some_bytes(BLOCK) + some_bytes(BLOCK, 2)
+    await is_sound(store)
 
 
 @on_a_forgetting_drive
