@@ -45,11 +45,14 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
             pool.start(faults.environment())
             load = subprocess.Popen([sys.executable, "-m", "nvpool.testing.history", str(pool.path), str(seed), str(seconds),
                                      str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            chance = random.Random(seed)
-            for _ in range(kills):
-                pool.wait()
-                os.kill(pool.pid(chance.choice(("meta-1", "target-1", "target-2"))), 9)
-            out, said = load.communicate(timeout=seconds + 120)
+            try:
+                chance = random.Random(seed)
+                for _ in range(kills):
+                    pool.wait()
+                    os.kill(pool.pid(chance.choice(("meta-1", "target-1", "target-2"))), 9)
+                out, said = load.communicate(timeout=seconds + 120)
+            finally:
+                load.kill()
             assert load.returncode == 0, said + pool.said()
         finally:
             faults.close()

@@ -1,0 +1,228 @@
+"""Anything at all at the daemons' ports while a load runs: noise, half connections, mutated frames, well-formed requests that
+make no sense. No daemon dies, no request meets a bug, the load and what it stored are unharmed."""
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Bug, NvpoolError
+from nvpool.base.host import host_id
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.testing.history import History, now_ns, read_tree
+from nvpool.testing.real_pool import RealPool, end_process
+from nvpool.wire.dial import Dialer
+from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.frame import CANCEL, HELLO, REQUEST, pack_head
+from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
+
+pytestmark = pytest.mark.xdist_group("fuzz")
+
+META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_RENEW_SESSION: meta_pb2.RenewSessionRequest,
+        wire_pb2.META_CLOSE_SESSION: meta_pb2.CloseSessionRequest, wire_pb2.META_LOOKUP: meta_pb2.LookupRequest,
+        wire_pb2.META_GETATTR: meta_pb2.GetAttrRequest, wire_pb2.META_SETATTR: meta_pb2.SetAttrRequest,
+        wire_pb2.META_READLINK: meta_pb2.ReadLinkRequest, wire_pb2.META_CREATE: meta_pb2.CreateRequest,
+        wire_pb2.META_UNLINK: meta_pb2.UnlinkRequest, wire_pb2.META_RMDIR: meta_pb2.UnlinkRequest,
+        wire_pb2.META_RENAME: meta_pb2.RenameRequest, wire_pb2.META_LINK: meta_pb2.LinkRequest,
+        wire_pb2.META_OPEN: meta_pb2.OpenRequest, wire_pb2.META_RELEASE: meta_pb2.ReleaseRequest,
+        wire_pb2.META_REPORT: meta_pb2.ReportRequest, wire_pb2.META_RESERVE: meta_pb2.ReserveRequest,
+        wire_pb2.META_LIST: meta_pb2.ListDirRequest, wire_pb2.META_STATFS: meta_pb2.StatFsRequest,
+        wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest, wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
+        wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest, wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
+        wire_pb2.META_SYNC: meta_pb2.SyncRequest, wire_pb2.META_DUMP: meta_pb2.DumpRequest,
+        wire_pb2.META_FSCK: meta_pb2.FsckRequest,
+        wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest, wire_pb2.META_COLLECT: meta_pb2.CollectRequest}
+DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.WriteRequest,
+        wire_pb2.DATA_FLUSH: data_pb2.FlushRequest, wire_pb2.DATA_CUT: data_pb2.CutRequest,
+        wire_pb2.DATA_REMOVE: data_pb2.RemoveRequest, wire_pb2.DATA_DESCRIBE: data_pb2.DescribeRequest,
+        wire_pb2.DATA_LIST: data_pb2.ListRequest, wire_pb2.DATA_SCRUB: data_pb2.ScrubRequest,
+        wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
+POOL = {wire_pb2.POOL_MAP: pool_pb2.MapRequest, wire_pb2.POOL_STATUS: pool_pb2.PoolStatusRequest,
+        wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest}
+HARMLESS = {"repair": False, "wait_s": 0.01, "valid": None}
+
+
+class Fuzzer:
+    def __init__(self, pool, seed):
+        self.chance = random.Random(seed)
+        self.pool_map = pool.pool_map
+        self.sequence = 0
+        self.sent = 0
+        self.bugs = []
+        self.daemons = [(META, shard.endpoints, 0) for shard in self.pool_map.shards]
+        self.daemons += [(DATA, target.endpoints, target.id) for target in self.pool_map.targets]
+        self.daemons += [(POOL, node.endpoints, 0) for node in self.pool_map.nodes]
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------------
+
+    def number(self, bits):
+        chance = self.chance
+        return chance.choice((0, 1, 2, 3, chance.randrange(100), chance.getrandbits(bits), (1 << bits) - 1, 1 << bits - 1))
+
+    def bytes(self):
+        chance = self.chance
+        return chance.choice((b"", b"\0", b"a/b", b"..", b"x" * 300, bytes(range(1, 256)), b"fuzz%d" % chance.randrange(9),
+                              chance.randbytes(chance.choice((8, 24, 40, 1000)))))
+
+    def fill(self, message, target):
+        """Set about half of the fields, to anything."""
+        for field in message.DESCRIPTOR.fields:
+            if self.chance.random() < 0.5 and field.name not in ("change", "session", "target"):
+                continue
+            if field.name in HARMLESS:
+                if HARMLESS[field.name] is not None:
+                    setattr(message, field.name, HARMLESS[field.name])
+                    continue
+            if field.name == "session":
+                message.session = self.chance.choice((self.session, self.session, self.session, self.number(64)))
+            elif field.name == "target" and field.type == field.TYPE_UINT32:
+                message.target = self.chance.choice((target, target, target, self.number(32)))
+            elif field.name == "sequence":
+                self.sequence += 1
+                message.sequence = self.chance.choice((self.sequence, self.sequence, self.number(64)))
+            elif field.name in ("inode", "parent", "new_parent"):  # not the load's: who has a session may change what he likes
+                setattr(message, field.name, self.chance.choice((0, 1, 1, self.chance.getrandbits(64), (1 << 64) - 1)))
+            elif field.name == "map_epoch":
+                message.map_epoch = self.chance.choice((self.pool_map.epoch, self.number(64)))
+            elif field.message_type is not None:
+                self.fill(getattr(message, field.name), target)
+            elif field.is_repeated:
+                value = {field.TYPE_BYTES: self.bytes}.get(field.type, lambda: self.number(63))
+                getattr(message, field.name).extend(value() for _ in range(self.chance.randrange(4)))
+            elif field.type == field.TYPE_BYTES:
+                setattr(message, field.name, self.bytes())
+            elif field.type == field.TYPE_STRING:
+                setattr(message, field.name, self.chance.choice(("", "x" * 500, "\0", "drive-add")))
+            elif field.type == field.TYPE_BOOL:
+                setattr(message, field.name, self.chance.random() < 0.5)
+            elif field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
+                setattr(message, field.name, self.chance.choice((0.0, -1.0, float("nan"), float("inf"), 0.01)))
+            else:
+                bits = 32 if field.type in (field.TYPE_UINT32, field.TYPE_FIXED32) else 63
+                setattr(message, field.name, self.number(bits))
+
+    # -- requests ------------------------------------------------------------------------------------------------------------
+
+    async def requests(self, seconds):
+        """Well-formed requests with arbitrary fields, and arbitrary bytes for well-known methods, over every transport."""
+        dialer = Dialer(Greeting("fuzz", self.pool_map.fingerprint), host_id=host_id())
+        shard = self.daemons[0][1]
+        try:
+            reply = await dialer.call(shard, wire_pb2.META_OPEN_SESSION, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10)
+            self.session = meta_pb2.OpenSessionReply.FromString(bytes(reply.message)).session
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                await asyncio.gather(*(self.one(dialer) for _ in range(20)))
+        finally:
+            await dialer.close()
+
+    async def one(self, dialer):
+        methods, endpoints, target = self.chance.choice(self.daemons)
+        method = self.chance.choice([*methods, self.number(16)])
+        if method in (wire_pb2.POOL_STOP, wire_pb2.META_LOAD):
+            return  # they would do what they say: a load turns away everybody until it has ended
+        if method in methods and self.chance.random() < 0.8:
+            message = methods[method]()
+            self.fill(message, target)
+            raw = message.SerializeToString()
+            if self.chance.random() < 0.2 and method != wire_pb2.META_FSCK:
+                raw = bytes(b ^ (1 << self.chance.randrange(8)) if self.chance.random() < 0.05 else b for b in raw)
+        else:
+            raw = self.chance.randbytes(self.chance.randrange(60)) if method != wire_pb2.META_FSCK else b""
+        payload = [self.chance.randbytes(self.chance.choice((1, 4096, 5000)))] if self.chance.random() < 0.2 else ()
+        self.sent += 1
+        try:
+            await dialer.call((self.chance.choice(endpoints),), method, raw, payload,
+                              deadline_s=SYSTEM_CLOCK.boottime_s() + self.chance.choice((0.001, 0.3, 1.0)))
+        except Bug as error:
+            self.bugs.append(f"method {method}, {raw.hex()}: {error}")
+        except NvpoolError:
+            pass
+
+    # -- noise ---------------------------------------------------------------------------------------------------------------
+
+    def noise(self, seconds):
+        """Bytes that are no requests, from clients that hang up in the middle."""
+        chance, end, open_ones = self.chance, time.monotonic() + seconds, []
+        sound = pack_head(HELLO, 0, 0, 0, wire_pb2.Hello(version=1, name="noise").SerializeToString(), 0)
+        while time.monotonic() < end:
+            _, endpoints, _ = chance.choice(self.daemons)
+            place = parse_endpoint(chance.choice(endpoints))
+            web = (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n")
+            stream = bytearray(chance.choice((b"", sound, sound, *web)))
+            for number in range(chance.randrange(4)):
+                stream += pack_head(chance.choice((REQUEST, CANCEL)), chance.randrange(210), number, 100, self.bytes(), 0)
+            stream += chance.randbytes(chance.choice((0, 0, 3, 40, 3000)))
+            for _ in range(chance.randrange(3)):
+                if stream:
+                    stream[chance.randrange(len(stream))] ^= 1 << chance.randrange(8)
+            one = socket.socket(socket.AF_UNIX if place.path else socket.AF_INET)
+            one.settimeout(2)
+            try:
+                one.connect(place.path or (place.host, place.port))
+                one.sendall(stream)
+                self.sent += 1
+            except OSError:
+                pass
+            open_ones.append(one)
+            if len(open_ones) > chance.randrange(40):
+                open_ones.pop(chance.randrange(len(open_ones))).close()
+            time.sleep(0.002)
+        for one in open_ones:
+            one.close()
+
+
+def fuzz(tmp_path, seed, seconds):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        pool.start()
+        pids = {name: pool.pid(name) for name in ("supervisor", "meta-1", "target-1", "target-2")}
+        load = subprocess.Popen([sys.executable, "-m", "nvpool.testing.history", str(pool.path), str(seed), str(seconds), "2"],
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        fuzzer = Fuzzer(pool, seed)
+
+        async def both():
+            await asyncio.gather(fuzzer.requests(seconds), asyncio.to_thread(fuzzer.noise, seconds))
+
+        try:
+            asyncio.run(both())
+            out, said = load.communicate(timeout=seconds + 60)
+        finally:
+            load.kill()
+        print(fuzzer.sent, "sent")
+        assert load.returncode == 0, said
+        assert not fuzzer.bugs, fuzzer.bugs[:5]
+        assert {name: pool.pid(name) for name in pids} == pids, pool.said()
+        pool.wait()
+        history = History(out)
+
+        async def look():
+            pool_of_sdk = await AsyncFileSystem.connect(str(pool.path))
+            try:
+                return await read_tree(pool_of_sdk, history.workers)
+            finally:
+                await pool_of_sdk.close()
+
+        for operation in history.operations:
+            operation["end"] = min(operation["end"], now_ns() - 10**10)  # no power was lost: everything answered is certain
+        assert not history.judge(asyncio.run(look()), now_ns())
+        end_process(pool.pid("meta-1"))  # it has as many checks and dumps under way as it bears, begun by nobody who will go on
+        pool.wait()
+        pool.until(lambda: pool.fsck() == [], "fsck is clean", 90)
+        assert "unhandled" not in pool.said("*", 10_000)
+
+
+def test_noise_and_nonsense_at_every_port_harm_nobody(tmp_path):
+    fuzz(tmp_path, seed=1, seconds=3.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_noise_and_nonsense_at_every_port_harm_nobody_for_long(tmp_path, seed):
+    fuzz(tmp_path, seed, seconds=60.0)
