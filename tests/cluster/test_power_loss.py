@@ -80,6 +80,44 @@ def test_what_was_synced_survives_the_loss_of_power_of_a_whole_pool(tmp_path):
     lose_power(tmp_path, seed=1, seconds=2.0, workers=2, cuts=8)
 
 
+async def is_sound(directory):
+    async with opened(directory) as local:
+        client = await local.client()
+        tree = AsyncFileSystem(client, Caller(0, 0))
+        await tree.write_bytes("/first", b"written")
+        assert await tree.read_bytes("/first") == b"written" and await problems_of(client) == []
+
+
+def make_and_lose_power(tmp_path, seed, cuts):
+    """The same command again makes the pool, or says that it is there; then it serves."""
+    root = tmp_path / "root"
+    root.mkdir()
+    faults = Faults.create(root, tmp_path / "work")
+    assert RealPool(root / "pool").make(faults.environment()).returncode == 0
+    faults.close()
+    loss, chance = PowerLoss(root, faults.base, faults.log), random.Random(seed)
+    whole = 0
+    for number in range(cuts):
+        state = tmp_path / "state"
+        at_ns = loss.times()[1] if number == cuts - 1 else chance.choice(loss.records).time_ns
+        loss.rebuild(state, at_ns, seed * 1000 + number)
+        done = RealPool(state / "pool").make({})
+        assert done.returncode == 0 or "holds a pool already" in done.stdout, f"cut {number}: {done.stdout}{done.stderr}"
+        whole += bool(done.returncode)
+        asyncio.run(is_sound(state / "pool"))
+    assert 0 < whole < cuts
+
+
+def test_power_lost_while_a_pool_is_made_leaves_none_or_a_whole_one(tmp_path):
+    make_and_lose_power(tmp_path, seed=1, cuts=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_power_lost_at_any_moment_of_making_leaves_none_or_a_whole_one(tmp_path, seed):
+    make_and_lose_power(tmp_path, seed, cuts=150)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_what_was_synced_survives_the_loss_of_power_at_hundreds_of_moments(tmp_path, seed):
