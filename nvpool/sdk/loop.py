@@ -31,6 +31,13 @@ class Runtime:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        # A call of another thread that is still at work would wait for ever for a loop that runs no more.
+        for _ in range(3):
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 

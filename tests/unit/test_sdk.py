@@ -297,3 +297,19 @@ def test_a_closed_pool_refuses_further_calls(served):
     pool.close()
     with pytest.raises(ValueError):
         pool.list("/")
+
+
+def test_a_thread_whose_call_is_under_way_when_another_closes_the_pool_does_not_wait_for_ever(served):
+    with nvpool.connect(served.pool.pool_map, options=ClientOptions(deadline_s=60.0)) as found:
+        runtime = found._running()
+        ended = []
+
+        def call() -> None:
+            try:
+                runtime.call(asyncio.sleep(3600))
+            except BaseException as error:
+                ended.append(error)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+    thread.join(5)
+    assert not thread.is_alive() and ended
