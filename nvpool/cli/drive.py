@@ -59,15 +59,16 @@ examples:
 @click.argument("path", type=click.Path(exists=True))
 @click.option("--size", type=Size(), default=0, help="How much of it may be used, like 500G; default: all of a block device, "
                                                      "nine tenths of what is free in a directory.")
+@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
 @json_option
-def add(pool: str, path: str, size: int, as_json: bool) -> None:
+def add(pool: str, path: str, size: int, force: bool, as_json: bool) -> None:
     """Add the drive at PATH, a directory or a block device, to a running pool.
 
     Its target is made and its process started at once. The chains of chunks stay where they are: in this version, which has no
     rebalancing yet, the new drive stays empty and adds no capacity. It is used as soon as rebalancing moves chains onto it.
     """
     from nvpool.cli.reach import change
-    result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size}))
+    result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
     if as_json:
         print_json(result)
     else:

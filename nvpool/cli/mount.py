@@ -58,7 +58,7 @@ def log_of(pool: str, place: str) -> Path:
     """The file for the words of the mount daemon at `place`; its directory is made."""
     from nvpool.cli.reach import directory_of
     directory = directory_of(pool)
-    if directory is not None:
+    if directory is not None and os.access(directory.log, os.W_OK):
         kept = directory.log
     elif os.geteuid() == 0:
         kept = Path("/var/log/nvpool")

@@ -1,8 +1,7 @@
 """The mounts of this machine, and how one of ours is made and ended.
 
 Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount: a look at a path
-that may hang is
-taken by another program with a deadline. Never unmounts what is not nvpool's.
+that may hang is taken by another program with a deadline. Never unmounts what is not nvpool's.
 """
 
 from __future__ import annotations
@@ -182,7 +181,8 @@ def _umount(place: str, lazy: bool) -> None:
         if "busy" in done.stderr:
             raise InUse(f"{place} is in use; close what is open there (fuser -vm {place} lists it), or: nvpool umount --lazy "
                         f"{place}")
-        raise Refused(f"{place} could not be unmounted: {done.stderr.strip()}")
+        hint = "; only root and who mounted it may unmount it" if os.geteuid() else ""
+        raise Refused(f"{place} could not be unmounted: {done.stderr.strip()}{hint}")
 
 
 def _daemons_of(place: str) -> list[int]:

@@ -39,26 +39,26 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
-              help="A directory on a drive, or a block device (what is on it is lost), and how much of it to use. Repeat it.")
+              help="A directory on a drive, or an empty block device, and how much of it to use. Repeat it.")
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
 @click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
 @click.option("--replicas", type=click.IntRange(1, 8), default=1, show_default=True, help="Copies of each chunk; fixed.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
+@click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, config_file: str | None,
-           as_json: bool) -> None:
+           force: bool, as_json: bool) -> None:
     """Make a pool of one node, with its directory at DIR.
 
     DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
-    Interrupted,
-    the same command begins again. A DIR that holds a pool, or anything else, is refused.
+    Interrupted, the same command begins again. A DIR that holds a pool, or anything else, is refused.
     """
     from nvpool.cli.pool_life import make
     config = configuration.load(config_file) if config_file else configuration.Config()
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
-                 "config": configuration.sample(config)})
+                 "config": configuration.sample(config), "force": force})
     if as_json:
         print_json(made)
         return

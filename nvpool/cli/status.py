@@ -71,7 +71,7 @@ def _what(process: dict[str, Any]) -> str:
     if process["role"] == "meta" and "inodes" in process:
         return f"{process['inodes']:,} inodes, {process['sessions']} sessions"
     if process["role"] == "store" and "read_path" in process:
-        return f"{process['chunks']:,} chunks, {process['kind']}, {process['read_path']}"
+        return f"{process['kind']}, {process['read_path']}"
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
     return process.get("mountpoint") or process.get("reason") or ""

@@ -117,6 +117,9 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     if not os.path.exists("/dev/fuse"):
         raise Unavailable("there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
                           "with: --device /dev/fuse --cap-add SYS_ADMIN")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise AccessDenied("/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
+                           "chmod 666 /dev/fuse")
     return place
 
 

@@ -6,10 +6,11 @@ all of it is there and durable (FORMAT is written last); what is refused leaves 
 again and takes up the same pool id; nothing that it did not make itself, or that holds anything, is ever overwritten. Never
 starts a process of the pool.
 
-    {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text}
+    {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text,
+     "force"}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
-    {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths]}
+    {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
         -> {"path", "capacity_bytes"}
     any -> {"error": text, "code": exit code}
 """
@@ -17,6 +18,7 @@ starts a process of the pool.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -134,7 +136,31 @@ def capacity_for(path: Path, wanted: int) -> int:
     return capacity - capacity % MIB
 
 
-def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str) -> None:
+def check_device(path: Path, pool_id: str, force: bool) -> None:
+    """Where `path` is a block device: that nobody uses it and, without `force`, that nothing is where its superblock goes (file
+    systems, partition tables and volumes begin there). InUse, AlreadyExists; nothing was changed."""
+    if not path.is_block_device():
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_EXCL)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise InUse(f"drive {path} is mounted, or in use by another program; unmount it first") from None
+        raise from_os_error(error, f"open drive {path}") from None
+    try:
+        head = os.pread(fd, _HEAD_BYTES, 0)
+    finally:
+        os.close(fd)
+    owner = pool_on(path)
+    if owner and owner == pool_id:
+        return
+    if any(head) and not force:
+        what = f"a drive of the pool {owner[:8]} already" if owner else "a file system, a partition table or something else"
+        raise AlreadyExists(f"drive {path} holds {what}; look at it with: lsblk -f {path}   --force overwrites it")
+
+
+def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str,
+               force: bool) -> None:
     """An empty chunk store at `place`; for a block device its index is in targets/ of the pool directory.
 
     What an interrupted making of the same target of the same pool left is removed first: the map never named it, so it holds
@@ -148,7 +174,7 @@ def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, targe
             raise AlreadyExists(f"{path} is not empty")
         shutil.rmtree(path)
     create_chunk_store(path, target, pool_id, capacity_bytes, device=device,
-                       force=device is not None and pool_on(device) == pool_id)
+                       force=device is not None and (force or pool_on(device) == pool_id))
     sync_directory(path.parent)
 
 
@@ -172,7 +198,7 @@ async def make_pool(request: dict) -> dict:
     chunk_bytes, replicas = int(request["chunk_bytes"]), int(request["replicas"])
     layout_of(chunk_bytes)
     config = parse(request["config"], "node.toml")
-    drives = request["drives"]
+    drives, force = request["drives"], bool(request.get("force"))
     if not drives or len(drives) > 1024:
         raise InvalidRequest("a pool needs at least one drive, and at most 1,024 on a node: --drive PATH[:SIZE]")
     if len(drives) < replicas:
@@ -182,7 +208,9 @@ async def make_pool(request: dict) -> dict:
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
     for drive in drives:  # before anything is made: what is refused leaves nothing behind
-        capacity_for(store_path(drive["path"], "", 0, directory.path / "targets"), int(drive.get("capacity_bytes") or 0))
+        place = store_path(drive["path"], "", 0, directory.path / "targets")
+        capacity_for(place, int(drive.get("capacity_bytes") or 0))
+        check_device(place, _id_of_begun(directory), force)
 
     directory.path.mkdir(parents=True, exist_ok=True)
     pool_id = _begin(directory)
@@ -205,7 +233,7 @@ async def make_pool(request: dict) -> dict:
         for number, drive in enumerate(drives, 1):
             place = store_path(drive["path"], pool_id, number, directory.path / "targets")
             capacity = capacity_for(place, int(drive.get("capacity_bytes") or 0))
-            make_store(directory, place, capacity, number, pool_id)
+            make_store(directory, place, capacity, number, pool_id, force)
             made.append({"path": str(place), "capacity_bytes": capacity})
         targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
                                endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
@@ -234,23 +262,27 @@ async def make_pool(request: dict) -> dict:
 
 def _begin(directory: PoolDirectory) -> str:
     """The pool's id: a new one, or that of the interrupted making. AlreadyExists when the directory holds anything else."""
-    marker = directory.path / MARKER
     found = sorted(entry.name for entry in directory.path.iterdir())
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
         raise AlreadyExists(f"{directory.path} holds a pool already; `nvpool status {directory.path}` shows it")
     if "FORMAT" in found:
-        try:
-            pool_id = marker.read_text().strip()
-        except OSError:
-            pool_id = ""
-        if len(pool_id) == 32:
+        if pool_id := _id_of_begun(directory):
             return pool_id
     elif found:
         raise AlreadyExists(f"{directory.path} is not empty; name an empty directory or one that does not exist")
     pool_id = SYSTEM_CLOCK.secret(16).hex()
     write_whole(directory.format, BEING_MADE_TEXT.encode())
-    write_whole(marker, pool_id.encode())
+    write_whole(directory.path / MARKER, pool_id.encode())
     return pool_id
+
+
+def _id_of_begun(directory: PoolDirectory) -> str:
+    """The id of a pool whose making was interrupted, or nothing."""
+    try:
+        pool_id = (directory.path / MARKER).read_text().strip()
+    except OSError:
+        return ""
+    return pool_id if len(pool_id) == 32 else ""
 
 
 def _remove(path: Path) -> None:
@@ -287,7 +319,9 @@ async def _answer(request: dict) -> dict:
         _erase_head(request["path"], request["pool_id"])
         return {}
     place, capacity = _answer_store(request)
-    make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"])
+    force = bool(request.get("force"))
+    check_device(place, "", force)
+    make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"], force)
     return {"path": str(place), "capacity_bytes": capacity}
 
 

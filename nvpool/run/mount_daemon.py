@@ -1,8 +1,8 @@
 """The mount daemon: `python -m nvpool.run.mount_daemon [options] POOL MOUNTPOINT` shows a pool at a mount point.
 
 Started by the CLI, by systemd or by hand; stays in the foreground. Exit codes as in run/daemon. Ready when the mount answers:
-then systemd is told, and the pool directory (where POOL is one) names this process. It ends when somebody unmounts, or on
-SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it leaves the name space at
+then systemd is told, and the pool directory (where it is on this machine) names this process. It ends when somebody unmounts,
+or on SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it leaves the name space at
 once, and their users get --drain-s seconds; then everything written is stored and the session closed. A second signal shortens
 the waiting. However it ends, no mount is left behind, except after kill -9: the next start with --force cleans that up.
 """
@@ -22,13 +22,16 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import ClientSection, load
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, NvpoolError
+from nvpool.base.host import host_id
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.fuse.pyfuse3_engine import MountOptions, Pyfuse3Engine
+from nvpool.logic.poolmap import PoolMap
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
+from nvpool.wire.endpoint import parse_endpoint
 
 log = logging.getLogger("nvpool.run.mount")
 
@@ -71,6 +74,18 @@ def main(words: list[str]) -> int:
     return run(lambda stop: _Mounted(arguments, directory, section, place, stop).serve())
 
 
+def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
+    """The directory of a pool that was named by an address, where it lies on this machine and may be written to: so that the
+    pool's status names this mount too."""
+    for node in pool_map.nodes:
+        if node.host_id == host_id():
+            for endpoint in map(parse_endpoint, node.endpoints):
+                directory = PoolDirectory(Path(endpoint.path).parent.parent) if endpoint.path else None
+                if directory is not None and directory.exists() and os.access(directory.run, os.W_OK):
+                    return directory
+    return None
+
+
 def _given(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
@@ -97,6 +112,8 @@ class _Mounted:
         # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
         options = MountOptions(client.pool_map.name, arguments.read_only,
                                not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra))
+        if self._directory is None:
+            self._directory = directory_here(client.pool_map)
         engine = Pyfuse3Engine(ops, self._place, options, self._ready)
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:

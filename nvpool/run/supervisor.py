@@ -198,26 +198,27 @@ class Supervisor:
         try:
             arguments = json.loads(request.arguments)
             path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
+            force = bool(arguments.get("force", False))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes") from None
+            raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes and force") from None
         if not os.path.isabs(path):
             raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
         # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
-        result = await asyncio.shield(asyncio.ensure_future(self._add_drive(path, capacity_bytes)))
+        result = await asyncio.shield(asyncio.ensure_future(self._add_drive(path, capacity_bytes, force)))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
-    async def _add_drive(self, path: str, capacity_bytes: int) -> dict:
+    async def _add_drive(self, path: str, capacity_bytes: int, force: bool) -> dict:
         """Make a chunk store at `path` and a target on it, and start its process.
 
         The chain tables stay as they are: a chain that moved to the new target before its chunks did would lose them from
-        sight. So the
-        new target holds nothing until rebalancing moves chains, with their chunks, onto it.
+        sight. So the new target holds nothing until rebalancing moves chains, with their chunks, onto it.
         """
         async with self._adding:
             pool_map = self._coordinator.pool_map
             drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
             target_id = max((target.id for target in pool_map.targets), default=0) + 1
-            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map)
+            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map,
+                                           force)
             used = {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
                     for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
             endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
@@ -292,7 +293,7 @@ class Supervisor:
         reply = await self._ask(seen, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
                                 data_pb2.DataStatusReply)
         if reply is not None:
-            seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes, "chunks": reply.chunks,
+            seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "counters": dict(reply.counters),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}
@@ -320,10 +321,10 @@ def _read(kind, call: Call):
         raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
 
 
-def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap) -> dict:
+def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap, force: bool) -> dict:
     """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
     request = {"verb": "store", "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
-               "pool_id": pool_map.pool_id, "known": [drive.path for drive in pool_map.drives]}
+               "pool_id": pool_map.pool_id, "known": [drive.path for drive in pool_map.drives], "force": force}
     try:
         done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
                               timeout=_MAKE_DEADLINE_S, check=False)

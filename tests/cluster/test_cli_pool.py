@@ -211,7 +211,11 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
         pytest.skip(f"no loop device: {looped.stderr}")
     device = looped.stdout.strip()
     try:
-        nvpool("pool", "create", own, "--drive", device)
+        with open(device, "r+b") as file:
+            file.seek(1024)
+            file.write(b"as if a file system were here")
+        assert "--force" in nvpool("pool", "create", own, "--drive", device, code=1).stderr and not own.exists()
+        nvpool("pool", "create", own, "--drive", device, "--force")
         assert "already" in nvpool("pool", "create", tmp_path / "another", "--drive", device, code=1).stderr
         daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
         store = next(process for process in all_serve(own)["processes"] if process["role"] == "store")
