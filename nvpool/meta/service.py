@@ -73,6 +73,7 @@ class MetaService:
         self._map: PoolMap | None = None
         self._state = "starting"
         self._incarnation = 0
+        self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
         self._sessions = Sessions(kv, options.session_lease_s)
         self._numbers = Numbers(kv)
         self._runs = Runs(clock)
@@ -191,21 +192,20 @@ class MetaService:
                 self.died.set_exception(error)
 
     async def _run_leases(self) -> None:
-        last_s = self._clock.boottime_s()
         while True:
             await asyncio.sleep(self._options.tick_s)
             now_s = self._clock.boottime_s()
-            stood_still_s = now_s - last_s - 2 * self._options.tick_s
-            if stood_still_s > 0:
-                self._sessions.lengthen(stood_still_s)
-            last_s = now_s
+            stood_still_s = max(0.0, now_s - self._looked_s - 2 * self._options.tick_s)
+            self._looked_s = now_s
+            self._sessions.lengthen(stood_still_s)
+            self._collector.grace_until_s += stood_still_s
             if self._state == "serving":
                 await self.end_leases()
 
     async def _run_collector(self) -> None:
         while True:
             await asyncio.sleep(self._options.tick_s)
-            if self._state == "serving":
+            if self._state == "serving" and self._clock.boottime_s() - self._looked_s < 3 * self._options.tick_s:
                 await self._collector.run_once()
 
     async def _run_sweeps(self) -> None:

@@ -680,6 +680,23 @@ async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open
 
 
 @scenario
+async def test_a_shard_that_stands_still_after_a_restart_still_lets_clients_name_their_open_files(shard, client):
+    inode = (await client.file(ROOT, b"f", open=True, rights=3)).inode
+    await client.unlink(ROOT, b"f")
+    await shard.stop()
+    shard.service = MetaService(shard.kv, grant_secret=SECRET, dialer=shard.stores, clock=shard.clock,
+                                options=OPTIONS._replace(tick_s=0.05))
+    shard.service.update_map(small_map())
+    await shard.service.start()
+    client.service = shard.service
+    await asyncio.sleep(0.12)
+    shard.clock.advance(100)
+    await asyncio.sleep(0.2)
+    await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=inode.to_bytes(8, "little")))
+    assert (await client.getattr(inode)).attr.links == 0
+
+
+@scenario
 async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.StaleSession):
