@@ -262,6 +262,8 @@ async def make_pool(request: dict) -> dict:
 
 def _begin(directory: PoolDirectory) -> str:
     """The pool's id: a new one, or that of the interrupted making. AlreadyExists when the directory holds anything else."""
+    for half in directory.path.glob(".FORMAT.[0-9]*"):  # of a making that ended before it had said what this is
+        half.unlink()
     found = sorted(entry.name for entry in directory.path.iterdir())
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
         raise AlreadyExists(f"{directory.path} holds a pool already; `nvpool status {directory.path}` shows it")

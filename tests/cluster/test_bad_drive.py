@@ -143,7 +143,7 @@ def suffer(pool, faults, case, name, turns=8):
     for path in uncertain:
         if client.exists(path):
             client.read_bytes(path)  # whatever of it is there can be read
-    write(client, f"{top}/after", 300)
+    pool.until(lambda: attempt(client, f"{top}/after", 300) == 0, "the drive is found to have room again", 10)
     for path in [*held, *uncertain]:
         if client.exists(path):
             client.remove(path)

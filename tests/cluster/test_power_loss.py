@@ -112,6 +112,14 @@ def test_power_lost_while_a_pool_is_made_leaves_none_or_a_whole_one(tmp_path):
     make_and_lose_power(tmp_path, seed=1, cuts=5)
 
 
+def test_a_making_that_ended_before_it_said_what_it_is_can_be_repeated(tmp_path):
+    pool = RealPool(tmp_path / "pool")
+    pool.path.mkdir()
+    (pool.path / ".FORMAT.4711").write_text("nvpool pool be")
+    pool.make()
+    assert pool.directory.exists() and not list(pool.path.glob(".FORMAT*"))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_power_lost_at_any_moment_of_making_leaves_none_or_a_whole_one(tmp_path, seed):
