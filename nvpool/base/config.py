@@ -211,6 +211,8 @@ def _convert(value: Any, annotation) -> Any:
         value = float(value)
     if base is float and isinstance(value, float) and value != value:
         raise ValueError("is not a number")
+    if get_origin(base) is Literal and value not in get_args(base):
+        raise ValueError(f"write one of {', '.join(get_args(base))}")
     return msgspec.convert(value, annotation)
 
 

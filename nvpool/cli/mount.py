@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from nvpool.base import config as configuration
 from nvpool.cli.render import json_option, print_json, say
 
 
@@ -40,6 +41,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
+        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     place = real_place(mountpoint)
     words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force")) if wanted)
     words += (f"--deadline-s={deadline_s}",) if deadline_s is not None else ()

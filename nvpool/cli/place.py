@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import click
 
-from nvpool.cli.reach import directory_of
+from nvpool.cli.reach import ask
 
 DEADLINE_S = 60.0
+REACH_S = 10.0
+"""A supervisor that died is back in a second or two."""
 
 
 class Place(NamedTuple):
@@ -48,8 +50,9 @@ async def session(pool: str, doing: str, *, deadline_s: float = DEADLINE_S) -> A
     """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
     from nvpool.client.options import ClientOptions
     from nvpool.client.session import Client
-    if "/" in pool and "://" not in pool:
-        directory_of(pool)  # says what is wrong with it, and the remedy
+    from nvpool.wire.v1 import pool_pb2, wire_pb2
+    # Says what is wrong with a directory, and what to do about a pool that does not run, long before the deadline of its work.
+    await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}", options=ClientOptions(deadline_s=deadline_s))
     try:
         yield client

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nvpool.base import config as configuration
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import Flock, PoolDirectory, holder_of
 from nvpool.base.errors import (
@@ -67,6 +68,7 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
     directory.check()
     supervisor = None
     if directory.supervisor() is None:
+        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
         directory.log.mkdir(exist_ok=True)
         with open(directory.log / "nvpoold.log", "ab") as log:
             supervisor = subprocess.Popen(

@@ -306,12 +306,12 @@ class ChunkClient:
             job.future.set_exception(error)
             return
         if isinstance(error, Damaged):
-            replicas = 1
+            targets: tuple[int, ...] = ()
             if job.file.layout.table in self._view.map.table_by_id:
-                replicas = len(self._chain(job.file, job.index))
-            if job.verify and job.tries >= replicas:
-                log.error("no target has good bytes of inode %d, chunk %d, offset %d (%d bytes): %s", job.file.inode, job.index,
-                          job.offset, job.length, error)
+                targets = tuple(self._chain(job.file, job.index))
+            if job.verify and job.tries >= max(1, len(targets)):
+                log.error("target %s has no good bytes of inode %d, chunk %d, offset %d (%d bytes); `nvpool fsck` names the "
+                          "file", ", ".join(map(str, targets)) or "?", job.file.inode, job.index, job.offset, job.length)
                 job.future.set_exception(error)
                 return
             job.verify = True

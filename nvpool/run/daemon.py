@@ -27,7 +27,7 @@ from pathlib import Path
 import uvloop
 
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Bug, Damaged, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.version import VERSION
 
 EXIT_OK = 0
@@ -64,7 +64,8 @@ class Stop:
 
 
 def exit_code(error: BaseException) -> int:
-    for family, code in ((Refused, EXIT_REFUSED), (Unavailable, EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG)):
+    for family, code in ((BadConfiguration, EXIT_USAGE), (Refused, EXIT_REFUSED), (Unavailable, EXIT_UNAVAILABLE),
+                         (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG)):
         if isinstance(error, family):
             return code
     return EXIT_BUG

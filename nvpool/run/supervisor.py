@@ -258,7 +258,7 @@ class Supervisor:
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting")]
         problems += [f"bad block on target {s['target']} ({s['path']}): inode {bad['inode']} chunk {bad['index']} block "
-                     f"{bad['block']} {bad['text']}" for s in stores for bad in s["bad_blocks"]]
+                     f"{bad['block']} {bad['text']}; `nvpool fsck` names the file" for s in stores for bad in s["bad_blocks"]]
         return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),

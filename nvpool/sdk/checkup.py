@@ -109,11 +109,11 @@ class _Check:
             await self._name_files()
 
     async def _metadata(self, shard: int) -> None:
-        cursor, done = b"", False
+        cursor, done, before = b"", False, self._checkup.records
         while not done:
             request = meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP, repair=self._repair)
             reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
-            self._checkup.records += reply.checked
+            self._checkup.records = before + reply.checked  # the shard counts from the beginning of its walk
             for problem in reply.problems:
                 self._checkup.note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
             cursor, done = reply.cursor, reply.done

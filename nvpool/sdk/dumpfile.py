@@ -134,12 +134,12 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
             if not set(last) <= set(header["shards"]):
                 raise CorruptRecord("the dump has records of a shard that its header does not name")
             file.seek(begin)
-            seen: set[int] = set()
+            loaded: dict[int, int] = {}
             for at, (shard, records) in enumerate(frames(file)):
-                request = meta_pb2.LoadRequest(first=shard not in seen, last=last[shard] == at)
-                seen.add(shard)
+                request = meta_pb2.LoadRequest(first=shard not in loaded, last=last[shard] == at)
                 reply, _ = await asking.shard(shard, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
-                count += reply.records
+                loaded[shard] = reply.records  # of the whole load so far
+                count = sum(loaded.values())
                 on_records(count)
     except OSError as error:
         raise from_os_error(error, f"reading {path}") from error

@@ -9,6 +9,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.checkup import Checkup, check
+from nvpool.sdk.dumpfile import dump, load
 from nvpool.testing.pool import run
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -50,6 +51,27 @@ def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
         assert not (await checked(client)).problems
 
     run(main)
+
+
+def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_path):
+    monkeypatch.setattr("nvpool.sdk.checkup.RECORDS_A_STEP", 3)
+    monkeypatch.setattr("nvpool.sdk.dumpfile.RECORDS_A_STEP", 3)
+    path = str(tmp_path / "dump")
+
+    async def made(pool):
+        client = await pool.client()
+        for number in range(10):
+            await client.vfs.mkdir(1, b"%d" % number, 0o755, ROOT)
+        found, dumped = await checked(client), await dump(client, path)
+        assert 21 <= dumped <= 30 and dumped <= found.records < 50  # sessions and slots are not dumped
+        counts.append(dumped)
+
+    async def loaded(pool):
+        assert [await load(await pool.client(), path)] == counts
+
+    counts: list[int] = []
+    run(made)
+    run(loaded)
 
 
 def test_chunks_of_a_file_that_never_was_are_found_and_removed_on_request():

@@ -158,7 +158,8 @@ class _Import:
             try:
                 inode = await self._one(path, name, folder, found)
             finally:
-                first.set_result(inode)
+                if not first.done():  # cancelled with those who wait for it
+                    first.set_result(inode)
             return
         first, left = self._linked[key]
         left[0] -= 1
@@ -176,6 +177,9 @@ class _Import:
         if stat.S_ISREG(found.st_mode):
             self._tally.files += 1
             self._tally.bytes += found.st_size
+            if there is not None and there.inode == inode:
+                self._tally.skipped_files += 1
+                self._tally.skipped_bytes += found.st_size
 
     async def _symlink(self, path: bytes, name: bytes, parent: int, found: os.stat_result) -> int:
         target = os.readlink(path)

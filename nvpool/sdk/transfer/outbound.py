@@ -144,7 +144,8 @@ class _Export:
                 await self._one(place, attr)
                 made = place
             finally:
-                first.set_result(made)
+                if not first.done():  # cancelled with those who wait for it
+                    first.set_result(made)
             return
         first, left = self._linked[attr.inode]
         left[0] -= 1
@@ -153,11 +154,13 @@ class _Export:
         made = await first
         if made is None:
             raise NotFound("the file that this is another name of could not be exported")
-        await self._crew.blocking(_link, made, place)
+        there = await self._crew.blocking(_link, made, place)
         self._tally.hard_links += 1
         if stat.S_ISREG(attr.mode):
             self._tally.files += 1
             self._tally.bytes += attr.size
+            self._tally.skipped_files += there
+            self._tally.skipped_bytes += there * attr.size
 
     async def _one(self, place: bytes, attr) -> None:
         if stat.S_ISREG(attr.mode):
@@ -298,11 +301,13 @@ def _make_special(place: bytes, attr, target: bytes | None) -> None:
         os.mknod(place, attr.mode, attr.rdev)
 
 
-def _link(made: bytes, place: bytes) -> None:
+def _link(made: bytes, place: bytes) -> bool:
+    """Whether `place` was a name of `made` already; it is one on return."""
     try:
         if os.path.samestat(os.lstat(made), os.lstat(place)):
-            return
+            return True
         os.unlink(place)
     except FileNotFoundError:
         pass
     os.link(made, place, follow_symlinks=False)
+    return False
