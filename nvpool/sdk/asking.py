@@ -31,6 +31,8 @@ class Asking:
 
     async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
         """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""
+        if hasattr(request, "map_epoch"):
+            request.map_epoch = self.pool_map.epoch
         found = await self._ask(self.pool_map.target_by_id.get(target), f"target {target}", method, request, reply_type, ())
         return found[0]
 

@@ -288,12 +288,13 @@ class StoreService:
         request = self._parse(pb.DescribeRequest, call)
         found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
         chunks = [pb.ChunkDescription(**one._asdict()) for one in found]
-        call.reply(pb.DescribeReply(chunks=chunks, more=more).SerializeToString())
+        call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
 
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)
         found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
-        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more).SerializeToString())
+        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
+                                map_epoch=self._epoch).SerializeToString())
 
     def _scrub(self, call: Call) -> None:
         request = self._parse(pb.ScrubRequest, call)
@@ -302,6 +303,7 @@ class StoreService:
     async def _do_scrub(self, call: Call, request: pb.ScrubRequest) -> None:
         step = await self.store.scrub(request.cursor, request.blocks)
         reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
+                              map_epoch=self._epoch,
                               bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
         call.reply(reply.SerializeToString())
 

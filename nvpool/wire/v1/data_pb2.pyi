@@ -119,16 +119,18 @@ class RemoveReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("target", "inode", "first", "limit")
+    __slots__ = ("target", "inode", "first", "limit", "map_epoch")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     target: int
     inode: int
     first: int
     limit: int
-    def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ChunkDescription(_message.Message):
     __slots__ = ("index", "version", "blocks", "extents", "cut", "end")
@@ -147,40 +149,48 @@ class ChunkDescription(_message.Message):
     def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., blocks: _Optional[int] = ..., extents: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("chunks", "more")
+    __slots__ = ("chunks", "more", "map_epoch")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkDescription]
     more: bool
-    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkDescription, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkDescription, _Mapping]]] = ..., more: _Optional[bool] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("target", "after", "limit")
+    __slots__ = ("target", "after", "limit", "map_epoch")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     target: int
     after: int
     limit: int
-    def __init__(self, target: _Optional[int] = ..., after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, target: _Optional[int] = ..., after: _Optional[int] = ..., limit: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ListReply(_message.Message):
-    __slots__ = ("inodes", "more")
+    __slots__ = ("inodes", "more", "map_epoch")
     INODES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     inodes: bytes
     more: bool
-    def __init__(self, inodes: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, inodes: _Optional[bytes] = ..., more: _Optional[bool] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ScrubRequest(_message.Message):
-    __slots__ = ("target", "cursor", "blocks")
+    __slots__ = ("target", "cursor", "blocks", "map_epoch")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     target: int
     cursor: bytes
     blocks: int
-    def __init__(self, target: _Optional[int] = ..., cursor: _Optional[bytes] = ..., blocks: _Optional[int] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, target: _Optional[int] = ..., cursor: _Optional[bytes] = ..., blocks: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class BadBlock(_message.Message):
     __slots__ = ("inode", "index", "block", "text")
@@ -195,18 +205,20 @@ class BadBlock(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., block: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ScrubReply(_message.Message):
-    __slots__ = ("cursor", "done", "blocks", "bad", "problems")
+    __slots__ = ("cursor", "done", "blocks", "bad", "problems", "map_epoch")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BAD_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     cursor: bytes
     done: bool
     blocks: int
     bad: _containers.RepeatedCompositeFieldContainer[BadBlock]
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class DataStatusRequest(_message.Message):
     __slots__ = ("target",)

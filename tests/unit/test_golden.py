@@ -1,0 +1,93 @@
+"""What later versions can not change and has no golden file beside its own tests: numbers, grants, data messages, the pool map.
+
+A golden file is never made anew to please this test: a different byte is a new format with a new version.
+"""
+
+import json
+from pathlib import Path
+
+from nvpool.base import grants, ids
+from nvpool.base.ids import RequestId
+from nvpool.logic.layout import Layout
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, decode_map, encode_map
+from nvpool.wire import codec
+from nvpool.wire.v1 import data_pb2, meta_pb2
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+INODE = ids.inode_number(0x123, 0x4_5678_9ABC_DEF0)
+SESSION = 0x0001_0000_0000_0005
+NAMED_WITHOUT_EPOCH = {"ChunkDescription", "BadBlock", "DataStatusRequest", "DataStatusReply"}
+"""Parts of messages; and the status of a process, which has none of the pool in it."""
+
+
+def numbers() -> dict[str, int | list[int]]:
+    return {"root": ids.ROOT_INODE, "inode": INODE, "last inode": ids.inode_number(4095, (1 << 51) - 1),
+            "version": ids.version(7, 9), "last version": ids.version((1 << 32) - 1, (1 << 32) - 1),
+            "session": SESSION, "request": list(RequestId(SESSION, 63, 1 << 40)), "layout": list(Layout(1, 20)),
+            "grant rights": [grants.READ, grants.WRITE, grants.SERVICE]}
+
+
+def a_grant() -> bytes:
+    return grants.sign(grants.Grant(rights=3, key=2, session=SESSION, inode=INODE, cut=5, ends_ms=1_700_000_000_000),
+                       bytes(range(32)))
+
+
+def messages() -> dict[str, str]:
+    epoch = 0x1122_3344
+    reads = codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
+    writes = codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
+    change = meta_pb2.Change(session=SESSION, slot=63, sequence=1 << 40, map_epoch=epoch, uid=1000, gid=100)
+    made = {
+        "grant": a_grant(),
+        "read entries": reads, "write entries": writes,
+        "read results": codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
+        "write results": codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),
+        "inodes": codec.pack_inodes([1, INODE]),
+        "ReadRequest": data_pb2.ReadRequest(map_epoch=epoch, target=2, grants=[a_grant()], reads=reads, verify=True),
+        "ReadReply": data_pb2.ReadReply(map_epoch=epoch, results=b"r", checksums=b"cccc"),
+        "WriteRequest": data_pb2.WriteRequest(map_epoch=epoch, target=2, grants=[a_grant()], writes=writes, checksums=b"cccc",
+                                              session=SESSION, slot=63, versions=[ids.version(7, 10)]),
+        "WriteReply": data_pb2.WriteReply(map_epoch=epoch, results=b"r"),
+        "FlushRequest": data_pb2.FlushRequest(map_epoch=epoch, target=2), "FlushReply": data_pb2.FlushReply(map_epoch=epoch),
+        "CutRequest": data_pb2.CutRequest(map_epoch=epoch, target=2, authority=a_grant(), inode=INODE, size=1 << 33, cut=6,
+                                          chunk_bits=20),
+        "RemoveRequest": data_pb2.RemoveRequest(map_epoch=epoch, target=2, authority=a_grant(), inodes=b"i" * 8),
+        "DescribeRequest": data_pb2.DescribeRequest(target=2, inode=INODE, first=1, limit=2, map_epoch=epoch),
+        "ListRequest": data_pb2.ListRequest(target=2, after=INODE, limit=2, map_epoch=epoch),
+        "ScrubRequest": data_pb2.ScrubRequest(target=2, cursor=b"c", blocks=3, map_epoch=epoch),
+        "CreateRequest": meta_pb2.CreateRequest(change=change, parent=1, name=b"n\xff", mode=0o100644, open=True, rights=3),
+        "ReportRequest": meta_pb2.ReportRequest(change=change, inode=INODE, cut=5, end=4096, wrote=True, sync=True,
+                                                release=True)}
+    return {name: (one if isinstance(one, bytes) else one.SerializeToString(deterministic=True)).hex()
+            for name, one in made.items()}
+
+
+def a_map() -> PoolMap:
+    targets = (Target(1, 1, 1, 64 << 20, ("stream+unix:///p/run/target-1.sock", "stream://127.0.0.1:17512")),
+               Target(2, 2, 1, 128 << 20, ("grpc://127.0.0.1:17513",)))
+    return PoolMap(format=1, pool_id="0123456789abcdef" * 2, name="pool", epoch=3, settings=Settings(1 << 20, 1),
+                   nodes=(Node(1, "host", "boot", ("stream://127.0.0.1:17510",)),),
+                   drives=(Drive(1, 1, "/d/1", 64 << 20), Drive(2, 1, "/dev/nvme1n1", 128 << 20)), targets=targets,
+                   tables=(build_table(targets, 1),), shards=(Shard(1, 1, ("stream://127.0.0.1:17514",)),),
+                   partitions=(PartitionRange(0, 4096, 1),))
+
+
+def test_numbers_are_those_of_the_golden_file():
+    assert numbers() == json.loads((GOLDEN / "numbers.json").read_text())
+
+
+def test_grants_and_data_messages_have_the_bytes_of_the_golden_file():
+    assert messages() == json.loads((GOLDEN / "messages.json").read_text())
+
+
+def test_the_pool_map_is_the_one_of_the_golden_file_and_places_chunks_as_ever():
+    raw = (GOLDEN / "poolmap.json").read_bytes().strip()
+    assert decode_map(raw) == a_map() and encode_map(a_map()) == raw
+    assert a_map().fingerprint == "f5373a35705e9c89"
+
+
+def test_every_data_message_carries_the_epoch_of_the_map():
+    without = {name for name, message in data_pb2.DESCRIPTOR.message_types_by_name.items()
+               if "map_epoch" not in message.fields_by_name}
+    assert without == NAMED_WITHOUT_EPOCH
