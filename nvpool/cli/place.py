@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 import click
 
-from nvpool.cli.reach import ask
+from nvpool.cli.reach import REACH_S, ask
 
 DEADLINE_S = 60.0
-REACH_S = 10.0
-"""A supervisor that died is back in a second or two."""
 
 
 class Place(NamedTuple):

@@ -16,6 +16,9 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import DeadlineExceeded, InvalidRequest, NvpoolError, Unavailable, Unreachable, from_os_error
 from nvpool.logic.poolmap import decode_map
 
+REACH_S = 10.0
+"""For a first answer: a supervisor that died is back in a second or two."""
+
 
 def directory_of(pool: str) -> PoolDirectory | None:
     """The pool directory that `pool` names, checked; None when `pool` is an address."""
@@ -43,12 +46,14 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
     return (f"stream://{pool}", f"grpc://{pool}")
 
 
-async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True) -> Any:
-    """The supervisor's answer. Unavailable, with the remedy, when it gives none within `wait_s`."""
+async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True,
+              endpoints: tuple[str, ...] = ()) -> Any:
+    """The supervisor's answer, at `endpoints` where they are known better than from `pool`. Unavailable, with the remedy, when
+    it gives none within `wait_s`."""
     from nvpool.base.host import host_id
     from nvpool.wire.dial import Dialer
     from nvpool.wire.transport import Greeting
-    endpoints = endpoints_of(pool)
+    endpoints = endpoints or endpoints_of(pool)
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     dialer = Dialer(Greeting("nvpool"), host_id=host_id())
     try:
@@ -83,8 +88,12 @@ async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
 
 
 async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float = 180.0) -> dict[str, Any]:
-    """Ask for a change of the pool. Not repeated: after Unavailable look whether it was made."""
+    """Ask for a change of the pool. Not repeated: after Unavailable look whether it was made. AccessDenied on another node than
+    the pool's, or for who may not open its unix socket."""
     from nvpool.wire.v1 import pool_pb2, wire_pb2
+    reply = await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
+    endpoints = decode_map(reply.map).nodes[0].endpoints  # the unix socket is among them
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
-    reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False)
+    reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,
+                      endpoints=endpoints)
     return json.loads(reply.result)

@@ -85,7 +85,9 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
         pool_map = coordinator.pool_map
         directory.make_socket_directory()
         endpoints = pool_map.nodes[0].endpoints
-        listeners = await listen_on(endpoints, Greeting("supervisor", pool_map.fingerprint), supervisor.handle)
+        for endpoint in endpoints:
+            handle = supervisor.handle if endpoint.startswith("stream+unix") else supervisor.handle_from_afar
+            listeners += await listen_on((endpoint,), Greeting("supervisor", pool_map.fingerprint), handle)
         directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
                                                       now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
         await supervisor.run()

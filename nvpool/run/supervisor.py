@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
+from nvpool.base.errors import AccessDenied, Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.cluster.coordinator import Coordinator
@@ -166,6 +166,14 @@ class Supervisor:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         call.on_cancel(task.cancel)
+
+    def handle_from_afar(self, call: Call) -> None:
+        """As `handle`, for what comes over a network, where nobody knows who asks: it changes and stops nothing. Changes make
+        files, and overwrite devices, with this process's rights."""
+        if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
+            call.fail(AccessDenied("a pool is changed through the unix socket of its node only, by who runs it; do it there"))
+        else:
+            self.handle(call)
 
     @staticmethod
     async def _finish(call: Call, answer: Awaitable[bytes]) -> None:

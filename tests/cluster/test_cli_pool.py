@@ -1,5 +1,6 @@
 """A pool's beginning and end on the command line: made, found again, grown, destroyed; and what is refused."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ import pytest
 from test_supervisor import SIZES, all_serve, clean_up, kill, kill_all, nvpool, pids, processes_of, status
 
 from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import AccessDenied
+from nvpool.cli.reach import ask
 from nvpool.logic.poolmap import decode_map
+from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 ROOT = os.geteuid() == 0
@@ -113,7 +117,11 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     tables = decode_map(PoolDirectory(own).poolmap.read_bytes()).tables
     for place, said in ((f"{tmp_path}/a", "in the pool already"), (f"{tmp_path}/nowhere", "does not exist")):
         assert said in nvpool("drive", "add", own, place, code=None).stderr
-    added = json.loads(nvpool("drive", "add", own, f"{tmp_path}/c", "--size", "128M", "--json").stdout)
+    address = next(e for e in status(own)["processes"][0]["endpoints"] if e.startswith("stream://"))
+    with pytest.raises(AccessDenied, match="unix socket"):
+        asyncio.run(ask(address, wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{}"),
+                        pool_pb2.PoolChangeReply, wait_s=5))
+    added = json.loads(nvpool("drive", "add", address, f"{tmp_path}/c", "--size", "128M", "--json").stdout)
     assert added["target"] == 3 and "rebalancing" in added["note"]
     assert len(all_serve(own)["drives"]) == 3
     assert [drive["in_use"] for drive in status(own)["drives"]] == [True, True, False]
