@@ -85,6 +85,10 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
     then).
     """
     place = real_place(mountpoint)
+    before = mount_at(place)
+    if before is not None and before.ours and answers(place):  # else it would be taken for the one that we make
+        raise InUse(f"{place} has {before.source} ({before.kind}) mounted on it; choose another directory, or unmount that "
+                    f"with: nvpool umount {place}")
     with open(log, "ab") as said:
         start = said.tell()
         daemon = subprocess.Popen(mount_command(pool, place, options), stdin=subprocess.DEVNULL, stdout=said, stderr=said,
@@ -133,6 +137,9 @@ def _errors(log: Path, start: int) -> list[str]:
         file.seek(start)
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := _ERROR_LINE.match(line))]
+    of_libfuse = "; ".join(line for line in lines if line.startswith(("fuse: ", "fusermount3: ")))
+    if errors and of_libfuse:
+        errors[-1] += f" ({of_libfuse})"
     return errors[-3:] or lines[-3:]
 
 

@@ -172,6 +172,7 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     mounts = [process for process in status(own)["processes"] if process["role"] == "mount"]
     assert [process["mountpoint"] for process in mounts] == [str(place)]
     assert "mounted" in nvpool("mount", own, place, code=1).stderr
+    assert "mounted" in nvpool("mount", "127.0.0.1:1", place, code=1).stderr, "it is not taken for a mount of that pool"
 
     nvpool("mount", own, other)
     assert (other / "file").read_text() == "kept"
