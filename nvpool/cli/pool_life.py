@@ -38,6 +38,8 @@ from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import PoolMap, decode_map
 
 START_S = 60.0
+_STARTS_MAX = 3
+"""Times that a supervisor is started before its end is told."""
 _MAKE_S = 300.0
 _DRAIN_S = 40.0
 """Longer than the supervisor gives its children (supervisor.drain_s, and five seconds for the kill)."""
@@ -67,29 +69,35 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
     """
     directory.check()
     supervisor = None
-    if directory.supervisor() is None:
-        configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
-        directory.log.mkdir(exist_ok=True)
-        with open(directory.log / "nvpoold.log", "ab") as log:
-            supervisor = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(directory.path), "--log", "file"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
+    started = 0
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     seen: dict[str, Any] = {}
     while SYSTEM_CLOCK.boottime_s() < deadline_s:
+        # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
+        if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
+            if started == _STARTS_MAX:
+                raise Unavailable(f"the supervisor ended at once:{_last_errors(directory)}")
+            supervisor = _spawn_supervisor(directory)
+            started += 1
         try:
             seen = asyncio.run(status_of(str(directory.path), 1.0))
             if all(process["state"] == "serving" for process in seen["processes"] if process["role"] in ("meta", "store")):
                 return seen
         except Unavailable:
             pass
-        if supervisor is not None and supervisor.poll() is not None and directory.supervisor() is None:
-            raise Unavailable(f"the supervisor ended at once:{_last_errors(directory)}")
         pause(0.1)
     waits = [f"{process.get('name')} is {process['state']}" for process in seen.get("processes", ())
              if process["state"] != "serving"]
     raise Unavailable(f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
                       f"{_last_errors(directory)}")
+
+
+def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
+    configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
+    directory.log.mkdir(exist_ok=True)
+    with open(directory.log / "nvpoold.log", "ab") as log:
+        return subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(directory.path), "--log", "file"],
+                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
 
 
 def _last_errors(directory: PoolDirectory) -> str:

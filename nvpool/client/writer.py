@@ -91,8 +91,8 @@ class Writer:
         end = offset + length
         if end > written.end:
             written.end = end
-        # What begins a file is on its way while the application still thinks of its next call: most files are small, and their
-        # close follows at once. A longer one pays with one message more; less than a block would have to be merged with the next.
+        # What begins a file is on its way while the application still thinks of its next call: most files are small, and
+        # their close follows at once. A longer one pays with one message more; less than a block would have to be merged.
         begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
         written.begun = True
         ready = False

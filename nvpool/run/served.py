@@ -31,6 +31,7 @@ from nvpool.wire.v1.wire_pb2 import POOL_MAP
 
 _MAP_WAIT_S = 30.0
 _MAP_RETRY_S = 0.5
+_PORT_WAIT_S = 10.0
 
 log = logging.getLogger("nvpool.run.served")
 
@@ -89,12 +90,21 @@ def _remove_socket(endpoint: str) -> None:
 
 async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None]) -> list[Listener]:
     """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
-    holds the lock that says that process is gone."""
+    holds the lock that says that process is gone. The kernel takes a killed process apart descriptor by descriptor, so its lock
+    can be free a moment before its ports are: an address in use is tried again for some seconds."""
     listeners: list[Listener] = []
+    give_up_s = SYSTEM_CLOCK.boottime_s() + _PORT_WAIT_S
     try:
         for endpoint in endpoints:
-            _remove_socket(endpoint)
-            listeners.append(await listen(endpoint, greeting, handler))
+            while True:
+                _remove_socket(endpoint)
+                try:
+                    listeners.append(await listen(endpoint, greeting, handler))
+                    break
+                except InUse as error:
+                    if SYSTEM_CLOCK.boottime_s() > give_up_s:
+                        raise InUse(f"{error}; end the program that listens there (ss -ltnp names it)") from None
+                    await asyncio.sleep(0.05)
     except BaseException:
         for listener in listeners:
             await listener.close()
