@@ -1,0 +1,90 @@
+"""One directory with very many names: listed completely, each name once, in memory that does not grow with it.
+
+The entries are written by an offline loader, as records of files that were born in the directory; listing goes
+through the service.
+"""
+
+import asyncio
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.logic.partition import name_hasher
+from nvpool.meta import records
+from nvpool.meta.service import MetaService
+from nvpool.testing.meta_shard import ShardClient
+from nvpool.wire.v1 import meta_pb2
+
+BATCH = 500
+FIRST_COUNTER = 1 << 40
+"""Far above what the service gives out here."""
+
+
+def anonymous_mib() -> float:
+    """Memory of this process without the pages of mapped files, which the kernel takes back when it likes."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+async def load_names(kv: LmdbKv, directory: int, count: int) -> None:
+    identity = records.decode_identity(kv.get(records.IDENTITY_KEY))
+    name_hash = name_hasher(identity.name_key)
+    partition = partition_of(directory)
+    now = time.time_ns()
+    for first in range(0, count, BATCH):
+        effects = []
+        for number in range(first, min(first + BATCH, count)):
+            inode = records.Inode(inode_number(partition, FIRST_COUNTER + number), stat.S_IFREG | 0o644, atime_ns=now,
+                                  mtime_ns=now, ctime_ns=now)
+            name = b"%012d.jpg" % number
+            effects.append((records.inode_key(inode.number), records.encode_inode(inode)))
+            effects.append((records.dentry_key(partition, directory, name_hash(directory, name), name),
+                            records.encode_dentry(partition, inode.number, inode.kind)))
+        while kv.full:
+            await kv.room()
+        kv.apply(effects)
+    await kv.checkpoint()
+
+
+async def list_all(path: Path, count: int) -> None:
+    kv = await LmdbKv.open(path, LmdbOptions(map_bytes=1 << 30))
+    service = MetaService(kv, shard=1, grant_secret=b"s" * 32)
+    await service.start()
+    client = await ShardClient(service).begin()
+    directory = (await client.mkdir(ROOT_INODE, b"many")).inode
+    await load_names(kv, directory, count)
+    seen = bytearray(count)
+    cursor, found, begun = 0, 0, time.monotonic()
+    before = 0.0
+    while True:
+        request = meta_pb2.ListDirRequest(session=client.session, inode=directory, cursor=cursor, limit=1000, attrs=True)
+        reply = await client.ask("LIST", request)
+        for entry in reply.entries:
+            number = int(entry.name[:12])
+            assert not seen[number], f"{entry.name} came twice"
+            seen[number] = 1
+        found += len(reply.entries)
+        before = before or anonymous_mib()
+        if not reply.more:
+            break
+        cursor = reply.entries[-1].cursor
+    grown = anonymous_mib() - before
+    print(f"{count} names with attributes in {time.monotonic() - begun:.1f} s, memory grew by {grown:.1f} MiB,"
+          f" {kv.statistics()['used_bytes'] / count:.0f} bytes of LMDB a file")
+    assert found == count and sum(seen) == count
+    assert grown < 32
+    await service.close(1)
+    await kv.close()
+
+
+def test_a_large_directory_is_listed_whole_in_bounded_memory(tmp_path):
+    asyncio.run(list_all(tmp_path / "kv", 20_000))
+
+
+@pytest.mark.soak
+def test_ten_million_names_in_one_directory_are_listed_whole_in_bounded_memory(tmp_path):
+    asyncio.run(list_all(tmp_path / "kv", 10_000_000))
