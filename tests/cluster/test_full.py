@@ -158,7 +158,7 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
         hold(client, held)
         pool.stop()
         pool.start()  # a clean stop has removed its traces, so the start has to make them on the full drive
-        client = pool.connect(5.0)
+        client = pool.connect(30.0)
         hold(client, held)
         client.truncate("/d/0", 10)
         client.remove("/d/1")
