@@ -39,7 +39,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
-from nvpool.client.answers import decoded
+from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
@@ -84,7 +84,7 @@ class Lane:
 class _Read:
     """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
 
-    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "verify")
+    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify")
 
     def __init__(self, file: OpenInode, index: int, offset: int, length: int, into, future, deadline_s: float):
         self.file = file
@@ -95,6 +95,7 @@ class _Read:
         self.future = future
         self.deadline_s = deadline_s
         self.tries = 0
+        self.reason: NvpoolError | None = None
         self.verify = False
 
 
@@ -319,9 +320,10 @@ class ChunkClient:
 
     async def _repeat(self, job: _Read, error: NvpoolError) -> None:
         job.tries += 1
+        job.reason = reason_of(error, job.reason)
         self.counters["repeats"] += 1
         try:
-            await self._mend(job.file, error, job.tries, job.deadline_s, READ)
+            await self._mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():
                 return
             lane = self.find_lane(job.file, job.index, job.tries if isinstance(error, (Unavailable, Damaged)) else 0)
@@ -332,11 +334,12 @@ class ChunkClient:
             if not job.future.done():
                 job.future.set_exception(final)
 
-    async def _mend(self, file: OpenInode, error: NvpoolError, tries: int, deadline_s: float, rights: int) -> None:
-        """Do what `error` asks for before the request is repeated. Raises `error`'s last word when the deadline is near."""
+    async def _mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                    rights: int) -> None:
+        """Do what `error` asks for before the request is repeated. Raises it, with `reason`, when the deadline has come."""
         left = deadline_s - self._clock.boottime_s()
         if left <= 0:
-            raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error))
+            raise at_the_deadline(error, reason)
         if isinstance(error, (StaleGrant, StaleSession)):
             if tries > 1:
                 await asyncio.sleep(self._delay(tries, error, left))
@@ -442,7 +445,7 @@ class ChunkClient:
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
                      sequence: int, deadline_s: float) -> int:
-        tries = 0
+        tries, reason = 0, None
         while True:
             try:
                 lane = self.lane(self._chain(file, index)[0])
@@ -465,12 +468,12 @@ class ChunkClient:
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
-                tries += 1
+                tries, reason = tries + 1, reason_of(error, reason)
                 self.counters["repeats"] += 1
                 # spoiled on the way, or the block that ours are to be merged with: the second is not mended by asking
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
-                await self._mend(file, error, tries, deadline_s, WRITE)
+                await self._mend(file, error, reason, tries, deadline_s, WRITE)
 
     async def flush(self, file: OpenInode | None, targets: Sequence[int]) -> None:
         """Return when everything that these targets have answered survives the loss of power."""
@@ -490,17 +493,17 @@ class ChunkClient:
 
     async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
         """The encoded answer of one target to a request that may be repeated; retried until the deadline."""
-        tries = 0
+        tries, reason = 0, None
         while True:
             try:
                 lane = self.lane(target)
                 reply = await self._dialer.call(lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
                 return bytes(reply.message)
             except (StaleEpoch, WrongTarget, Unavailable) as error:
-                tries += 1
+                tries, reason = tries + 1, reason_of(error, reason)
                 left = deadline_s - self._clock.boottime_s()
                 if left <= 0:
-                    raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error)) from None
+                    raise at_the_deadline(error, reason) from None
                 refreshed = isinstance(error, Stale) and await self._view.refresh()
                 if not refreshed:
                     await asyncio.sleep(self._delay(tries, error, left))

@@ -25,7 +25,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
-from nvpool.client.answers import decoded
+from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -76,7 +76,7 @@ class MetaClient:
         """
         self.counters["questions"] += 1
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        tries = 0
+        tries, reason = 0, None
         while True:
             try:
                 state = self._shard_of(inode)
@@ -86,8 +86,8 @@ class MetaClient:
                 request.map_epoch = self._view.map.epoch
                 return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
-                tries += 1
-                await self._mend(inode, error, tries, deadline_s, request.session)
+                tries, reason = tries + 1, reason_of(error, reason)
+                await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
@@ -96,8 +96,7 @@ class MetaClient:
         """
         self.counters["changes"] += 1
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        tries = 0
-        uncertain = False
+        tries, reason, uncertain = 0, None, False
         state, slot, sequence, generation = None, 0, 0, 0
         change = request.change
         change.uid, change.gid = uid, gid
@@ -121,15 +120,15 @@ class MetaClient:
                     if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
                         raise Disconnected("the session ended before the answer to a change came") from None
                     uncertain = uncertain or error.may_be_applied
-                    tries += 1
-                    await self._mend(inode, error, tries, deadline_s, change.session)
+                    tries, reason = tries + 1, reason_of(error, reason)
+                    await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
         finally:
             self._give_back(state, slot, sequence, generation)
 
     async def ask_shard(self, shard: int, method: int, request, reply_type):
         """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        tries = 0
+        tries, reason = 0, None
         while True:
             try:
                 state = self._state(shard)
@@ -139,10 +138,10 @@ class MetaClient:
                     request.session = state.session
                 return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
-                tries += 1
+                tries, reason = tries + 1, reason_of(error, reason)
                 if isinstance(error, StaleSession):
                     self._lost(self._state(shard), request.session)
-                await self._pause(error, tries, deadline_s)
+                await self._pause(error, reason, tries, deadline_s)
 
     async def _send(self, state: ShardSession, method: int, request, deadline_s: float):
         """The encoded answer."""
@@ -164,7 +163,8 @@ class MetaClient:
             state = self._shards[shard] = ShardSession(shard)
         return state
 
-    async def _mend(self, inode: int, error: NvpoolError, tries: int, deadline_s: float, session: int) -> None:
+    async def _mend(self, inode: int, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                    session: int, uncertain: bool = False) -> None:
         """Do what `error` asks for before a repetition; raises it, or DeadlineExceeded, when the deadline has come. `session`
         is the one that was refused: there may be a newer one by now."""
         self.counters["repeats"] += 1
@@ -174,14 +174,15 @@ class MetaClient:
                 return
         elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
             return
-        await self._pause(error, tries, deadline_s)
+        await self._pause(error, reason, tries, deadline_s, uncertain)
         if isinstance(error, Unreachable) and tries % 4 == 0:
             await self._view.refresh()  # it may live elsewhere now
 
-    async def _pause(self, error: NvpoolError, tries: int, deadline_s: float) -> None:
+    async def _pause(self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                     uncertain: bool = False) -> None:
         left = deadline_s - self._clock.boottime_s()
         if left <= 0 or self._closed:
-            raise error if isinstance(error, Unavailable) else DeadlineExceeded(str(error))
+            raise at_the_deadline(error, reason, uncertain)
         delay = max(error.retry_after_s, min(self._options.retry_last_s, self._options.retry_first_s * 2 ** min(tries - 1, 16)))
         await asyncio.sleep(min(delay * (0.75 + self._clock.random().random() / 2), left))
 

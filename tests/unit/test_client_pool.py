@@ -8,7 +8,9 @@ import os
 import pytest
 
 from nvpool.base.errors import (
+    Busy,
     ChecksumMismatch,
+    DeadlineExceeded,
     Disconnected,
     NoAttribute,
     NotFound,
@@ -19,6 +21,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
+from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.vfs import Caller
@@ -183,6 +186,57 @@ def test_a_store_that_stays_away_ends_calls_at_the_deadline_and_errors_are_told_
                 await case.pool.start_store(target)
             assert bytes(await case.vfs.read(handle, 0, 6)) == b"stored"
     run(main())
+
+
+@pytest.mark.parametrize("question", [False, True])
+def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=0.5)) as case:
+            await case.vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
+            handle = case.pool.meta.handle
+            for listener in case.pool._listeners.values():
+                if listener.handler == handle:
+                    for served in listener.connections:
+                        served._handler = lambda call: call.fail(Busy("shard 1 has no room just now"))
+            with pytest.raises(Unavailable, match="shard 1 has no room just now"):
+                await (case.vfs.lookup(ROOT_INODE, b"x") if question else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME))
+            await case.pool.stop_shard()
+            with pytest.raises(Unavailable, match="there is no such listener"):
+                await (case.vfs.lookup(ROOT_INODE, b"x") if question else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME))
+            await case.pool.start_shard()
+    run(main())
+
+
+def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=0.5)) as case:
+            handle = await case.file(b"stored")
+
+            def refuse(call):
+                raise Busy("target has no room just now")
+            for store in case.stores:
+                store.fault = refuse
+            with pytest.raises(Unavailable, match="target has no room just now"):
+                await case.vfs.read(handle, 0, 6)
+            await case.vfs.write(handle, 0, b"lost")
+            with pytest.raises(Unavailable, match="target has no room just now"):
+                await case.vfs.fsync(handle, False)
+            for store in case.stores:
+                store.fault = None
+    run(main())
+
+
+def test_the_deadline_of_a_request_that_may_have_been_carried_out_says_so_and_why_it_was_repeated():
+    lost, late = Disconnected("lost on the way"), DeadlineExceeded("no connection within the deadline", may_be_applied=False)
+    reason = reason_of(late, reason_of(late, reason_of(lost, None)))
+    final = at_the_deadline(late, reason)
+    assert (type(final), str(final), final.may_be_applied) == (
+        DeadlineExceeded, "no connection within the deadline; last: lost on the way", True)
+    refused = StaleGrant("an old grant")
+    final = at_the_deadline(refused, reason_of(refused, lost))
+    assert (type(final), str(final), final.may_be_applied) == (DeadlineExceeded, "an old grant", False)
+    assert at_the_deadline(refused, refused, uncertain=True).may_be_applied
+    assert reason_of(late, None) is late
 
 
 def test_closing_a_client_takes_no_longer_than_it_may():
