@@ -50,6 +50,13 @@ class Supervisor(msgspec.Struct, frozen=True):
     healthy_s: Annotated[float, Meta(gt=0, le=3600, description="after that long the wait is the shortest again")] = 10.0
 
 
+class Processors(msgspec.Struct, frozen=True):
+    """What daemons and mounts ask of the kernel's power management."""
+
+    awake: Annotated[bool, Meta(
+        description="keep processors from sleeping deeply while requests come (/dev/cpu_dma_latency)")] = True
+
+
 class Journal(msgspec.Struct, frozen=True):
     """The record engine below metadata and chunk index."""
 
@@ -100,6 +107,7 @@ class Config(msgspec.Struct, frozen=True):
     log: Log = Log()
     network: Network = Network()
     supervisor: Supervisor = Supervisor()
+    processors: Processors = Processors()
     journal: Journal = Journal()
     meta: MetadataSection = MetadataSection()
     store: StoreSection = StoreSection()

@@ -97,7 +97,8 @@ class _Loop:
 
     ClosedResourceError = _Closed
 
-    def __init__(self) -> None:
+    def __init__(self, on_burst: Callable[[], None]) -> None:
+        self._on_burst = on_burst
         self.lowlevel = self.from_thread = self
         self.idle: list[asyncio.Future] = []
         self.failed: BaseException | None = None
@@ -151,6 +152,7 @@ class _Loop:
 
     def _readable(self) -> None:
         self._burst = BURST_MAX
+        self._on_burst()
         if self.idle:
             self.idle.pop().set_result(None)
 
@@ -411,15 +413,19 @@ def _do_without_splice() -> None:
 
 
 class Pyfuse3Engine:
-    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return. One in a process."""
+    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return. One in a process.
+
+    `on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come."""
 
     _taken = False
 
-    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None):
+    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
+                 on_burst: Callable[[], None] = lambda: None):
         self._requests = _Requests(ops, on_ready)
         ops.invalidate_attributes = self._invalidate_attributes
         self._mount_point = mount_point
         self._options = options
+        self._on_burst = on_burst
         self._mount: Mount | None = None
         self._loop: _Loop | None = None
 
@@ -444,7 +450,7 @@ class Pyfuse3Engine:
 
     async def serve(self) -> None:
         """Answer requests until the mount is gone or `stop` is called. Unavailable when /dev/fuse fails."""
-        self._loop = pyfuse3.trio = _Loop()
+        self._loop = pyfuse3.trio = _Loop(self._on_burst)
         await pyfuse3.main(WORKERS_MAX, WORKERS_MAX)
         if self._loop.failed is not None:
             raise Unavailable(f"/dev/fuse failed: {self._loop.failed}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import ClientSection, load
+from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, NvpoolError
 from nvpool.base.host import host_id
@@ -30,6 +30,7 @@ from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.fuse.pyfuse3_engine import MountOptions, Pyfuse3Engine
 from nvpool.logic.poolmap import PoolMap
+from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
 from nvpool.wire.endpoint import parse_endpoint
 
@@ -63,15 +64,15 @@ def main(words: list[str]) -> int:
     start_log("mount", arguments.log_level, arguments.log)
     directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
     try:
-        section = ClientSection()
+        config = Config()
         if directory is not None:
             directory.check()
-            section = load(directory.node_toml).client
+            config = load(directory.node_toml)
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
-    return run(lambda stop: _Mounted(arguments, directory, section, place, stop).serve())
+    return run(lambda stop: _Mounted(arguments, directory, config, place, stop).serve())
 
 
 def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
@@ -91,16 +92,16 @@ def _given(value: float | None, otherwise: float) -> float:
 
 
 class _Mounted:
-    def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, section: ClientSection, place: Path,
+    def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
                  stop: Stop) -> None:
         self._arguments = arguments
         self._directory = directory
-        self._section = section
+        self._config = config
         self._place = place
         self._stop = stop
 
     async def serve(self) -> None:
-        arguments, section = self._arguments, self._section
+        arguments, section = self._arguments, self._config.client
         client = await Client.open(
             arguments.pool, name=f"mount {self._place}",
             options=ClientOptions(deadline_s=_given(arguments.deadline_s, section.deadline_s),
@@ -114,7 +115,8 @@ class _Mounted:
                                not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra))
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
-        engine = Pyfuse3Engine(ops, self._place, options, self._ready)
+        awake = Awake(self._config.processors.awake)
+        engine = Pyfuse3Engine(ops, self._place, options, self._ready, awake.touch)
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:
             set_read_ahead(engine.mount(), arguments.read_ahead)
@@ -134,6 +136,7 @@ class _Mounted:
             await ops.drain()
         finally:
             engine.close()
+            awake.close()
             await client.close()
             if self._directory is not None:
                 self._directory.withdraw(name)

@@ -21,6 +21,7 @@ from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavai
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.run.awake import Awake
 from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run, start_log
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
@@ -134,13 +135,19 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         dialer = Dialer(Greeting(name, pool_map.fingerprint), host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
         service = await open_service(opened)
+        awake = Awake(config.processors.awake)
+
+        def handle(call: Call) -> None:
+            awake.touch()
+            service.handle(call)
+
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)
             await service.start()
             directory.make_socket_directory()
             own = endpoints(pool_map)
-            listeners = await listen_on(own, Greeting(name, pool_map.fingerprint), service.handle)
+            listeners = await listen_on(own, Greeting(name, pool_map.fingerprint), handle)
             directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
                                                   now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             keep_supervised(directory, stop)
@@ -159,6 +166,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             await asyncio.gather(*(listener.close(drain_s) for listener in listeners), return_exceptions=True)
             await service.close(max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
             await dialer.close()
+            awake.close()
             directory.withdraw(name)
 
     try:

@@ -57,6 +57,7 @@ async def list_all(path: Path, count: int) -> None:
     client = await ShardClient(service).begin()
     directory = (await client.mkdir(ROOT_INODE, b"many")).inode
     await load_names(kv, directory, count)
+    client = await ShardClient(service).begin()  # loading can take longer than the first one's lease
     seen = bytearray(count)
     cursor, found, begun = 0, 0, time.monotonic()
     before = 0.0
