@@ -48,9 +48,10 @@ def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: s
 
     Returns when it serves. May be repeated: what is there stays as it is.
     """
+    from nvpool.base.mounts import look_at, mount_at
     from nvpool.cli import pool_life
     from nvpool.cli.mount import log_of
-    from nvpool.cli.mounts import answers, mount_at, mount_pool, unmount
+    from nvpool.cli.mounts import mount_pool, unmount
     from nvpool.cli.pool import name_of
     where = PoolDirectory(directory)
     if being_made(where) or not where.exists():
@@ -68,15 +69,15 @@ def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: s
     seen = pool_life.start(where)
     if mountpoint is not None:
         found = mount_at(mountpoint)
-        if found is not None and found.ours and not answers(found.path):
-            unmount(found.path, lazy=True)
+        if found is not None and found.ours and look_at(found.point) != "alive":
+            unmount(str(found.point), lazy=True)
             say(f"{mountpoint} was a dead mount; cleaned")
             found = mount_at(mountpoint)
         if found is None or not found.ours:
             os.makedirs(mountpoint, exist_ok=True)
             mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)))
             seen = pool_life.start(where)
-        elif not any(process.get("mountpoint") == found.path for process in seen["processes"]):
+        elif not any(process.get("mountpoint") == str(found.point) for process in seen["processes"]):
             raise InvalidRequest(f"{mountpoint} is the mount of another pool; first: nvpool umount {mountpoint}")
     if as_json:
         print_json(seen)

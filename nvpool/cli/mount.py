@@ -36,13 +36,14 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
     """
-    from nvpool.cli.mounts import mount_command, mount_pool, real_place
+    from nvpool.base.mounts import place_of
+    from nvpool.cli.mounts import mount_command, mount_pool
     from nvpool.cli.reach import directory_of
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
         configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
-    place = real_place(mountpoint)
+    place = str(place_of(mountpoint))
     words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force")) if wanted)
     words += (f"--deadline-s={deadline_s}",) if deadline_s is not None else ()
     words += tuple(f"-o{option}" for option in options)

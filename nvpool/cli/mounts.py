@@ -1,7 +1,7 @@
-"""The mounts of this machine, and how one of ours is made and ended.
+"""How a mount of ours is made and ended.
 
-Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount: a look at a path
-that may hang is taken by another program with a deadline. Never unmounts what is not nvpool's.
+Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount. Never unmounts
+what is not nvpool's.
 """
 
 from __future__ import annotations
@@ -13,69 +13,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
-
-_LOOK_S = 5.0
-
+from nvpool.base.mounts import look_at, mount_at, mounts_below, place_of
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
-
-
-class Mount(NamedTuple):
-    path: str
-    kind: str
-    source: str
-
-    @property
-    def ours(self) -> bool:
-        return self.kind.startswith("fuse") and "nvpool" in (self.kind + " " + self.source)
-
-
-def mounts() -> list[Mount]:
-    """All mounts in this name space, the topmost of a place last; proc(5), mountinfo."""
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            left, _, right = line.partition(" - ")
-            kind, source = right.split(" ")[:2]
-            found.append(Mount(_plain(left.split(" ")[4]), kind, _plain(source)))
-    return found
-
-
-def _plain(text: str) -> str:
-    for escaped, meant in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        text = text.replace(escaped, meant)
-    return text
-
-
-def mount_at(path: str) -> Mount | None:
-    """The topmost mount whose place is `path`. Does not touch the mount: realpath is taken of the parent only."""
-    place = real_place(path)
-    return next((mount for mount in reversed(mounts()) if mount.path == place), None)
-
-
-def real_place(path: str) -> str:
-    parent, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(parent), name)
-
-
-def mounts_below(path: str) -> list[Mount]:
-    """Mounts at or below `path`, the deepest and newest first."""
-    place = os.path.realpath(path)
-    return [mount for mount in reversed(mounts()) if mount.path == place or mount.path.startswith(place.rstrip("/") + "/")]
-
-
-def answers(path: str) -> bool:
-    """Whether the mount at `path` answers a stat within a few seconds."""
-    try:
-        return subprocess.run(["stat", "-f", "--", path], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL, timeout=_LOOK_S, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
 
 
 def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] = (), wait_s: float = 60.0) -> int:
@@ -84,10 +28,10 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
     Refused or Unavailable with what the daemon said when it ended; Unavailable when it took longer than wait_s (it is ended
     then).
     """
-    place = real_place(mountpoint)
+    place = str(place_of(mountpoint))
     before = mount_at(place)
-    if before is not None and before.ours and answers(place):  # else it would be taken for the one that we make
-        raise InUse(f"{place} has {before.source} ({before.kind}) mounted on it; choose another directory, or unmount that "
+    if before is not None and before.ours and look_at(place) == "alive":  # else it would be taken for the one that we make
+        raise InUse(f"{place} has {before.source} ({before.type}) mounted on it; choose another directory, or unmount that "
                     f"with: nvpool umount {place}")
     with open(log, "ab") as said:
         start = said.tell()
@@ -98,7 +42,7 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
             if (code := daemon.poll()) is not None:
                 raise _ended(code, _errors(log, start), log)
-            if _mount_of(daemon.pid, place, pool) and answers(place):
+            if _mount_of(daemon.pid, place, pool) and look_at(place) == "alive":
                 return daemon.pid
             pause(0.05)
         raise Unavailable(f"the mount at {mountpoint} was not there within {wait_s:.0f} s; the log of its daemon is {log}"
@@ -150,14 +94,14 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     InUse when
     files are open there and `lazy` is not set, NotFound when nothing of ours is mounted.
     """
-    place = real_place(mountpoint)
+    place = str(place_of(mountpoint))
     found = mount_at(place)
     if found is None:
         raise NotFound(f"nothing is mounted at {mountpoint}")
     if not found.ours:
-        raise InvalidRequest(f"{mountpoint} is a mount of type {found.kind}, not of nvpool; nothing was done")
+        raise InvalidRequest(f"{mountpoint} is a mount of type {found.type}, not of nvpool; nothing was done")
     daemons = _daemons_of(place)
-    if not lazy and not answers(place):
+    if not lazy and look_at(place) != "alive":
         lazy = True
         for pidfd in daemons:
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -216,10 +160,10 @@ def _daemons_of(place: str) -> list[int]:
 def mountpoints_of(directory: PoolDirectory) -> list[str]:
     """Where this machine has the pool of `directory` mounted, the deepest first: below it, and wherever a mount announced
     itself."""
-    places = {mount.path for mount in mounts_below(str(directory.path)) if mount.ours}
+    places = {str(mount.point) for mount in mounts_below(directory.path) if mount.ours}
     for state in directory.states("mount-").values():
         if state.mountpoint and (found := mount_at(state.mountpoint)) is not None and found.ours:
-            places.add(found.path)
+            places.add(str(found.point))
     return sorted(places, key=len, reverse=True)
 
 

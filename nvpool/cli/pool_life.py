@@ -33,7 +33,8 @@ from nvpool.base.errors import (
     Unavailable,
 )
 from nvpool.base.host import Identity, runs
-from nvpool.cli.mounts import mounts_below, pause
+from nvpool.base.mounts import mounts_below
+from nvpool.cli.mounts import pause
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import PoolMap, decode_map
 
@@ -163,17 +164,17 @@ def read_map(directory: PoolDirectory) -> PoolMap | None:
 
 def check_removable(directory: PoolDirectory) -> None:
     """InUse, and nothing done, when something that is not ours is mounted below, or another file system begins there."""
-    foreign = [mount for mount in mounts_below(str(directory.path)) if not mount.ours]
+    foreign = [mount for mount in mounts_below(directory.path) if not mount.ours]
     if foreign:
-        raise InUse(f"{foreign[0].path} is a mount of type {foreign[0].kind} in the pool directory; unmount it first. "
+        raise InUse(f"{foreign[0].point} is a mount of type {foreign[0].type} in the pool directory; unmount it first. "
                     f"Nothing was removed")
 
 
 def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
     """Remove the directory `path` and what is in it, the entries `last` after all others. InUse, and nothing removed, when a
     mount or another file system is below."""
-    if mounts := mounts_below(str(path)):
-        raise InUse(f"{mounts[0].path} is mounted below {path}; unmount it first. Nothing was removed")
+    if mounts := mounts_below(path):
+        raise InUse(f"{mounts[0].point} is mounted below {path}; unmount it first. Nothing was removed")
     device = os.lstat(path).st_dev
     for root, names, _ in os.walk(path):
         for name in names:

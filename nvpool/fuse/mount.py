@@ -1,8 +1,7 @@
-"""Mount points: is this a place to mount at, what is mounted where, and taking mounts away, dead ones too.
+"""Mount points: is this a place to mount at, and taking mounts away, dead ones too.
 
-Called by run/mount_daemon and tests. What is mounted is read from /proc/self/mountinfo (proc(5)); a mounted path is touched
-by a process of its own with a time limit only. Nothing here waits longer than LOOK_S, except an `unmount` that is not lazy:
-the kernel writes dirty pages back through the mount before it returns.
+Called by run/mount_daemon and tests. Nothing here waits longer than a look at a mount (base/mounts), except an `unmount` that
+is not lazy: the kernel writes dirty pages back through the mount before it returns.
 """
 
 from __future__ import annotations
@@ -10,71 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import stat
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 from nvpool.base.errors import AccessDenied, InUse, InvalidRequest, NotADirectory, NotFound, NvpoolError, Unavailable
+from nvpool.base.mounts import OUR_TYPE, Mount, look_at, mount_at, place_of
 
-LOOK_S = 3.0
-"""How long a mounted file system may take to answer `stat` of its root before it counts as hung."""
-
-OUR_TYPE = "fuse.nvpool"
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-
-
-class Mount(NamedTuple):
-    """A line of mountinfo."""
-
-    device: str
-    """major:minor, as in /sys/class/bdi."""
-    point: Path
-    type: str
-    source: str
-    options: str
-
-
-def mounts() -> list[Mount]:
-    """All mounts of this mount name space; a later one lies over an earlier one of the same point."""
-    with open("/proc/self/mountinfo", "rb") as file:
-        return [_mount_of(line) for line in file]
-
-
-def _mount_of(line: bytes) -> Mount:
-    front, _, back = line.rstrip(b"\n").partition(b" - ")
-    fields, behind = front.split(b" "), back.split(b" ")
-    return Mount(fields[2].decode(), Path(_plain(fields[4])), _plain(behind[0]), _plain(behind[1]), _plain(fields[5]))
-
-
-def _plain(field: bytes) -> str:
-    """Space, tab, newline and backslash are written as octal escapes."""
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))
-
-
-def mount_at(path: Path) -> Mount | None:
-    """What is mounted exactly at `path` (the uppermost), or None."""
-    path = place_of(path)
-    return next((mount for mount in reversed(mounts()) if mount.point == path), None)
-
-
-def place_of(path: Path) -> Path:
-    """`path` absolute with its symbolic links followed, without touching its last component, which may be a dead mount."""
-    path = Path(os.path.abspath(path))
-    place = path.parent.resolve() / path.name
-    if any(mount.point == place for mount in mounts()):
-        return place
-    return place.resolve()
-
-
-def look_at(path: Path) -> str:
-    """'alive', 'dead' (its daemon is gone) or 'hung' (no answer within LOOK_S to the `stat` of another process)."""
-    try:
-        done = subprocess.run(["stat", "--", os.fspath(path)], capture_output=True, timeout=LOOK_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "hung"
-    return "alive" if done.returncode == 0 else "dead"
 
 
 def check_mount_point(path: Path, *, force: bool = False) -> Path:

@@ -33,6 +33,7 @@ from nvpool.base.config import Network, parse
 from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
 from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.base.host import host_id
+from nvpool.base.mounts import mounts
 from nvpool.base.units import BLOCK_BYTES, MIB, PARTITION_COUNT, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
@@ -109,10 +110,7 @@ def file_system_type(path: Path) -> str:
     """As the kernel names it, like ext4 or fuse.nvpool; nothing where it does not say."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        if line.split(" ", 3)[2] == number:
-            return line.partition(" - ")[2].split(" ", 1)[0]
-    return ""
+    return next((mount.type for mount in mounts() if mount.device == number), "")
 
 
 def capacity_for(path: Path, wanted: int) -> int:

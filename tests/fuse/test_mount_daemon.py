@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 
+from nvpool.base.mounts import look_at
+
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
 
@@ -61,6 +63,29 @@ def test_bad_starts_are_refused_with_the_reason_and_leave_nothing(own, mine, tmp
     assert refused("127.0.0.1:1", tmp_path / "m", "--deadline-s", "1")
     assert "is not a pool directory" in refused(tmp_path, tmp_path / "m")
     assert not is_mounted(tmp_path / "m") and is_mounted(mine.place)
+
+
+def test_a_mount_is_made_and_taken_away_through_a_symbolic_link(own, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to("m")
+    try:
+        nvpool("mount", own.directory, tmp_path / "link", "--wait", "20")
+        assert is_mounted(tmp_path / "m")
+    finally:
+        nvpool("umount", tmp_path / "link")
+    assert not is_mounted(tmp_path / "m")
+
+
+def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypatch):
+    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    shard, = pids(own, "meta")
+    os.kill(shard, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert look_at(mine.place) == "hung" and time.monotonic() - began < 2
+    finally:
+        os.kill(shard, signal.SIGCONT)
+    wait_until(lambda: look_at(mine.place) == "alive", "the shard")
 
 
 def test_status_names_the_mount_with_its_process(own, mine):

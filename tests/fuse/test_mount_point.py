@@ -9,7 +9,8 @@ import pytest
 from conftest import Mounted, is_mounted
 
 from nvpool.base.errors import InUse, InvalidRequest, NotADirectory, NotFound
-from nvpool.fuse.mount import check_mount_point, look_at, mount_at, place_of, set_read_ahead, unmount
+from nvpool.base.mounts import look_at, mount_at, place_of
+from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 
 pytestmark = pytest.mark.mount
 
@@ -55,6 +56,7 @@ def test_a_foreign_mount_is_refused(tmp_path):
 
 
 def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
+    os.stat(floor.place)  # the kernel has fresh attributes of it
     floor.process.kill()
     floor.process.wait()
     assert is_mounted(floor.place) and look_at(floor.place) == "dead"
@@ -65,7 +67,7 @@ def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
 
 
 def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
-    monkeypatch.setattr("nvpool.fuse.mount.LOOK_S", 0.3)
+    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
     floor.process.send_signal(signal.SIGSTOP)
     try:
         assert look_at(floor.place) == "hung"
