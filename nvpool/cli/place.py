@@ -16,8 +16,6 @@ import click
 
 from nvpool.cli.reach import REACH_S, ask
 
-DEADLINE_S = 60.0
-
 
 class Place(NamedTuple):
     pool: str
@@ -44,14 +42,13 @@ class PlaceType(click.ParamType):
 
 
 @asynccontextmanager
-async def session(pool: str, doing: str, *, deadline_s: float = DEADLINE_S) -> AsyncIterator:
+async def session(pool: str, doing: str) -> AsyncIterator:
     """A client of the pool; `doing` names it in the pool's logs. Errors as Client.open."""
-    from nvpool.client.options import ClientOptions
     from nvpool.client.session import Client
     from nvpool.wire.v1 import pool_pb2, wire_pb2
     # Says what is wrong with a directory, and what to do about a pool that does not run, long before the deadline of its work.
     await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
-    client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}", options=ClientOptions(deadline_s=deadline_s))
+    client = await Client.open(pool, name=f"nvpool {doing} pid {os.getpid()}")
     try:
         yield client
     finally:

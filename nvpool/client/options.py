@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nvpool.base.config import ClientSection
 from nvpool.base.units import MIB
 
 
@@ -29,3 +30,8 @@ class ClientOptions(NamedTuple):
     retry_last_s: float = 0.5
     release_s: float = 0.1
     """Closed handles are told to the metadata service in batches this far apart."""
+
+
+def configured(section: ClientSection) -> ClientOptions:
+    """What a node's configuration says: all keys that are named as here. The times of the kernel's caches are the mount's."""
+    return ClientOptions(**{name: getattr(section, name) for name in ClientOptions._fields if hasattr(section, name)})

@@ -11,9 +11,11 @@ import logging
 import os
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.config import load
+from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id
-from nvpool.client.options import ClientOptions
+from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
 from nvpool.client.vfs import Vfs
 from nvpool.logic.poolmap import PoolMap
@@ -48,12 +50,12 @@ class Client:
     async def open(cls, where: str | os.PathLike | PoolMap, name: str = "", options: ClientOptions | None = None, *,
                    clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None) -> Client:
         """A client of the pool that `where` names: its directory on this host, "host:port" or an endpoint URL of any of its
-        nodes, or a PoolMap.
+        nodes, or a PoolMap. Without `options` it behaves as [client] of the directory's node.toml says.
 
         Talks to no metadata service yet: the session begins with the first operation, so that a mount comes up while a shard is
-        down. NotFound, WrongFormat when the directory is none of a pool; Unreachable when no node answers there.
+        down. NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers
+        there.
         """
-        options = options or ClientOptions()
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
         dialer = dialer or Dialer(greeting, host_id=host, clock=clock)
@@ -66,6 +68,7 @@ class Client:
                 directory = _directory(place)
                 if directory is not None:
                     pool_map = read_map_file(directory)
+                    options = options or configured(load(PoolDirectory(directory).node_toml).client)
                 else:
                     pool_map = await fetch_map(dialer, _endpoints(place), clock)
             dialer.set_fingerprint(pool_map.fingerprint)
@@ -73,7 +76,7 @@ class Client:
             await dialer.close()
             raise
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
-        return cls(Vfs(view, dialer, options, clock, name=greeting.name), view, dialer, clock)
+        return cls(Vfs(view, dialer, options or ClientOptions(), clock, name=greeting.name), view, dialer, clock)
 
     async def _tick(self) -> None:
         while True:

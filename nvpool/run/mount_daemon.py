@@ -24,7 +24,7 @@ from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.base.units import parse_bytes
-from nvpool.client.options import ClientOptions
+from nvpool.client.options import configured
 from nvpool.client.session import Client
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
@@ -104,9 +104,7 @@ class _Mounted:
         arguments, section = self._arguments, self._config.client
         client = await Client.open(
             arguments.pool, name=f"mount {self._place}",
-            options=ClientOptions(deadline_s=_given(arguments.deadline_s, section.deadline_s),
-                                  write_buffer_bytes=section.write_buffer_bytes,
-                                  read_ahead_bytes=section.read_ahead_bytes))
+            options=configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s)))
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),
                                               _given(arguments.negative_timeout_s, section.entry_timeout_s)))

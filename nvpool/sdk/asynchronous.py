@@ -398,7 +398,8 @@ class AsyncFileSystem:
 
 
 async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
-    """The pool that `where` names (its directory on this host, or "host:port" of any node), on the running event loop.
+    """The pool that `where` names (its directory on this host, or "host:port" of any node), on the running event loop. Without
+    `options` the client behaves as [client] of the directory's node.toml says.
 
     OSError: FileNotFoundError where there is no pool, ConnectionError's like where nobody answers.
     """

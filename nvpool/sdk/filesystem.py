@@ -360,7 +360,8 @@ def _plain(what):
 
 
 def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
-    """The pool that `where` names: its directory on this host, or "host:port" of any of its nodes.
+    """The pool that `where` names: its directory on this host, or "host:port" of any of its nodes. Without `options` the client
+    behaves as [client] of the directory's node.toml says.
 
     OSError: FileNotFoundError where there is no pool, otherwise as the reason says.
     """

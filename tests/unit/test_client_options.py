@@ -1,0 +1,43 @@
+"""How a client behaves comes from [client] of node.toml, where it is given a pool's directory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nvpool.base.config import ClientSection
+from nvpool.base.errors import BadConfiguration
+from nvpool.client.options import ClientOptions, configured
+from nvpool.client.session import Client
+from nvpool.logic.poolmap import encode_map
+from nvpool.testing.pool import LocalPool
+
+OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s"}
+CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20}
+
+
+def opened(where, **given) -> ClientOptions:
+    async def main() -> ClientOptions:
+        client = await Client.open(str(where), **given)
+        await client.close()
+        return client.vfs.options
+    return asyncio.run(main())
+
+
+def test_every_key_of_the_section_is_an_option_with_the_same_default_or_the_mounts():
+    keys = set(ClientSection.__struct_fields__)
+    assert keys - set(ClientOptions._fields) == OF_THE_MOUNT
+    assert keys - OF_THE_MOUNT == set(CHANGED)
+    assert configured(ClientSection()) == ClientOptions()
+    assert configured(ClientSection(**CHANGED)) == ClientOptions(**CHANGED)
+
+
+def test_a_client_that_is_given_a_directory_behaves_as_its_configuration_says(tmp_path):
+    (tmp_path / "poolmap.json").write_bytes(encode_map(LocalPool().pool_map))
+    (tmp_path / "node.toml").write_text("[client]\n" + "".join(f"{key} = {value}\n" for key, value in CHANGED.items()))
+    assert opened(tmp_path) == ClientOptions(**CHANGED)
+    assert opened(tmp_path, options=ClientOptions(deadline_s=3.0)) == ClientOptions(deadline_s=3.0)
+    (tmp_path / "node.toml").write_text("[client]\ndeadline = 1\n")
+    with pytest.raises(BadConfiguration, match="did you mean deadline_s"):
+        opened(tmp_path)
