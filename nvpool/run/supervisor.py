@@ -302,7 +302,8 @@ class Supervisor:
                                 data_pb2.DataStatusReply)
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
-                     "kind": reply.kind, "read_path": reply.read_path, "counters": dict(reply.counters),
+                     "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
+                     "counters": dict(reply.counters),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}
             if reply.fenced_because:

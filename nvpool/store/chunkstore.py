@@ -179,7 +179,8 @@ class ChunkStore(Protocol):
     def bad_blocks(self) -> list[BadBlock]: ...
 
     def status(self) -> dict:
-        """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, counters."""
+        """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, direct (whether
+        opened with O_DIRECT), counters."""
 
     async def tend(self) -> None:
         """One step of background work: give held space back. Called every second or so; tests call it themselves."""

@@ -265,7 +265,7 @@ class MemoryChunkStore:
     def status(self) -> dict:
         return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
                 "capacity_bytes": self._limit * BLOCK_BYTES, "used_bytes": self._used * BLOCK_BYTES,
-                "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory",
+                "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory", "direct": False,
                 "counters": {"bad_blocks": float(len(self._bad))}}
 
     async def tend(self) -> None:

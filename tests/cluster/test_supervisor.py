@@ -137,6 +137,14 @@ def test_status_names_every_process_of_the_pool_and_each_runs(pool):
     assert nvpool("status", pool, "--check").returncode == 0
 
 
+def test_status_says_how_drives_are_read_and_whether_past_the_page_cache(own, tmp_path):
+    (tmp_path / "node.toml").write_text("[store]\ndirect = true\nreads = 'executor'\n")
+    nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
+    store = next(process for process in status(own)["processes"] if process["role"] == "store")
+    assert (store["read_path"], store["direct"]) == ("executor", True)
+    assert "directory, executor, O_DIRECT" in nvpool("status", own).stdout
+
+
 def test_the_pool_is_reached_by_directory_and_by_every_address_of_its_node(pool):
     directory = PoolDirectory(pool)
     for endpoint in decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints:
