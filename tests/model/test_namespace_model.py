@@ -185,7 +185,7 @@ class NamespaceMachine(RuleBasedStateMachine):
 
         def plain():
             found = os.lstat(self.path(directory, name))
-            if stat.S_ISDIR(found.st_mode) and os.lstat(self.path(other)):
+            if stat.S_ISDIR(found.st_mode) and stat.S_ISDIR(os.lstat(self.path(other)).st_mode):
                 raise PermissionError(errno.EPERM, "whether the new name exists is looked at later here than in the kernel")
             os.link(self.path(directory, name), self.path(other, new), follow_symlinks=False)
         self.both(plain, ours())
