@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvpool.base.errors import IsADirectory, NvpoolError
+from nvpool.base.errors import IsADirectory, NotADirectory, NvpoolError
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
@@ -96,6 +96,8 @@ class NamespaceMachine(RuleBasedStateMachine):
         inode = ROOT_INODE
         for name in directory:
             attr = await vfs.lookup(inode, name)
+            if not stat.S_ISDIR(attr.mode):
+                raise NotADirectory("the kernel walks to a place before it looks at the next one")
             inode = attr.inode
         return inode
 
