@@ -41,6 +41,11 @@ class Problem(NamedTuple):
     repaired: bool
 
 
+def _is_numbered(kind: int, key: bytes) -> bool:
+    number = records.inode_of_key(key)
+    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if kind == records.XATTR else key)
+
+
 class Fsck:
     """One run. `await step(limit)` until `done`; `problems` of a step are returned by it."""
 
@@ -89,7 +94,7 @@ class Fsck:
             for key, raw in pairs:
                 kind = records.kind_of(key) if len(key) > 1 else -1
                 check = self._checks.get(kind)
-                if check is None or kind in _NUMBERED and records.numbered_key(kind, records.inode_of_key(key)) != key[:9]:
+                if check is None or kind in _NUMBERED and not _is_numbered(kind, key):
                     self._lay_aside(key, raw, "a record under a key that is not known")
                     continue
                 try:
@@ -221,8 +226,8 @@ class Fsck:
         if self._kv.get(key) != raw:
             return
         here = f"entry {name!r} of directory {directory}"
-        if inode is None:
-            self._found("dentry", f"{here} names inode {number}, which is not there",
+        if inode is None or number == ROOT_INODE:
+            self._found("dentry", f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
                         lambda: [(key, None), *self._less(directory, kind == 4)])
             return
         parent = self._current(directory)

@@ -160,6 +160,10 @@ class Load:
                 self._bounds = records.Bounds(max(self._bounds.inode, found_bounds.inode),
                                               max(self._bounds.session, found_bounds.session))
             else:
+                if key == records.COUNTS_KEY:
+                    records.decode_counts(raw)  # a start could not read it
+                elif (kind := records.kind_of(key)) >= records.SHARD and kind != records.DAMAGED:
+                    raise InvalidRequest(f"a dump has no record with the key {key.hex()}")
                 batch.append((key, raw))
                 if len(batch) >= LOAD_BATCH:
                     await self._apply(batch)
@@ -167,8 +171,11 @@ class Load:
         await self._apply(batch)
 
     async def end(self) -> None:
-        """The shard is what the dump was, durably. Numbers go on above those of both."""
-        if self._kv.get(records.inode_key(ROOT_INODE)) is None:
+        """The shard is what the dump was, durably. Numbers go on above those of both. What the records say of one another is
+        fsck's to check, which whoever loads runs next: it needs the whole, and more time than a request has."""
+        raw = self._kv.get(records.inode_key(ROOT_INODE))
+        root = records.decode_inode(ROOT_INODE, raw) if raw is not None else None
+        if root is None or not root.is_directory or root.links < 2:
             raise InvalidRequest("the dump has no root directory; it is not whole")
         await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
                            (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])

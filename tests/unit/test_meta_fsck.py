@@ -251,6 +251,19 @@ def plant_inode_under_a_key_of_no_number(p):
     p.put(records.inode_key(p.file)[:2] + b"\xff" * 7, records.encode_inode(p.view.inode(p.file)))
 
 
+def plant_inode_of_no_number(p):
+    p.put(records.inode_key(0), records.encode_inode(records.Inode(0, 0o100644)))
+
+
+def plant_inode_key_with_more_behind_it(p):
+    p.put(records.inode_key(p.file) + b"x", records.encode_inode(p.view.inode(p.file)))
+
+
+def plant_entry_that_names_the_root(p):
+    p.put(p.name(p.dir, b"up"), records.encode_dentry(partition_of(p.dir), ROOT, 4))
+    p.change(p.dir, links=4, size=p.view.inode(p.dir).size + 1)
+
+
 def plant_unknown_kind(p):
     p.put(records.prefix(4, records.OTHER) + b"x", b"y")
 
