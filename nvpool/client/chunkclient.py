@@ -117,6 +117,8 @@ class ChunkClient:
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
         self.map_changed_files: Callable[[], None] = lambda: None
+        self.path_told: Callable[[int], str] = lambda inode: ""
+        """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         view.changed.append(self._map_changed)
 
@@ -311,8 +313,9 @@ class ChunkClient:
             if job.file.layout.table in self._view.map.table_by_id:
                 targets = tuple(self._chain(job.file, job.index))
             if job.verify and job.tries >= max(1, len(targets)):
-                log.error("target %s has no good bytes of inode %d, chunk %d, offset %d (%d bytes); `nvpool fsck` names the "
-                          "file", ", ".join(map(str, targets)) or "?", job.file.inode, job.index, job.offset, job.length)
+                log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
+                          ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
+                          job.offset, job.length)
                 job.future.set_exception(error)
                 return
             job.verify = True

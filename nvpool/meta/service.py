@@ -99,9 +99,8 @@ class MetaService:
             self._state = "loading"
         else:
             await self._take_up()
-        self._own(self._run_leases())
-        self._own(self._run_collector())
-        self._own(self._run_sweeps())
+        for work in (self._run_leases(), self._run_collector(), self._run_sweeps()):
+            self._own(work)
 
     def _assemble(self) -> records.Identity:
         identity = self._identity()
@@ -272,14 +271,13 @@ class MetaService:
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
             wire.META_COLLECT: self._collect,
+            wire.META_NAMES: self._names,
             wire.META_FSCK: self._fsck,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
         }
-        for method, (request_class, decide) in CHANGES.items():
-            routes[method] = self._change_route(request_class, decide)
-        for method, (request_class, decide) in QUERIES.items():
-            routes[method] = self._query_route(request_class, decide)
+        routes.update((method, self._change_route(*route)) for method, route in CHANGES.items())
+        routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
         return routes
 
     def _query_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
@@ -507,6 +505,9 @@ class MetaService:
 
         self._task(call, go_on, lambda: None)
 
+    def _names(self, call: Call) -> None:
+        call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
+
     def _statfs(self, call: Call) -> None:
         self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
         files = self._view.inode_count
@@ -588,8 +589,7 @@ class MetaService:
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
                             open_inodes=len(self._sessions.holders), waiting=len(self._waiting))
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
-            for name, value in counters.items():
-                reply.counters[name] = value
+            reply.counters.update(counters)
         call.reply(reply.SerializeToString())
 
 

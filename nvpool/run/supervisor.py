@@ -25,6 +25,7 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
+from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map, target_restarted
 from nvpool.run.child import Child
@@ -35,6 +36,8 @@ from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
 
 _STATUS_DEADLINE_S = 2.0
+_ANSWER_S = 0.3
+"""Of the asker's time, kept for the answer to be made and to travel."""
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
 _MAKE_DEADLINE_S = 120.0
@@ -63,6 +66,7 @@ class Supervisor:
         self._drain_s = config.supervisor.drain_s
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
+        self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
         """Keep the processes of this node until the stop; on return all of them have ended.
@@ -190,7 +194,8 @@ class Supervisor:
         return pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString()
 
     async def _answer_status(self, call: Call) -> bytes:
-        return pool_pb2.PoolStatusReply(status=msgspec.json.encode(await self.status())).SerializeToString()
+        status = json.dumps(await self.status(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
+        return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_stop(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolStopRequest, call)
@@ -241,13 +246,21 @@ class Supervisor:
 
     # -- status ----------------------------------------------------------------------------------------------------
 
-    async def status(self) -> dict:
-        """What `nvpool status --json` prints: pool, processes, drives, problems."""
+    async def status(self, until_s: float) -> dict:
+        """What `nvpool status --json` prints: pool, processes, drives, problems. Paths of damaged files are looked for a short
+        time, at most until `until_s`."""
         pool_map = self._coordinator.pool_map
         shards = [self._shard_status(shard) for shard in pool_map.shards]
         targets = [self._target_status(target) for target in pool_map.targets]
         answers = await asyncio.gather(*shards, *targets)
         metas, stores = answers[:len(shards)], answers[len(shards):]
+        bad_blocks = [bad for store in stores for bad in store["bad_blocks"]]
+        look_s = min(LOOK_S, until_s - SYSTEM_CLOCK.boottime_s())
+        if bad_blocks and look_s > 0:
+            await self._paths.look((bad["inode"] for bad in bad_blocks), look_s)
+        for bad in bad_blocks:
+            path = self._paths.path(bad["inode"])
+            bad["path"] = os.fsdecode(path) if path is not None else None
         processes = [{"role": "supervisor", "pid": os.getpid(), "state": "draining" if self._stop.asked.is_set() else "serving",
                       "since_ms": self._since_ms, "restarts": 0, "endpoints": self._endpoints_of_node(pool_map)}]
         processes += metas
@@ -265,8 +278,7 @@ class Supervisor:
                            "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting")]
-        problems += [f"bad block on target {s['target']} ({s['path']}): inode {bad['inode']} chunk {bad['index']} block "
-                     f"{bad['block']} {bad['text']}; `nvpool fsck` names the file" for s in stores for bad in s["bad_blocks"]]
+        problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
@@ -321,6 +333,13 @@ class Supervisor:
         except NvpoolError as error:
             seen["state"], seen["reason"] = "silent", str(error)
             return None
+
+
+def _told(store: dict, bad: dict) -> str:
+    path = bad["path"]
+    file = f"file {printable(os.fsencode(path))}, " if path else "a file without a name, " if path == "" else ""
+    return (f"bad block on target {store['target']} ({store['path']}): {file}inode {bad['inode']} chunk {bad['index']} block "
+            f"{bad['block']} {bad['text']}" + ("; `nvpool fsck` names the file" if path is None else ""))
 
 
 def _read(kind, call: Call):

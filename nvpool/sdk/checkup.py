@@ -20,9 +20,10 @@ from typing import NamedTuple
 from nvpool.base import grants
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
+from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
-from nvpool.sdk.describe import chunks_on, names_of
+from nvpool.sdk.describe import chunks_on
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
 RECORDS_A_STEP = 5000
@@ -82,10 +83,17 @@ async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool =
     await _Check(client, checkup, repair, grant_secret).run(scrub)
 
 
+async def check_metadata(client, checkup: Checkup, *, repair: bool = False) -> None:
+    """The first pass alone, as `check` runs it."""
+    for shard in client.pool_map.shards:
+        await _Check(client, checkup, repair, None).metadata(shard.id)
+
+
 class _Check:
     def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
         self._vfs = client.vfs
         self._asking = Asking(client)
+        self._paths = PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK)
         self._map = client.pool_map
         self._checkup = checkup
         self._repair = repair
@@ -98,7 +106,7 @@ class _Check:
                                                data_pb2.DataStatusReply)
             self._checkup.blocks_total += status.used_bytes >> 12
         for shard in self._map.shards:
-            await self._metadata(shard.id)
+            await self.metadata(shard.id)
         self._checkup.stage = "chunks"
         for target in targets:
             await self._chunks(target)
@@ -108,7 +116,7 @@ class _Check:
                 await self._blocks(target)
             await self._name_files()
 
-    async def _metadata(self, shard: int) -> None:
+    async def metadata(self, shard: int) -> None:
         cursor, done, before = b"", False, self._checkup.records
         while not done:
             request = meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP, repair=self._repair)
@@ -217,13 +225,9 @@ class _Check:
     async def _name_files(self) -> None:
         """Say which files the bad blocks are of: a person restores files, not inodes."""
         bad = {problem.inode for problem in self._checkup.problems if problem.inode}
-        if not bad:
-            return
-        try:
-            names = await names_of(self._vfs, bad)
-        except CorruptRecord:
-            return  # nor can the tree be walked; the problems stand with inodes
+        paths = await self._paths.find(bad) if bad else {}
         for at, problem in enumerate(self._checkup.problems):
             if problem.inode:
-                name = names.get(problem.inode, "without a name")
-                self._checkup.problems[at] = problem._replace(text=f"{problem.text} (file {name})")
+                path = paths.get(problem.inode)
+                told = "of which no name can be found" if path is None else f"file {printable(path)}" if path else "without a name"
+                self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({told})")

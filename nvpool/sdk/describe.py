@@ -1,23 +1,21 @@
 """Where the bytes of a file lie: its layout, and what each target holds of each of its chunks.
 
-Called by `nvpool file info` and, for the names of damaged files, by checkup. Only asks; changes nothing.
+Called by `nvpool file info` and checkup. Only asks; changes nothing.
 """
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import AsyncIterator
 from typing import Any
 
-from nvpool.base.ids import ROOT_INODE, partition_of, version_parts
+from nvpool.base.ids import partition_of, version_parts
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 CHUNKS_AT_ONCE = 1000
-ENTRIES_AT_ONCE = 1000
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
          stat.S_IFSOCK: "socket", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
 
@@ -65,36 +63,4 @@ async def describe(client, attr) -> dict[str, Any]:
                 "misplaced": target not in table.chains[chain].targets})
     found["chunks"] = [chunks[index] for index in sorted(chunks)]
     found["allocated_bytes"] = sum(copy["allocated_bytes"] for chunk in found["chunks"] for copy in chunk["copies"])
-    return found
-
-
-async def tree(vfs, inode: int = ROOT_INODE) -> AsyncIterator[tuple[bytes, Any]]:
-    """(path, Attr) of everything below the directory `inode`, in no order; memory grows with the directories that wait."""
-    waiting = [(b"", inode)]
-    while waiting:
-        path, directory = waiting.pop()
-        handle = await vfs.opendir(directory)
-        try:
-            cursor, more = 0, True
-            while more:
-                entries, more = await vfs.readdir(handle, cursor, ENTRIES_AT_ONCE)
-                more = more and bool(entries)
-                for entry in entries:
-                    cursor = entry.cursor
-                    here = path + b"/" + entry.name
-                    if stat.S_ISDIR(entry.attr.mode):
-                        waiting.append((here, entry.inode))
-                    yield here, entry.attr
-        finally:
-            await vfs.releasedir(handle)
-
-
-async def names_of(vfs, inodes: set[int]) -> dict[int, str]:
-    """A path for each of `inodes` that still has one; walks the whole tree, so only where something is wrong."""
-    found: dict[int, str] = {}
-    async for path, attr in tree(vfs):
-        if attr.inode in inodes and attr.inode not in found:
-            found[attr.inode] = os.fsdecode(path)
-            if len(found) == len(inodes):
-                break
     return found

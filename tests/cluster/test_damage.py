@@ -1,10 +1,13 @@
-"""Flipped bytes in what daemons have stored: the reader gets EIO and never the byte; log and status name inode, chunk and
+"""Flipped bytes in what daemons have stored: the reader gets EIO and never the byte; log and status name file, chunk and
 target; whatever else is there is served."""
 
 import errno
+import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,14 +80,29 @@ def place_of(pool, number):
     raise AssertionError("the file is on no target")
 
 
-def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_inode_chunk_and_target(damaged):
+def status_command(pool):
+    """What `nvpool status` shows a person, and `nvpool status --json` of the bad blocks."""
+    command = [sys.executable, "-m", "nvpool.cli.main", "status", str(pool.path)]
+    shown, seen = [subprocess.run(command + more, capture_output=True, text=True, timeout=60, check=True)
+                   for more in ([], ["--json"])]
+    return shown.stderr, [bad for process in json.loads(seen.stdout)["processes"] for bad in process.get("bad_blocks", ())]
+
+
+def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_file_chunk_and_target(damaged, caplog):
     pool, inodes = damaged
     target, at = place_of(pool, 7)
     flip(pool.directory.target(target) / "data", at + 99)
     pool.start()
     assert read_all(pool) == ["f7"]
     problem, = pool.status()["problems"]
-    assert f"target {target} " in problem and f"inode {inodes['f7']} chunk 0 block 1" in problem
+    assert f"target {target} " in problem and f"file /f7, inode {inodes['f7']} chunk 0 block 1" in problem
+    shown, (bad,) = status_command(pool)
+    assert problem in shown and (bad["path"], bad["inode"], bad["index"], bad["block"]) == ("/f7", inodes["f7"], 0, 1)
+    with pytest.raises(OSError):
+        pool.connect().read_bytes("/f7")
+    pool.until(lambda: f"inode {inodes['f7']}, of which bytes are damaged, is /f7" in caplog.messages, "the log names the file")
+    assert any(f"target {target} has no good bytes of inode {inodes['f7']}" in line and "chunk 0" in line
+               for line in caplog.messages)
     said = pool.said(f"target-{target}")
     assert f"block 1 of chunk 0 of inode {inodes['f7']}" in said and f"target {target} " in said
     assert [line.partition("; ")[0] for line in pool.fsck() if "(file /f7)" in line and f"inode {inodes['f7']}" in line]
@@ -126,8 +144,9 @@ def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
         flip(index, at + 24)  # in the value behind the key
     pool.start()
     assert read_all(pool) == ["f11"]
-    told = pool.said(f"target-{target}") + "\n".join(pool.status()["problems"])
-    assert str(inodes["f11"]) in told and f"target {target}" in told
+    assert str(inodes["f11"]) in pool.said(f"target-{target}")
+    assert any(f"target {target} " in line and f"file /f11, inode {inodes['f11']} chunk 0 " in line
+               for line in pool.status()["problems"])
     assert any(f"target {target}" in line and str(inodes["f11"]) in line for line in pool.fsck())
     client = pool.connect()
     client.remove("/f11")

@@ -36,7 +36,7 @@ META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_R
         wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest, wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
         wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest, wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
         wire_pb2.META_SYNC: meta_pb2.SyncRequest, wire_pb2.META_DUMP: meta_pb2.DumpRequest,
-        wire_pb2.META_FSCK: meta_pb2.FsckRequest,
+        wire_pb2.META_FSCK: meta_pb2.FsckRequest, wire_pb2.META_NAMES: meta_pb2.NamesRequest,
         wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest, wire_pb2.META_COLLECT: meta_pb2.CollectRequest}
 DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.WriteRequest,
         wire_pb2.DATA_FLUSH: data_pb2.FlushRequest, wire_pb2.DATA_CUT: data_pb2.CutRequest,

@@ -58,7 +58,10 @@ def messages() -> dict[str, str]:
         "ScrubRequest": data_pb2.ScrubRequest(target=2, cursor=b"c", blocks=3, map_epoch=epoch),
         "CreateRequest": meta_pb2.CreateRequest(change=change, parent=1, name=b"n\xff", mode=0o100644, open=True, rights=3),
         "ReportRequest": meta_pb2.ReportRequest(change=change, inode=INODE, cut=5, end=4096, wrote=True, sync=True,
-                                                release=True)}
+                                                release=True),
+        "NamesRequest": meta_pb2.NamesRequest(inodes=b"i" * 8, directory=INODE, elsewhere=True, cursor=b"c", limit=9),
+        "NamesReply": meta_pb2.NamesReply(names=[meta_pb2.NamedInode(inode=INODE, directory=2, name=b"n\xff", above=1)],
+                                          gone=b"g" * 8, cursor=b"c", done=True)}
     return {name: (one if isinstance(one, bytes) else one.SerializeToString(deterministic=True)).hex()
             for name, one in made.items()}
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, Fenced, InvalidRequest, NvpoolError
@@ -19,7 +20,7 @@ from nvpool.run import supervisor as room
 from nvpool.run.daemon import Stop
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.transport import Peer
-from nvpool.wire.v1 import pool_pb2, wire_pb2
+from nvpool.wire.v1 import data_pb2, pool_pb2, wire_pb2
 
 SERVES = """if True:
     import signal, sys
@@ -39,6 +40,7 @@ class Asked:
 
     def __init__(self, method: int, message: bytes):
         self.method, self.message = method, message
+        self.deadline_s = SYSTEM_CLOCK.boottime_s() + 30
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def reply(self, message=b"", payload=()):
@@ -142,6 +144,35 @@ def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeyp
         with pytest.raises(NvpoolError):
             await asyncio.wait_for(gone.answer, 10)
         assert not supervisor._answers, "an asker that went away costs nothing"
+    scenario(tmp_path, monkeypatch, run)
+
+
+def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        asked = supervisor._ask
+
+        async def ask_daemon(seen, method, request, reply_type):
+            if method != wire_pb2.DATA_STATUS:
+                return await asked(seen, method, request, reply_type)
+            bad = [data_pb2.BadBlock(inode=inode, index=2, block=3, text="is bad") for inode in (5, 6, 7)]
+            return data_pb2.DataStatusReply(target=request.target, bad=bad if request.target == 1 else [])
+
+        async def find(inodes, within_s):
+            looked.append((sorted(inodes), within_s <= 2))
+            return {5: b"/a\xff", 6: b""}
+
+        looked = []
+        supervisor._ask, supervisor._paths._finder.find = ask_daemon, find
+        for _ in range(2):
+            reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
+            seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)
+            told = [line.partition("): ")[2] for line in seen["problems"] if line.startswith("bad block on target 1 (")]
+            assert told == ["file /a\\xff, inode 5 chunk 2 block 3 is bad",
+                            "a file without a name, inode 6 chunk 2 block 3 is bad",
+                            "inode 7 chunk 2 block 3 is bad; `nvpool fsck` names the file"]
+            store = next(process for process in seen["processes"] if process.get("target") == 1)
+            assert [bad["path"] for bad in store["bad_blocks"]] == [os.fsdecode(b"/a\xff"), "", None]
+        assert looked == [([5, 6, 7], True)], "who looks at the status every second makes no work for the shard"
     scenario(tmp_path, monkeypatch, run)
 
 

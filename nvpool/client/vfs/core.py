@@ -11,6 +11,7 @@ from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
 from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
+from nvpool.client.pathfinder import KnownPaths
 from nvpool.client.poolview import PoolView
 from nvpool.client.reader import Reader
 from nvpool.client.vfs.contract import Caller
@@ -30,6 +31,8 @@ class Core:
         self.cache = Cache(options, clock)
         self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh)
         self.chunks.map_changed_files = self._forget_lanes
+        self.paths = KnownPaths(lambda: view.map, dialer, clock)
+        self.chunks.path_told = self.paths.told
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
@@ -127,5 +130,6 @@ class Core:
         await self.writer.close(deadline_s)
         for task in list(self._renewals):
             task.cancel()
+        self.paths.close()
         await self.chunks.close()
         await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0))

@@ -592,3 +592,41 @@ class CollectReply(_message.Message):
     inodes: int
     left: int
     def __init__(self, inodes: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
+
+class NamesRequest(_message.Message):
+    __slots__ = ("inodes", "directory", "elsewhere", "cursor", "limit")
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    inodes: bytes
+    directory: int
+    elsewhere: bool
+    cursor: bytes
+    limit: int
+    def __init__(self, inodes: _Optional[bytes] = ..., directory: _Optional[int] = ..., elsewhere: _Optional[bool] = ..., cursor: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class NamedInode(_message.Message):
+    __slots__ = ("inode", "directory", "name", "above")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    directory: int
+    name: bytes
+    above: int
+    def __init__(self, inode: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ..., above: _Optional[int] = ...) -> None: ...
+
+class NamesReply(_message.Message):
+    __slots__ = ("names", "gone", "cursor", "done")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedCompositeFieldContainer[NamedInode]
+    gone: bytes
+    cursor: bytes
+    done: bool
+    def __init__(self, names: _Optional[_Iterable[_Union[NamedInode, _Mapping]]] = ..., gone: _Optional[bytes] = ..., cursor: _Optional[bytes] = ..., done: _Optional[bool] = ...) -> None: ...

@@ -47,6 +47,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_FSCK: _ClassVar[Method]
     META_STATUS: _ClassVar[Method]
     META_COLLECT: _ClassVar[Method]
+    META_NAMES: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -89,6 +90,7 @@ META_LOAD: Method
 META_FSCK: Method
 META_STATUS: Method
 META_COLLECT: Method
+META_NAMES: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

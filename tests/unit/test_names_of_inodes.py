@@ -1,0 +1,303 @@
+"""From the number of a damaged file to its path: the search in the shard, the way up, and what the log of a client says."""
+
+import asyncio
+import logging
+import os
+
+import pytest
+
+from nvpool.base import errors
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.base.ids import partition_of
+from nvpool.client import pathfinder
+from nvpool.client.options import ClientOptions
+from nvpool.client.pathfinder import KnownPaths, PathFinder, printable
+from nvpool.client.vfs import Caller
+from nvpool.kv.memory import MemoryKv
+from nvpool.meta import queries, records
+from nvpool.meta.service import MetaOptions, MetaService
+from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.testing.plain_store import PlainStore
+from nvpool.testing.pool import LocalPool
+from nvpool.wire import codec
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2
+
+ME = Caller(0, 0)
+
+
+class CountedKv(MemoryKv):
+    """What each scan gave; records whose keys are in `damaged` can not be read, as LMDB's with a flipped bit."""
+
+    damaged: frozenset = frozenset()
+
+    def __init__(self):
+        super().__init__()
+        self.scanned = []
+
+    def scan(self, first, end, limit):
+        found = super().scan(first, end, limit)
+        for key, _ in found:
+            if key in self.damaged:
+                error = errors.CorruptRecord(f"{key.hex()} is damaged")
+                error.key = key
+                raise error
+        self.scanned.append(len(found))
+        return found
+
+
+def shard(scenario):
+    """A test scenario(client of a shard in memory)."""
+    def run():
+        async def body():
+            service = MetaService(CountedKv(), grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=ManualClock(),
+                                  options=MetaOptions(tick_s=3600))
+            service.update_map(small_map())
+            await service.start()
+            client = await ShardClient(service).begin()
+            await scenario(client)
+            assert await client.fsck() == []
+            await service.close()
+        asyncio.run(body())
+    run.__name__ = scenario.__name__
+    return run
+
+
+async def names(client, inodes, **fields):
+    """(name -> where it is, as told; inodes without a name; steps)."""
+    found, gone, cursor, steps = {}, [], b"", 0
+    while True:
+        request = pb.NamesRequest(inodes=codec.pack_inodes(inodes), cursor=cursor, **fields)
+        reply = await client.ask("NAMES", request)
+        steps += 1
+        gone += codec.unpack_inodes(reply.gone)
+        for one in reply.names:
+            found.setdefault(one.inode, (one.directory, one.name, one.above))
+        if reply.done:
+            return found, gone, steps
+        assert reply.cursor > cursor
+        cursor = reply.cursor
+
+
+@shard
+async def test_a_file_is_found_where_it_was_born_whatever_the_size_of_the_steps(client):
+    top = (await client.mkdir(ROOT, b"top")).inode
+    wide = (await client.mkdir(top, b"wide", wide=True)).inode
+    wanted = {}
+    for directory, above in ((ROOT, ROOT), (top, ROOT), (wide, top)):
+        for number in range(20):
+            name = b"\xff%d" % number
+            wanted[(await client.file(directory, name)).inode] = directory, name, above
+    for limit in (1, 7, 0):
+        assert (await names(client, list(wanted), limit=limit))[:2] == (wanted, [])
+
+
+@shard
+async def test_a_name_that_came_later_is_found_elsewhere_and_a_directory_in_the_one_above_it(client):
+    one, other = [(await client.mkdir(ROOT, name)).inode for name in (b"one", b"other")]
+    assert partition_of(one) != partition_of(other)
+    moved, linked = [(await client.file(one, name)).inode for name in (b"moved", b"linked")]
+    await client.rename(one, b"moved", other, b"there")
+    await client.link(linked, other, b"again")
+    assert (await names(client, [moved, linked]))[0] == {linked: (one, b"linked", ROOT)}
+    assert (await names(client, [moved, linked], elsewhere=True))[0] == {moved: (other, b"there", ROOT),
+                                                                         linked: (other, b"again", ROOT)}
+    assert (await names(client, [one, other, moved], directory=ROOT))[0] == {one: (ROOT, b"one", ROOT),
+                                                                             other: (ROOT, b"other", ROOT)}
+    wide = (await client.mkdir(one, b"wide", wide=True)).inode
+    below = (await client.mkdir(wide, b"below")).inode
+    assert (await names(client, [below], directory=wide))[0] == {below: (wide, b"below", one)}
+
+
+@shard
+async def test_a_file_without_a_name_is_told_at_once(client):
+    inode = (await client.create(ROOT, b"f", exclusive=True, open=True)).entry.attr.inode
+    await client.unlink(ROOT, b"f")
+    assert (await names(client, [inode, inode + 1000]))[:2] == ({}, [inode, inode + 1000])
+
+
+@shard
+async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
+    inode = (await client.file(ROOT, b"last")).inode
+    for number in range(300):
+        await client.file(ROOT, b"%d" % number)
+    kv = client.service._kv
+    for limit, scans in ((100, 1), (0, queries.NAMES_LIMIT // queries._EMPTY_SCAN)):
+        for fields in ({}, {"elsewhere": True}):
+            cursor, done = b"", False
+            while not done:
+                kv.scanned.clear()
+                request = pb.NamesRequest(inodes=codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields)
+                reply = await client.ask("NAMES", request)
+                assert sum(kv.scanned) <= (limit or queries.NAMES_LIMIT)
+                assert len(kv.scanned) <= max(scans, limit // queries._EMPTY_SCAN)
+                cursor, done = reply.cursor, reply.done
+
+
+@shard
+async def test_entries_that_can_not_be_read_hide_no_others(client):
+    inodes = [(await client.file(ROOT, b"%d" % number)).inode for number in range(40)]
+    kv = client.service._kv
+    keys = [key for key, _ in MemoryKv.scan(kv, records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 99)]
+    kv.damaged = frozenset((keys[0], keys[13], keys[14], keys[39]))
+    for limit in (1, 5, 0):
+        assert len((await names(client, inodes, limit=limit))[0]) == 36
+    kv.damaged = frozenset()
+
+
+@shard
+async def test_nonsense_is_refused(client):
+    for fields in ({"inodes": b""}, {"inodes": b"1234567"}, {"inodes": bytes(8)}, {"inodes": b"\xff" * 8},
+                   {"inodes": codec.pack_inodes(range(1, queries.NAMES_INODES_MAX + 2))},
+                   {"inodes": codec.pack_inodes([7]), "directory": 1 << 63}):
+        with pytest.raises(errors.InvalidRequest):
+            await client.ask("NAMES", pb.NamesRequest(**fields))
+    for cursor in (b"\0", b"\xff" * 600):
+        request = pb.NamesRequest(inodes=codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31)
+        assert not (await client.ask("NAMES", request)).names
+
+
+# -- paths ---------------------------------------------------------------------------------------------------------------
+
+
+def in_a_pool(test):
+    """A test(pool, its vfs, a PathFinder)."""
+    def run(*arguments):
+        async def body():
+            async with LocalPool() as pool:
+                client = await pool.client()
+                await test(pool, client.vfs, PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK), *arguments)
+        asyncio.run(asyncio.wait_for(body(), 60))
+    run.__name__ = test.__name__
+    return run
+
+
+async def made(vfs, path, wide=False):
+    """The inode of a new file; directories above it are made."""
+    *above, name = path.split(b"/")[1:]
+    at = ROOT
+    for part in above:
+        try:
+            at = (await vfs.lookup(at, part)).inode
+        except errors.NotFound:
+            at = (await vfs.mkdir(at, part, 0o755, ME)).inode
+    attr, handle = await vfs.create(at, name, 0o644, os.O_RDWR, ME)
+    await vfs.release(handle)
+    return attr.inode
+
+
+@in_a_pool
+async def test_paths_are_found_however_deep_and_wherever_files_and_directories_were_moved(pool, vfs, finder):
+    paths = [b"/f", b"/a/b/c/d/e/f/g", b"/a/b/\xff\xfe", b"/z" * 60 + b"/f"]
+    wanted = {await made(vfs, path): path for path in paths}
+    moved, above = await made(vfs, b"/a/was"), await made(vfs, b"/m/n/o")
+    target = (await vfs.lookup((await vfs.lookup(ROOT, b"a")).inode, b"b")).inode
+    await vfs.rename((await vfs.lookup(ROOT, b"a")).inode, b"was", target, b"is", 0, ME)
+    await vfs.rename(ROOT, b"m", target, b"moved", 0, ME)
+    wanted |= {moved: b"/a/b/is", above: b"/a/b/moved/n/o"}
+    gone = await made(vfs, b"/gone")
+    await vfs.unlink(ROOT, b"gone", ME)
+    assert await finder.find([*wanted, gone, 0, 1 << 63, 1 << 64]) == wanted | {gone: b""}
+
+
+@in_a_pool
+async def test_a_search_ends_in_its_time_and_where_nobody_answers_without_an_error(pool, vfs, finder):
+    inode = await made(vfs, b"/a/f")
+    kept, routes = [], pool.meta._routes
+    names, routes[wire_pb2.META_NAMES] = routes[wire_pb2.META_NAMES], kept.append  # takes questions and never answers
+    before_s = SYSTEM_CLOCK.boottime_s()
+    assert await finder.find([inode], 0.2) == {} and kept and SYSTEM_CLOCK.boottime_s() - before_s < 5
+    routes[wire_pb2.META_NAMES] = names
+    assert await finder.find([inode], 10) == {inode: b"/a/f"}
+    await pool.stop_shard()
+    assert await finder.find([inode], 10) == {}
+
+
+@in_a_pool
+async def test_directories_in_a_loop_and_an_older_shard_give_no_path_and_no_endless_search(pool, vfs, finder):
+    inode = await made(vfs, b"/a/b/f")
+    a, b = [(await vfs.getattr(n)).inode for n in ((await vfs.lookup(ROOT, b"a")).inode,
+                                                   (await vfs.lookup((await vfs.lookup(ROOT, b"a")).inode, b"b")).inode)]
+    view = pool.meta._view
+    (key, raw), = ((k, v) for k, v in view.scan(records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 9))
+    looped = view.inode(a)
+    looped.parent = b
+    name_hash = view.name_hash(b, b"a")
+    pool.kv.apply([(key, None), (records.inode_key(a), records.encode_inode(looped)),
+                   (records.dentry_key(partition_of(b), b, name_hash, b"a"), records.encode_dentry(partition_of(b), a, 4))])
+    assert await finder.find([inode], 10) == {}
+    del pool.meta._routes[wire_pb2.META_NAMES]
+    assert await finder.find([inode], 10) == {}
+
+
+def test_paths_are_shown_on_one_line_whatever_bytes_they_have():
+    assert printable("/münchen/ü".encode()) == "/münchen/ü"
+    assert printable(b"/a\xff/\n\x1b[31m") == "/a\\xff/\\n\\x1b[31m"
+
+
+# -- what the log says ---------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_damaged_bytes(caplog, monkeypatch):
+    monkeypatch.setattr(pathfinder, "PAUSE_S", 0.01)
+
+    def spoil(payload):
+        payload[-1] ^= 1
+
+    async def store(pool, target):
+        made = PlainStore(target, pool.grant_secret)
+        made.spoil = spoil
+        return made
+
+    async def main():
+        async with LocalPool(make_store=store) as pool:
+            vfs = (await pool.client(options=ClientOptions(deadline_s=5.0))).vfs
+            directory = (await vfs.mkdir(ROOT, b"d\n", 0o755, ME)).inode
+            attr, handle = await vfs.create(directory, b"file", 0o644, os.O_RDWR, ME)
+            await vfs.write(handle, 0, b"x" * 8192)
+            await vfs.flush(handle)
+            asked = []
+            search = queries.names
+            monkeypatch.setattr(queries, "names", lambda *arguments: asked.append(1) or search(*arguments))
+            with pytest.raises(errors.ChecksumMismatch):
+                await vfs.read(handle, 0, 4096)
+            told, = caplog.messages
+            assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in told and told.startswith("target ")
+            await asyncio.wait_for(vfs.paths._telling, 10)
+            assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
+            questions = len(asked)
+            for _ in range(3):
+                with pytest.raises(errors.ChecksumMismatch):
+                    await vfs.read(handle, 4096, 4096)
+            assert all(f"inode {attr.inode} (/d\\n/file), chunk 0, offset 4096" in line for line in caplog.messages[2:])
+            assert len(caplog.messages) == 5 and len(asked) == questions > 0
+            await vfs.release(handle)
+
+    with caplog.at_level(logging.ERROR, "nvpool.client"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_was_not_found_is_not_looked_for_all_the_time_and_a_path_is_believed_for_a_minute():
+    async def main():
+        clock, searches = ManualClock(), []
+        paths = KnownPaths(small_map, None, clock)
+
+        async def find(inodes, within_s=None):
+            searches.append(sorted(inodes))
+            return {5: b"/five"}
+
+        paths._finder.find = find
+        await asyncio.gather(paths.look([5, 6, 5]), paths.look([6]))
+        assert paths.path(5) == b"/five" and paths.path(6) is None and searches == [[5, 6]]
+        clock.advance(pathfinder.FAILED_KEPT_S + 1)
+        await paths.look([5, 6])
+        assert searches.pop() == [6]
+        clock.advance(pathfinder.KEPT_S)
+        assert paths.path(5) is None
+        await paths.look(range(pathfinder.FILES_MAX * 2))
+        assert len(searches.pop()) == pathfinder.FILES_MAX
+        for first in range(0, 5 * pathfinder.KEPT_MAX, pathfinder.FILES_MAX):
+            await paths.look(range(first, first + pathfinder.FILES_MAX))
+        assert len(paths._known) <= pathfinder.KEPT_MAX
+    asyncio.run(main())
