@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import click
 
@@ -20,22 +21,22 @@ example: nvpool dump /srv/pool /backup/pool-metadata.dump
 def dump(pool: str, path: str, as_json: bool) -> None:
     """Write all metadata of one moment to FILE, while the pool serves."""
     from nvpool.sdk.dumpfile import dump
-    move_records(pool, path, "dump", dump, as_json)
+    records = move_records(pool, path, "dump", dump, as_json)
+    if as_json:
+        print_json({"file": path, "records": records})
+    else:
+        click.echo(f"{records:,} records: {path}; contents of files are not in it")
 
 
-def move_records(pool: str, path: str, verb: str, move, as_json: bool) -> None:
-    """Run `move` with a session and show how it goes."""
+def move_records(pool: str, path: str, verb: str, move, as_json: bool) -> Any:
+    """Run `move` with a session and show how it goes; what it returned."""
     from nvpool.cli.place import session
     from nvpool.cli.progress import Look, shown
     done = [0]
 
-    async def run() -> int:
+    async def run() -> Any:
         async with session(pool, verb) as client:
             return await shown(verb, move(client, path, lambda count: done.__setitem__(0, count)),
                                lambda: Look(done[0], None, "records", in_bytes=False), quiet=as_json)
 
-    records = asyncio.run(run())
-    if as_json:
-        print_json({"file": path, "records": records})
-    else:
-        click.echo(f"{records:,} records: {path}")
+    return asyncio.run(run())

@@ -19,7 +19,8 @@ exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
 
 @click.command("import", epilog="""
 Left out is what is there already with the size and modification time of its source: files get their times last, when
-their bytes are synced and compared. So after an interruption the same command goes on.
+their bytes are synced and compared. So after an interruption the same command goes on. --compare trusts no time: for files
+whose contents are missing after `nvpool load`.
 
 exit codes: 0 all is there; 1 some files could not be brought (they are named); 3 the pool did not answer: repeat later
 
@@ -32,6 +33,8 @@ examples:
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @parallel_option
 @verify_option
+@click.option("--compare", is_flag=True,
+              help="Read also what is there with the size and time of its source, and write what differs.")
 @exclude_option
 @json_option
 def import_tree(source: str, place: Place, as_json: bool, **wishes) -> int:

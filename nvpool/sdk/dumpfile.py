@@ -5,27 +5,32 @@
     frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (as in ARCHITECTURE.md)
     end        0xFFFFFFFF u32 · 8 u32 · CRC32C u32 · count of all records u64
 
-Written whole or not at all; checked whole before the first record of it is loaded. A dump holds no file contents.
-Called by `nvpool dump` and `nvpool load`.
+Written whole or not at all; checked whole before the first record of it is loaded. A dump holds no file contents: those are on
+the targets, and a load looks at some files whether they are there. Called by `nvpool dump` and `nvpool load`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat, from_os_error
+from nvpool.base.errors import CorruptRecord, InvalidRequest, NvpoolError, WrongFormat, from_os_error
 from nvpool.base.version import VERSION
+from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
+from nvpool.sdk.checkup import Checkup, Problem, check_metadata
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX
-from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
 MAGIC = b"nvpool dump 1\n"
 _FRAME = struct.Struct("<III")
@@ -33,6 +38,62 @@ _COUNT = struct.Struct("<Q")
 END_OF_FRAMES = 0xFFFFFFFF
 RECORDS_A_STEP = 5000
 HEADER_BYTES_MAX = 1 << 20
+SAMPLE_MAX = 64
+"""Files whose contents are looked for after a load: enough that a share of a twentieth that is missing hardly hides."""
+CHECKS_MAX = 4
+"""Fscks after a load, each of which mends what it finds: what one has mended may show the next a sum that is wrong. Two have
+always been enough."""
+
+
+@dataclass
+class Loaded:
+    """What a load has put into a pool, and what it found of it there."""
+
+    records: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    """What the records said against one another, all of it mended but for the last `left`."""
+    left: int = 0
+    files_sampled: int = 0
+    files_without_data: int = 0
+    """Of those that were sampled: they have a size, and no target has anything of them. They read as zeros."""
+    unanswered: str = ""
+    """Why some contents could not be looked for."""
+
+
+class _File(NamedTuple):
+    inode: int
+    table: int
+
+
+class _Sample:
+    """Up to SAMPLE_MAX files with contents, spread evenly over what it is shown, of however many."""
+
+    def __init__(self) -> None:
+        self._kept: list[_File] = []
+        self._stride = 0  # lines that are not looked at between two files
+        self._left = 0
+
+    def look(self, lines: bytes) -> None:
+        for line in lines.splitlines():
+            self._left -= 1
+            if self._left >= 0:
+                continue
+            try:
+                row = msgspec.json.decode(line, type=dict)
+                if row["type"] != "inode" or not stat.S_ISREG(row["mode"]) or not row["links"] or not row["size"] \
+                        or not row["blocks"]:
+                    continue
+                self._kept.append(_File(row["inode"], row["table"]))
+            except (msgspec.DecodeError, LookupError, TypeError):
+                continue  # the shard says what is wrong with it
+            self._left = self._stride
+            if len(self._kept) >= 2 * SAMPLE_MAX:
+                del self._kept[1::2]
+                self._stride = 2 * self._stride + 1
+
+    def files(self) -> list[_File]:
+        return [self._kept[at * len(self._kept) // SAMPLE_MAX] for at in range(SAMPLE_MAX)] \
+            if len(self._kept) > SAMPLE_MAX else self._kept
 
 
 async def dump(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
@@ -112,14 +173,15 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     return header
 
 
-async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
-    """Put the records of the dump `path` into the pool, which must be empty; how many.
+async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
+    """Put the records of the dump `path` into the pool, which must be empty.
 
     The whole file is checked first: WrongFormat, CorruptRecord, or InvalidRequest when the pool has other shards or settings,
     and nothing is changed. What the shard refuses (a pool that is not empty) comes as its error. When a load is broken off the
-    pool is half loaded: destroy it and begin again.
+    pool is half loaded: destroy it and begin again. Behind the last record the pool serves, and is checked and mended
+    (`nvpool fsck --repair` does it again, should this end before), and the contents of some files are looked for.
     """
-    pool_map, asking, count = client.pool_map, Asking(client), 0
+    pool_map, asking, loaded, sample = client.pool_map, Asking(client), Loaded(), _Sample()
     try:
         with open(path, "rb") as file:  # noqa: ASYNC230
             header = read_header(file)
@@ -134,13 +196,44 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
             if not set(last) <= set(header["shards"]):
                 raise CorruptRecord("the dump has records of a shard that its header does not name")
             file.seek(begin)
-            loaded: dict[int, int] = {}
+            taken: dict[int, int] = {}
             for at, (shard, records) in enumerate(frames(file)):
-                request = meta_pb2.LoadRequest(first=shard not in loaded, last=last[shard] == at)
+                request = meta_pb2.LoadRequest(first=shard not in taken, last=last[shard] == at)
                 reply, _ = await asking.shard(shard, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
-                loaded[shard] = reply.records  # of the whole load so far
-                count = sum(loaded.values())
-                on_records(count)
+                taken[shard] = reply.records  # of the whole load so far
+                loaded.records = sum(taken.values())
+                on_records(loaded.records)
+                sample.look(records)
     except OSError as error:
         raise from_os_error(error, f"reading {path}") from error
-    return count
+    await _settle(client, loaded)
+    await asyncio.gather(*[_look_for(asking, file, loaded) for file in sample.files()])
+    return loaded
+
+
+async def _settle(client, loaded: Loaded) -> None:
+    """Mend what the records say against one another, until nothing is found."""
+    for _ in range(CHECKS_MAX):
+        checkup = Checkup()
+        await check_metadata(client, checkup, repair=True)
+        loaded.left = checkup.found
+        if not checkup.found:
+            return
+        loaded.problems += checkup.problems
+
+
+async def _look_for(asking: Asking, file: _File, loaded: Loaded) -> None:
+    """Whether any target has anything of the file."""
+    table = asking.pool_map.table_by_id.get(file.table)
+    likely = table.chains[chain_of(file.inode, 0)].targets if table else ()
+    others = {target for chain in table.chains for target in chain.targets} - set(likely) if table else ()
+    try:
+        for target in (*likely, *others):
+            request = data_pb2.DescribeRequest(target=target, inode=file.inode, limit=1)
+            if (await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)).chunks:
+                break
+        else:
+            loaded.files_without_data += 1
+        loaded.files_sampled += 1
+    except NvpoolError as error:
+        loaded.unanswered = str(error)

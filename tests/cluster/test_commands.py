@@ -106,10 +106,30 @@ def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp
     try:
         assert "cut short" in nvpool("load", tmp_path / "q", tmp_path / "cut", code=4).stderr
         nvpool("load", tmp_path / "q", tmp_path / "flipped", code=4)
-        assert as_json("load", tmp_path / "q", tmp_path / "dump")["records"] == records
+        found = as_json("load", tmp_path / "q", tmp_path / "dump")
+        assert found["records"] == records and found["problems"] == [] and found["files_sampled"] > 40
+        assert found["files_without_data"] == found["files_sampled"], "contents are not in a dump"
         there, here = (as_json("file", "info", f"{place}:/dumped/deep/3") for place in (tmp_path / "q", pool))
         assert {key: here[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")} == {
             key: there[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")}
+    finally:
+        nvpool("dev", "down", tmp_path / "q")
+
+
+def test_a_load_says_that_contents_are_missing_and_how_to_restore_them(tmp_path):
+    (tmp_path / "file").write_text("content")
+    nvpool("dev", "up", tmp_path / "q", "--size", "128M")
+    nvpool("import", tmp_path / "file", f"{tmp_path / 'q'}:/file")
+    nvpool("dump", tmp_path / "q", tmp_path / "dump")
+    nvpool("dev", "down", tmp_path / "q")
+    nvpool("dev", "up", tmp_path / "q", "--size", "128M")
+    try:
+        done = nvpool("load", tmp_path / "q", tmp_path / "dump")
+        assert "contents of files are not in a dump" in done.stdout
+        assert "1 of 1 sampled files have no data here" in done.stderr and "nvpool import" in done.stderr
+        nvpool("import", "--compare", tmp_path / "file", f"{tmp_path / 'q'}:/file")
+        nvpool("export", f"{tmp_path / 'q'}:/file", tmp_path / "back")
+        assert (tmp_path / "back").read_text() == "content"
     finally:
         nvpool("dev", "down", tmp_path / "q")
 

@@ -253,6 +253,21 @@ def test_bytes_left_by_an_interrupted_import_are_compared_and_only_others_are_wr
     assert vfs.writes == 2 and (tmp_path / "root" / "file").read_bytes() == content
 
 
+def test_what_looks_as_its_source_is_read_and_mended_only_where_that_is_wanted(tmp_path):
+    (tmp_path / "root").mkdir()
+    content = os.urandom(3 * MIB)
+    there = tmp_path / "root" / "file"
+    (tmp_path / "file").write_bytes(content)
+    there.write_bytes(content[:MIB] + bytes(MIB) + content[2 * MIB:])
+    found = os.stat(tmp_path / "file")
+    os.utime(there, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert bring_in(tmp_path / "root", tmp_path / "file", b"/").skipped_files == 1
+    assert there.read_bytes() != content
+    vfs = DirectoryVfs(tmp_path / "root")
+    assert bring_in(None, tmp_path / "file", b"/", vfs=vfs, compare=True).skipped_files == 0
+    assert vfs.writes == 1 and there.read_bytes() == content
+
+
 def test_old_bytes_do_not_shine_through_the_holes_of_a_new_source(source, tmp_path):
     (tmp_path / "root/a/b").mkdir(parents=True)
     (tmp_path / "root/a/b/sparse").write_bytes(b"\xff" * 12 * MIB)

@@ -200,7 +200,7 @@ class _Import:
         if there is not None:
             if not stat.S_ISREG(there.mode):
                 raise AlreadyExists("exists in the pool and is not a file")
-            if there.size == found.st_size and there.mtime_ns == found.st_mtime_ns:
+            if there.size == found.st_size and there.mtime_ns == found.st_mtime_ns and not self._options.compare:
                 self._tally.files += 1
                 self._tally.bytes += found.st_size
                 self._tally.skipped_files += 1

@@ -23,6 +23,8 @@ class TransferOptions(NamedTuple):
     """Files at once. Small files wait for round trips and syncs, which are shared: below 16 a drive idles."""
     verify: bool = True
     """Read back what was written and compare its CRC32C with that of the source."""
+    compare: bool = False
+    """Of an import: read also what is there with the size and time of its source, and write what differs."""
     owners: bool = os.geteuid() == 0
     """Give files their owners; only root can."""
     exclude: tuple[str, ...] = ()

@@ -1,0 +1,133 @@
+"""A load into a pool says what it mended in the records, and of how many files the contents are not there."""
+
+import asyncio
+import os
+import struct
+
+import msgspec
+
+from nvpool.base.checksum import crc32c
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.vfs import Caller
+from nvpool.sdk import dumpfile
+from nvpool.sdk.checkup import Checkup, check
+from nvpool.sdk.dumpfile import SAMPLE_MAX, _Sample, dump, load
+from nvpool.testing.pool import LocalPool, run
+
+ROOT = Caller(0, 0)
+FULL = 5
+
+
+async def fill(client):
+    """FULL files with contents, and some that have none anywhere: empty, only a size, removed but open."""
+    vfs = client.vfs
+    for number in range(FULL):
+        _, handle = await vfs.create(ROOT_INODE, b"full %d" % number, 0o644, os.O_RDWR, ROOT)
+        await vfs.write(handle, number * 4_000_000, b"x" * 5000)
+        await vfs.release(handle)
+    await vfs.create(ROOT_INODE, b"empty", 0o644, os.O_RDWR, ROOT)
+    _, handle = await vfs.create(ROOT_INODE, b"hole", 0o644, os.O_RDWR, ROOT)
+    await vfs.setattr(handle.inode, size=1 << 30, caller=ROOT)
+    _, handle = await vfs.create(ROOT_INODE, b"gone", 0o644, os.O_RDWR, ROOT)
+    await vfs.write(handle, 0, b"y")
+    await vfs.flush(handle)
+    await vfs.unlink(ROOT_INODE, b"gone", ROOT)
+
+
+def dumped(path):
+    """The stores of a pool that was filled and dumped to `path`."""
+    stores = {}
+
+    async def main(pool):
+        client = await pool.client()
+        await fill(client)
+        await dump(client, path)
+        stores.update({key: store for key, store in pool._memory.items() if key[0] == "target"})
+    run(main)
+    return stores
+
+
+def loaded(path, stores=(), look=None):
+    async def main():
+        pool = LocalPool()
+        pool._memory.update(stores)
+        async with pool:
+            client = await pool.client()
+            found = await load(client, path)
+            checkup = Checkup()
+            await check(client, checkup)
+            assert {problem.kind for problem in checkup.problems} <= {"leaked"}
+            if look is not None:
+                await look(client)
+            return found
+    return asyncio.run(main())
+
+
+def rewritten(path, change):
+    """The dump at `path` with its lines as `change` gives them, whole and with right checksums."""
+    with open(path, "rb") as file:
+        dumpfile.read_header(file)
+        head = file.tell()
+        rows = [msgspec.json.decode(line) for _, records in dumpfile.frames(file) for line in records.splitlines()]
+        file.seek(0)
+        content = file.read(head)
+    records = b"".join(msgspec.json.encode(row) + b"\n" for row in change(rows))
+    content += dumpfile._FRAME.pack(1, len(records), crc32c(records)) + records
+    end = struct.pack("<Q", len(rows))
+    with open(path, "wb") as file:
+        file.write(content + dumpfile._FRAME.pack(dumpfile.END_OF_FRAMES, len(end), crc32c(end)) + end)
+
+
+def test_files_whose_contents_are_on_no_target_are_counted(tmp_path):
+    path = str(tmp_path / "dump")
+    stores = dumped(path)
+    found = loaded(path)
+    assert (found.files_sampled, found.files_without_data, found.unanswered) == (FULL, FULL, "")
+    found = loaded(path, stores)
+    assert (found.files_sampled, found.files_without_data, found.unanswered) == (FULL, 0, "")
+    assert not found.problems and not found.left
+
+
+def test_targets_that_do_not_answer_are_said_and_the_load_is_good(tmp_path):
+    path = str(tmp_path / "dump")
+    dumped(path)
+
+    async def main(pool):
+        for target in (1, 2):
+            await pool.stop_store(target)
+        found = await load(await pool.client(), path)
+        assert found.records and "no such listener" in found.unanswered
+        assert not found.files_sampled and not found.files_without_data
+    run(main)
+
+
+def test_records_that_contradict_one_another_are_mended_and_told(tmp_path):
+    path = str(tmp_path / "dump")
+    stores = dumped(path)
+
+    def spoil(rows):
+        victim = next(row for row in rows if row.get("name") == "full 3")
+        full = next(row for row in rows if row.get("name") == "full 1")
+        next(row for row in rows if row.get("type") == "inode" and row["inode"] == full["inode"])["links"] = 9
+        return [row for row in rows if row.get("type") != "inode" or row["inode"] != victim["inode"]]
+    rewritten(path, spoil)
+
+    async def look(client):
+        assert (await client.vfs.lookup(ROOT_INODE, b"full 1")).links == 1
+    found = loaded(path, stores, look)
+    assert {problem.kind for problem in found.problems} >= {"dentry", "links", "counts"} and not found.left
+    assert all(problem.repaired for problem in found.problems)
+
+
+def test_a_sample_is_spread_over_all_files_with_contents():
+    sample, made = _Sample(), 10_000
+    rows = [{"type": "inode", "inode": number, "mode": 0o100644, "links": 1, "size": 5, "blocks": number % 3, "table": 1}
+            for number in range(1, made + 1)]
+    rows[5:5] = [{"type": "dentry"}, {"type": "inode"}, {"type": "inode", "mode": "x"}, {}]
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows) + b"no json\n"
+    sample.look(lines)
+    files = [file.inode for file in sample.files()]
+    assert len(files) == SAMPLE_MAX == len(set(files)) and files == sorted(files)
+    assert all(number % 3 for number in files)
+    gaps = [after - before for before, after in zip([0, *files], [*files, made], strict=True)]
+    assert max(gaps) < 5 * made / SAMPLE_MAX
