@@ -229,5 +229,5 @@ class _Check:
         for at, problem in enumerate(self._checkup.problems):
             if problem.inode:
                 path = paths.get(problem.inode)
-                told = "of which no name can be found" if path is None else f"file {printable(path)}" if path else "without a name"
+                told = "no name of it can be found" if path is None else f"file {printable(path)}" if path else "without a name"
                 self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({told})")
