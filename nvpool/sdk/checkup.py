@@ -213,13 +213,15 @@ class _Check:
         cursor, done = b"", False
         while not done:
             reply = await self._asking.target(target, wire_pb2.DATA_SCRUB, data_pb2.ScrubRequest(
-                target=target, cursor=cursor, blocks=BLOCKS_A_STEP), data_pb2.ScrubReply)
+                target=target, cursor=cursor, blocks=BLOCKS_A_STEP, repair=self._repair), data_pb2.ScrubReply)
             self._checkup.blocks += reply.blocks
             for bad in reply.bad:
                 where = f"target {target}, chunk {bad.index} of inode {bad.inode}, block {bad.block}"
                 self._checkup.note(Problem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode))
             for text in reply.problems:
                 self._checkup.note(Problem("index", f"target {target}", text))
+            for text in reply.mended:
+                self._checkup.note(Problem("index", f"target {target}", text, repaired=True))
             cursor, done = reply.cursor, reply.done
 
     async def _name_files(self) -> None:

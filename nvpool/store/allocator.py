@@ -298,6 +298,15 @@ class Allocator:
             self._available += count
             self._count(group, count)
 
+    def claim(self, transaction: Transaction, place: int) -> bool:
+        """Take this block, which the stored map calls free. False, and nothing was done, where it is held: by a transaction
+        that is about to use it, or for one that gave it up."""
+        group, at = place >> GROUP_BITS, place & _GROUP_MASK
+        if self._held.get(group, 0) >> at & 1:
+            return False
+        self._take(transaction.taken, group, at, 1)
+        return True
+
     def take_back(self, transaction: Transaction) -> None:
         """The runs in transaction.taken are these blocks and no others: for a replay, before anything is given out."""
         for place, count in transaction.taken:

@@ -418,9 +418,9 @@ class BlockChunkStore:
     def bad_blocks(self) -> list[BadBlock]:
         return self.quarantine.listed()
 
-    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+    async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
         self._refuse_when_fenced()
-        return await self.scrubber.step(cursor, blocks)
+        return await self.scrubber.step(cursor, blocks, repair)
 
     def status(self) -> dict:
         allocator = self.allocator

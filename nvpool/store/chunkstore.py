@@ -113,6 +113,8 @@ class ScrubStep(NamedTuple):
     blocks: int
     bad: list[BadBlock]
     problems: list[str]
+    mended: list[str]
+    """Problems that are none any more."""
 
 
 class ChunkStore(Protocol):
@@ -172,9 +174,11 @@ class ChunkStore(Protocol):
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         """Up to `limit` inodes above `after` that have chunks here, in order, and whether there are more."""
 
-    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+    async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
         """Check about `blocks` blocks behind the cursor (b"": from the start) against their checksums, and at the end the free
-        map against the index. The cursor of an unfinished step is given to the next one."""
+        map against the index. The cursor of an unfinished step is given to the next one. `repair`: the free map is brought in
+        line with the index where that is certain, durably when the last step returns. Steps that are asked for at once are
+        done one after the other."""
 
     def bad_blocks(self) -> list[BadBlock]: ...
 

@@ -234,7 +234,7 @@ class MemoryChunkStore:
         found = sorted({inode for inode, _ in self._chunks if inode > after})
         return found[:limit], len(found) > limit
 
-    async def scrub(self, cursor: bytes, blocks: int) -> ScrubStep:
+    async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
         self._refuse_when_fenced()
         if cursor and (cursor[:1] != b"c" or len(cursor) != 13):
             raise InvalidRequest("not a cursor of a scrub")
@@ -249,8 +249,8 @@ class MemoryChunkStore:
                     self._note_bad(*name, number, text)
                     bad.append(BadBlock(*name, number, text))
             if checked >= blocks:
-                return ScrubStep(b"c" + struct.pack(">QI", *name), False, checked, bad, [])
-        return ScrubStep(b"", True, checked, bad, [])
+                return ScrubStep(b"c" + struct.pack(">QI", *name), False, checked, bad, [], [])
+        return ScrubStep(b"", True, checked, bad, [], [])
 
     def _note_bad(self, inode: int, index: int, block: int, text: str) -> None:
         self._bad.setdefault((inode, index, block), text)

@@ -301,9 +301,9 @@ class StoreService:
         self._later(call, self._do_scrub(call, request))
 
     async def _do_scrub(self, call: Call, request: pb.ScrubRequest) -> None:
-        step = await self.store.scrub(request.cursor, request.blocks)
+        step = await self.store.scrub(request.cursor, request.blocks, request.repair)
         reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
-                              map_epoch=self._epoch,
+                              mended=step.mended, map_epoch=self._epoch,
                               bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
         call.reply(reply.SerializeToString())
 

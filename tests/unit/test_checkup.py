@@ -1,7 +1,10 @@
 """fsck of metadata against stores: what belongs to nobody is found, and removed only when that is wanted."""
 
+import asyncio
 import os
 import struct
+
+from test_store_damage import leak
 
 from nvpool.base import grants
 from nvpool.base.checksum import piece_checksums
@@ -10,7 +13,7 @@ from nvpool.client.vfs import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.checkup import Checkup, check
 from nvpool.sdk.dumpfile import dump, load
-from nvpool.testing.pool import run
+from nvpool.testing.pool import LocalPool, run
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 GHOST = 4242
@@ -72,6 +75,22 @@ def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_p
     counts: list[int] = []
     run(made)
     run(loaded)
+
+
+def test_blocks_that_nobody_names_are_given_back_only_when_that_is_wanted(tmp_path):
+    async def main():
+        async with LocalPool(tmp_path) as pool:
+            client = await pool.client()
+            store = pool.stores[1].store
+            leak(store, 5)
+            used = store.status()["used_bytes"]
+            for repair, repaired, left in ((False, [False], 5), (True, [True], 0), (True, [], 0)):
+                found = await checked(client, repair=repair)
+                assert [problem.repaired for problem in found.problems] == repaired
+                assert all("5 blocks" in problem.text and problem.where == "target 1" for problem in found.problems)
+                assert store.status()["used_bytes"] == used - (5 - left) * 4096
+
+    asyncio.run(main())
 
 
 def test_chunks_of_a_file_that_never_was_are_found_and_removed_on_request():

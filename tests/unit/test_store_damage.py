@@ -118,14 +118,120 @@ async def test_a_scrub_compares_index_and_free_map_both_ways(store):
     assert len(problems) == 7
 
 
+def leak(store, count):
+    """Blocks that nobody names."""
+    transaction = Transaction()
+    store.allocator.allocate(transaction, count)
+    store.apply(transaction, [])
+    return transaction.taken
+
+
+def unmark(store, inode, block):
+    """Let the free map call a block free that a chunk names; its place."""
+    place = store.index.chunk(inode, 0).segments[0].disk[block]
+    transaction = Transaction()
+    transaction.free((place, 1))
+    store.apply(transaction, [])
+    return place
+
+
+async def mended(store, blocks=1 << 14):
+    cursor, found, left = b"", [], []
+    while True:
+        step = await store.scrub(cursor, blocks, True)
+        found += step.mended
+        left += step.problems
+        if step.done:
+            return found, left
+        cursor = step.cursor
+
+
 @on_a_store
-async def test_writes_during_a_scrub_are_no_problem(store):
+async def test_a_scrub_that_may_brings_the_free_map_in_line_with_the_index(store):
+    for inode in (1, 2, 3):
+        await put(store, inode, 0, 0, some_bytes(20_000, inode))
+    used = store.status()["used_bytes"]
+    leak(store, 3)
+    leak(store, 40)
+    place = unmark(store, 2, 1)
+    await store.flush()
+    with pytest.raises(errors.InvariantBroken):
+        await store.remove([2])
+    found, left = await mended(store, blocks=5)
+    assert left == [] and len(found) == 2 and f"lies at {place}," in found[0] and found[1].startswith("43 blocks from")
+    await is_sound(store)
+    assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, "flushed, so free"
+    assert await content(store, 2, 0, 20_000) == some_bytes(20_000, 2)
+    await store.remove([1, 2, 3])
+    await store.flush()
+    assert store.status()["used_bytes"] == 0
+    await is_sound(store)
+
+
+@on_a_store
+async def test_nothing_is_given_back_while_a_record_can_not_be_read(store):
+    for inode in (1, 2):
+        await put(store, inode, 0, 0, some_bytes(20_000, inode))
+    key = segment_key(1, 0, 0)
+    raw = store.kv.get(key)
+    for spoil in (lambda: store.kv.apply([(key, b"\xffof a later version")]), lambda: setattr(store.kv, "damaged", {key})):
+        spoil()
+        used = store.allocator.used_blocks
+        found, left = await mended(store)
+        assert not found and len(left) == 1 and store.allocator.used_blocks == used
+        store.kv.apply([(key, raw)])
+    leak(store, 2)
+    store.kv.apply([(b"p" + key[1:], raw)])
+    found, left = await mended(store)
+    assert not found and len(left) == 1, "pending versions name blocks too"
+    store.kv.apply([(b"p" + key[1:], None)])
+    found, left = await mended(store)
+    assert len(found) == 1 and not left
+    await is_sound(store)
+
+
+@on_a_store
+async def test_passes_that_cross_one_another_give_nothing_back_that_is_named(store):
+    for inode in range(1, 30):
+        await put(store, inode, 0, 0, some_bytes(20_000, inode))
+    cursors = [b"", b""]
+
+    async def step(which):
+        done = await store.scrub(cursors[which], 7, True)
+        cursors[which] = done.cursor
+        assert not done.mended and not done.problems
+    for turn in range(60):
+        await asyncio.gather(step(0), step(1), *([step(0)] if turn % 7 == 3 else []))
+        if turn % 5 == 4:
+            cursors[turn % 2] = b""
+    for inode in range(1, 30):
+        assert await content(store, inode, 0, 20_000) == some_bytes(20_000, inode)
+    await is_sound(store)
+
+
+@on_a_store
+async def test_a_block_that_is_about_to_be_given_out_is_not_claimed(store):
+    await put(store, 1, 0, 0, some_bytes(20_000))
+    place = unmark(store, 1, 2)
+    found, left = await mended(store)
+    assert not found and len(left) == 1, "held until the change that freed it is durable"
+    await store.flush()
+    found, left = await mended(store)
+    assert len(found) == 1 and not left and store.allocator.is_used(place)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_writes_during_a_scrub_are_no_problem(repair):
+    on_a_store(lambda store: writes_during_a_scrub(store, repair))()
+
+
+async def writes_during_a_scrub(store, repair):
     for inode in range(1, 30):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))
     cursor, problems, bad, turn = b"", [], [], 0
     while True:
-        step = await store.scrub(cursor, 5)
-        problems += step.problems
+        step = await store.scrub(cursor, 5, repair)
+        problems += [*step.problems, *step.mended]
         bad += step.bad
         if step.done:
             break

@@ -1,6 +1,7 @@
 """The order of durable steps, one by one and then all at once under losses of power at any moment."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
@@ -9,15 +10,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from test_store_damage import leak, mended, unmark
 
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import Fenced, NoSpace
 from nvpool.base.ids import RequestId
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.store.allocator import Waiting
 from nvpool.store.block_chunkstore import BlockChunkStore
 from nvpool.store.chunkstore import StoreOptions
 from nvpool.store.device import MemoryDevice
 from nvpool.store.reads import READ
+from nvpool.store.records import segment_key
 from nvpool.store.recovery import ReplayCheck
 from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, scrubbed, some_bytes
 
@@ -397,6 +401,23 @@ async def _history(seed, turns):
                         model.write(turn, inode, block, [model.now((inode, block))[:kept].ljust(BLOCK, b"\0")], False)
                 model.flushed()  # a cut is flushed when it answers, and all before it with it
                 one.remember_journal()
+            elif what < 0.92:
+                await _spoil_the_map(store, chance, inodes)
+                await store.flush()
+                model.flushed()
+                one.remember_journal()
+                if chance.random() < 0.5:  # the power goes before the mending is flushed
+                    flush, store.flush = store.flush, _nothing
+                    found, left = await mended(store, chance.choice([7, 1 << 14]))
+                    store.flush = flush
+                    if chance.random() < 0.5:
+                        await store.kv.sync()
+                    store = await (one.die_with_the_journal(None) if chance.random() < 0.5 else one.die())
+                    one.remember_journal()
+                found, left = await mended(store, chance.choice([7, 1 << 14]))
+                assert not left
+                one.remember_journal()
+                await is_sound(store)
             else:
                 power = chance.random() < 0.7
                 share = chance.choice([0, 0.5, 0.9, 1])
@@ -422,6 +443,56 @@ async def _history(seed, turns):
         assert store.status()["used_bytes"] == 0
     finally:
         await one.close()
+
+
+async def _spoil_the_map(store, chance, inodes):
+    """Blocks that nobody names, and some that are named and called free."""
+    with contextlib.suppress(NoSpace, Waiting):
+        leak(store, chance.choice([1, 3, 30]))
+    for inode in range(1, inodes + 1):
+        chunk = store.index.chunk(inode, 0)
+        if chunk.version and chance.random() < 0.5:
+            named = [at for at, place in enumerate(store.index.segment(chunk, 0).disk) if place]
+            for block in chance.sample(named, min(len(named), chance.choice([1, 4]))):
+                unmark(store, inode, block)
+
+
+async def _nothing():
+    pass
+
+
+@on_a_forgetting_drive
+async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of_power_can_bring_their_names_back(one):
+    """A record that can not be read is removed, and what it named is freed by a scrub: while the removal is not on the drive,
+    the bytes must stay, for the record will be back."""
+    store = one.store
+    await put(store, 1, 0, 0, some_bytes(40_000))
+    await put(store, 2, 0, 0, some_bytes(40_000, 2))
+    await store.flush()
+    one.remember_journal()
+    places = set(store.index.chunk(1, 0).segments[0].disk)
+    key = segment_key(1, 0, 0)
+    store.kv.apply([(key, None)])  # as trim does with what it can not read: the blocks stay used
+    store.index.clear()
+    flush, store.flush = store.flush, _nothing
+    found, left = await mended(store)
+    store.flush = flush
+    assert len(found) == 1 and not left and store.allocator.held_blocks == len(places)
+    for inode in range(10, 40):
+        await put(store, inode, 0, 0, some_bytes(100_000, inode))
+        assert not places & set(store.index.chunk(inode, 0).segments[0].disk)
+    store = await one.die_with_the_journal(None)
+    assert await content(store, 1, 0, 40_000) == some_bytes(40_000)
+    await is_sound(store)
+    store.kv.apply([(key, None)])
+    store.index.clear()
+    await mended(store)
+    one.remember_journal()
+    assert not store.allocator.held_blocks
+    store = await one.die_with_the_journal(None)
+    assert await content(store, 1, 0, 4096) == bytes(4096)
+    assert await content(store, 2, 0, 40_000) == some_bytes(40_000, 2)
+    await is_sound(store)
 
 
 @pytest.mark.parametrize("seed", range(8))

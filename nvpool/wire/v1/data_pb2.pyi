@@ -181,16 +181,18 @@ class ListReply(_message.Message):
     def __init__(self, inodes: _Optional[bytes] = ..., more: _Optional[bool] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ScrubRequest(_message.Message):
-    __slots__ = ("target", "cursor", "blocks", "map_epoch")
+    __slots__ = ("target", "cursor", "blocks", "map_epoch", "repair")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
     target: int
     cursor: bytes
     blocks: int
     map_epoch: int
-    def __init__(self, target: _Optional[int] = ..., cursor: _Optional[bytes] = ..., blocks: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    repair: bool
+    def __init__(self, target: _Optional[int] = ..., cursor: _Optional[bytes] = ..., blocks: _Optional[int] = ..., map_epoch: _Optional[int] = ..., repair: _Optional[bool] = ...) -> None: ...
 
 class BadBlock(_message.Message):
     __slots__ = ("inode", "index", "block", "text")
@@ -205,20 +207,22 @@ class BadBlock(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., block: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ScrubReply(_message.Message):
-    __slots__ = ("cursor", "done", "blocks", "bad", "problems", "map_epoch")
+    __slots__ = ("cursor", "done", "blocks", "bad", "problems", "map_epoch", "mended")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BAD_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MENDED_FIELD_NUMBER: _ClassVar[int]
     cursor: bytes
     done: bool
     blocks: int
     bad: _containers.RepeatedCompositeFieldContainer[BadBlock]
     problems: _containers.RepeatedScalarFieldContainer[str]
     map_epoch: int
-    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    mended: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., map_epoch: _Optional[int] = ..., mended: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DataStatusRequest(_message.Message):
     __slots__ = ("target",)
