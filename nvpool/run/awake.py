@@ -7,8 +7,8 @@ written and closed by one thread, and 1,600 to 1,800 with its processors kept aw
 /dev/cpu_dma_latency (Documentation/power/pm_qos_interface.rst of Linux) from the first request of a burst until LINGER_S after
 its last one. Nothing runs meanwhile that would take time from others: it is the idle loop of the kernel that polls.
 
-Called by the programs beside it. Never fails: without the device or the right to it (containers, other users than root) processors
-sleep as they like, and one line of the log says so.
+Called by the programs beside it. Never fails: without the device or the right to it (containers, other users than root)
+processors sleep as they like, and one line of the log says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINGER_S = 0.05
 """Longer than an application takes between two requests of one burst, short enough to cost nothing on an idle machine."""
 
 SHALLOW_US = 2
-"""Wake-ups of up to this long are allowed on real processors: C1 of today's (1 to 2 µs) is, C1E and deeper (10 to 200 µs) are not."""
+"""Wake-ups of up to this long are allowed on real processors: C1 of today's (1 to 2 µs) is, deeper sleep (10 to 200 µs) is not."""
 
 NO_LIMIT_US = 2_000_000_000
 """PM_QOS_CPU_LATENCY_DEFAULT_VALUE."""

@@ -38,8 +38,8 @@ _IOV_MAX = 1024
 DIRECT_WRITE_BYTES = 128 * 1024
 """From here on a write goes past the page cache where the file system allows it. The loop waits for either: 1 MiB took 0.8 ms
 to the drive, with the processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the
-sync then writes all the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps the two coherent, and
-no block is read and written at a time: what is written is free until the index names it."""
+sync then writes all the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps the two coherent,
+and no block is read and written at a time: what is written is free until the index names it."""
 
 
 class Device(Protocol):
