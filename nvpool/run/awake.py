@@ -23,7 +23,7 @@ LINGER_S = 0.05
 """Longer than an application takes between two requests of one burst, short enough to cost nothing on an idle machine."""
 
 SHALLOW_US = 2
-"""Wake-ups of up to this long are allowed on real processors: C1 of today's (1 to 2 µs) is, deeper sleep (10 to 200 µs) is not."""
+"""Real processors may sleep so that they are back within this: in C1 (1 to 2 µs), not deeper (10 to 200 µs)."""
 
 NO_LIMIT_US = 2_000_000_000
 """PM_QOS_CPU_LATENCY_DEFAULT_VALUE."""
