@@ -1,24 +1,24 @@
 """The floor under every mount: FUSE requests answered from memory by the same adapter and engine, without a pool.
 
-    python bench/fuse_floor.py MOUNTPOINT        serves until unmounted or interrupted
+    python bench/fuse_floor.py [--engine kernel|pyfuse3] MOUNTPOINT        serves until unmounted or interrupted
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import uvloop
 
+from nvpool.fuse.engine import ENGINES, MountOptions, make_engine
 from nvpool.fuse.ops import FuseOps
-from nvpool.fuse.pyfuse3_engine import MountOptions, Pyfuse3Engine
 from nvpool.testing.memory_vfs import MemoryVfs
 
 
-async def serve(mount_point: Path) -> None:
-    engine = Pyfuse3Engine(FuseOps(MemoryVfs()), mount_point, MountOptions("floor"), lambda: print("ready", flush=True))
+async def serve(name: str, mount_point: Path) -> None:
+    engine = make_engine(name, FuseOps(MemoryVfs()), mount_point, MountOptions("floor"), lambda: print("ready", flush=True))
     engine.mount()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -30,4 +30,8 @@ async def serve(mount_point: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(Path(sys.argv[1]).resolve()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, default="auto")
+    parser.add_argument("mount_point", type=Path)
+    given = parser.parse_args()
+    uvloop.run(serve(given.engine, given.mount_point.resolve()))

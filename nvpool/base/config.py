@@ -93,6 +93,8 @@ class ClientSection(msgspec.Struct, frozen=True):
     """Mounts and programs on this node that are given this pool directory."""
 
     deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
+    engine: Annotated[Literal["auto", "kernel", "pyfuse3"], Meta(
+        description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer")] = "auto"
     attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
     entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
     write_buffer_bytes: Annotated[int, Meta(

@@ -56,6 +56,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...] = ()
     mountpoint: str = ""
     software: str = ""
+    engine: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -274,10 +275,10 @@ class PoolDirectory:
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
-                 software: str = "") -> ProcessState:
+                 software: str = "", engine: str = "") -> ProcessState:
     """The state of this process, for PoolDirectory.announce."""
     pid, start, boot = own_identity()
-    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software)
+    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine)
 
 
 def check_name(name: str) -> None:

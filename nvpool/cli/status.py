@@ -18,7 +18,8 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
               draining, fenced, silent: it runs but does not answer, stopped), restarts, since_ms, endpoints, counters;
               of a shard inodes, sessions, to_collect; of a target drive, path, used_bytes, read_path, direct, and
               bad_blocks: inode, index (of the chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty:
-              the file has no name any more)
+              the file has no name any more);
+              of a mount mountpoint, engine (kernel, pyfuse3)
   drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
   problems    sentences; none when all is well
 
@@ -76,4 +77,6 @@ def _what(process: dict[str, Any]) -> str:
         return f"{process['kind']}, {process['read_path']}{', O_DIRECT' if process.get('direct') else ''}"
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
-    return process.get("mountpoint") or process.get("reason") or ""
+    if process.get("mountpoint"):
+        return process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
+    return process.get("reason") or ""

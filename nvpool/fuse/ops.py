@@ -1,8 +1,8 @@
 """What each request of the FUSE kernel module means, for any engine that speaks to the kernel.
 
-An engine (`pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it turns into an errno
-with `errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests without a mount. Below it
-is the client's Vfs; this layer adds only what a *kernel* needs:
+An engine (`kernel_engine`, `pyfuse3_engine`) unpacks a request, calls the method here, packs the answer; what is raised it
+turns into an errno with `errno_of`. Nothing here knows a library or the kernel's structures, so all of it runs in tests
+without a mount. Below it is the client's Vfs; this layer adds only what a *kernel* needs:
 
 * the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
   was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
@@ -37,6 +37,8 @@ from nvpool.wire.v1.meta_pb2 import Attr
 log = logging.getLogger(__name__)
 
 S_IFDIR = 0o040000
+S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
+SET_IDS = S_ISUID | S_ISGID
 HAS_XATTRS = 1
 CAPABILITY = b"security.capability"
 
@@ -61,14 +63,19 @@ class FuseOptions(NamedTuple):
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 1.0
+    writeback: bool = False
+    """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
+    keeps its pages from open to open."""
 
 
 class Opened(NamedTuple):
-    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right."""
+    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right; no_flush:
+    nothing has to be done when a descriptor of it is closed."""
 
     handle: int
     direct_io: bool
     keep_cache: bool
+    no_flush: bool = False
 
 
 def errno_of(error: BaseException, request: str) -> int:
@@ -91,6 +98,15 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
+def _without_set_ids(mode: int) -> int | None:
+    """The permissions that a regular file keeps when somebody writes it who may not make set-id files; None: all of them. A
+    set-gid bit without the right to execute means something else."""
+    kept = mode & 0o7777 & ~S_ISUID
+    if mode & S_IXGRP:
+        kept &= ~S_ISGID
+    return kept if kept != mode & 0o7777 else None
+
+
 class _OpenDirectory:
     """A listing's place. `entries[at:]` were read ahead and follow `cursor`."""
 
@@ -109,6 +125,9 @@ class _OpenDirectory:
 
 class FuseOps:
     """See the module. Used from one event loop; methods may run at the same time."""
+
+    record_locks = False
+    """Whether locks of fcntl(2) are kept here: then every close of a descriptor has to be heard of, which ends its locks."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
         self._vfs = vfs
@@ -158,10 +177,13 @@ class FuseOps:
 
     async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
                       gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
-                      mtime_ns: int | None = None) -> Attr:
-        """`handle`: of the open file where the application named one (ftruncate), which allows what the mode may not."""
+                      mtime_ns: int | None = None, drop_set_ids: bool = False) -> Attr:
+        """`handle`: of the open file where the application named one (ftruncate), which allows what the mode may not. A time
+        may be NOW. `drop_set_ids`: the caller may not change a set-id file and leave it one."""
         if size is not None:
             mtime_ns = None  # a change of size is stamped by the service
+        if drop_set_ids and mode is None:
+            mode = _without_set_ids((await self._vfs.getattr(inode)).mode)
         try:
             return self._telling(await self._vfs.setattr(
                 inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
@@ -222,8 +244,13 @@ class FuseOps:
 
     # -- open files --------------------------------------------------------------------------------------------------
 
-    async def open(self, inode: int, flags: int, caller: Caller) -> Opened:
+    async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
+        """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
+        if self.options.writeback and flags & os.O_ACCMODE == os.O_WRONLY:
+            flags ^= os.O_WRONLY | os.O_RDWR  # the kernel reads the rest of the pages that it writes
         file = await self._vfs.open(inode, flags, caller)
+        if drop_set_ids:
+            await self._drop_set_ids(file)
         attr = file.attr
         if not attr.links and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
@@ -239,6 +266,12 @@ class FuseOps:
             self._changes += 1
         return self._telling(attr), self._opened(file, flags)
 
+    async def _drop_set_ids(self, file) -> None:
+        mode = _without_set_ids(file.attr.mode)
+        if mode is not None:
+            await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
+            self.invalidate_attributes(file.inode)
+
     def _opened(self, file, flags: int) -> Opened:
         attr = file.attr
         seen = self._seen
@@ -250,17 +283,23 @@ class FuseOps:
             self._changes += 1
         self._last_handle = handle = self._last_handle + 1
         self._files[handle] = file
-        return Opened(handle, flags & os.O_APPEND and flags & os.O_ACCMODE != os.O_RDONLY,
-                      before is not None and before[0] == attr.change)
+        reads_only = flags & os.O_ACCMODE == os.O_RDONLY
+        return Opened(handle, bool(flags & os.O_APPEND and not reads_only),
+                      self.options.writeback or before is not None and before[0] == attr.change,
+                      reads_only and not self.record_locks)
 
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
         return self._vfs.read(self._files[handle], offset, size)
 
-    async def write(self, handle: int, offset: int, buffer) -> int:
-        """All of `buffer`, or an error. It is ours until the file is flushed and must not change."""
+    async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False) -> int:
+        """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
+        setattr."""
+        file = self._files[handle]
+        if drop_set_ids and file.attr.mode & SET_IDS:
+            await self._drop_set_ids(file)
         try:
-            return await self._vfs.write(self._files[handle], offset, buffer)
+            return await self._vfs.write(file, offset, buffer)
         finally:
             self._changes += 1
 

@@ -30,8 +30,10 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_r
 
 from nvpool.base.errors import InUse, NvpoolError, Unavailable
 from nvpool.client.vfs.contract import Caller
+from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.mount import Mount, mount_at, unmount
 from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.protocol.replies import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -49,26 +51,15 @@ So a machine whose cores are all busy does not pay for it."""
 BURST_MAX = 16
 """Requests that a worker may take one after the other before everything else on the loop gets its turn."""
 
-BLKSIZE = 64 << 10
-"""st_blksize: what stdio and Python allocate for each open file; copying tools use more on their own."""
-
-
-class MountOptions(NamedTuple):
-    pool: str
-    read_only: bool = False
-    allow_other: bool = True
-    extra: tuple[str, ...] = ()
-    """Further options of mount(8): noexec, suid, dev, …"""
-
-    def strings(self) -> set[str]:
-        """No max_read: libfuse wants the same number from an init handler that pyfuse3 does not let us have. Reads are
-        limited by the 256 pages of libfuse's buffer, 1 MiB, anyhow."""
-        options = {f"fsname=nvpool:{self.pool}", "subtype=nvpool", "default_permissions", *self.extra}
-        if self.allow_other:
-            options.add("allow_other")
-        if self.read_only:
-            options.add("ro")
-        return options
+def _words(options: MountOptions) -> set[str]:
+    """No max_read: libfuse wants the same number from an init handler that pyfuse3 does not let us have. Reads are limited by
+    the 256 pages of libfuse's buffer, 1 MiB, anyhow."""
+    words = {f"fsname=nvpool:{options.pool}", "subtype=nvpool", "default_permissions", *options.extra}
+    if options.allow_other:
+        words.add("allow_other")
+    if options.read_only:
+        words.add("ro")
+    return words
 
 
 class _Closed(Exception):
@@ -205,7 +196,7 @@ def _entry(attr, options) -> EntryAttributes:
     entry.st_gid = attr.gid
     entry.st_size = attr.size
     entry.st_blocks = attr.blocks
-    entry.st_blksize = BLKSIZE
+    entry.st_blksize = BLOCK_BYTES
     entry.st_rdev = attr.rdev
     entry.st_atime_ns = attr.atime_ns
     entry.st_mtime_ns = attr.mtime_ns
@@ -413,10 +404,9 @@ def _do_without_splice() -> None:
 
 
 class Pyfuse3Engine:
-    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return. One in a process.
+    """See engine.Engine. One in a process."""
 
-    `on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come."""
-
+    name = "pyfuse3"
     _taken = False
 
     def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
@@ -439,7 +429,7 @@ class Pyfuse3Engine:
             raise InUse("pyfuse3 can serve one mount per process")
         _do_without_splice()
         try:
-            pyfuse3.init(self._requests, os.fspath(self._mount_point), self._options.strings())
+            pyfuse3.init(self._requests, os.fspath(self._mount_point), _words(self._options))
         except RuntimeError as error:
             raise Unavailable(f"{self._mount_point} could not be mounted: {error}") from None
         Pyfuse3Engine._taken = True

@@ -21,14 +21,14 @@ import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory, announcement
-from nvpool.base.errors import InUse, NvpoolError
+from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import configured
 from nvpool.client.session import Client
+from nvpool.fuse.engine import ENGINES, MountOptions, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
-from nvpool.fuse.pyfuse3_engine import MountOptions, Pyfuse3Engine
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
@@ -41,6 +41,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nvpool.run.mount_daemon", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
     parser.add_argument("mountpoint", type=Path, help="an empty directory")
+    parser.add_argument("--engine", choices=ENGINES, help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux "
+                        "5.4 and newer (auto)")
     parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
     parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")
@@ -51,6 +53,15 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
     parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
                         help="how far the kernel reads ahead of a sequential reader (1M)")
+    parser.add_argument("--max-read", type=parse_bytes, default=0, metavar="BYTES",
+                        help="of one request, engine kernel (what the kernel allows: 1M, or fs.fuse.max_pages_limit pages)")
+    parser.add_argument("--max-background", type=int, default=128, metavar="N",
+                        help="requests in work that no call waits for, as read-ahead; engine kernel (128)")
+    parser.add_argument("--congestion-threshold", type=int, default=0, metavar="N",
+                        help="of those, when the kernel begins to hold back; engine kernel (three quarters)")
+    parser.add_argument("--writeback", action="store_true",
+                        help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
+                             "or program changes these files")
     parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
                         help="of mount(8): noexec, suid, dev, …")
@@ -107,20 +118,25 @@ class _Mounted:
             options=configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s)))
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),
-                                              _given(arguments.negative_timeout_s, section.entry_timeout_s)))
+                                              _given(arguments.negative_timeout_s, section.entry_timeout_s),
+                                              arguments.writeback))
         # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
         options = MountOptions(client.pool_map.name, arguments.read_only,
-                               not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra))
+                               not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra),
+                               arguments.max_read, arguments.max_background, arguments.congestion_threshold,
+                               arguments.writeback)
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
         awake = Awake(self._config.processors.awake)
-        engine = Pyfuse3Engine(ops, self._place, options, self._ready, awake.touch)
+        engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
+        if arguments.writeback and engine.name != "kernel":
+            raise InvalidRequest(f"--writeback needs engine kernel, this is {engine.name}")
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:
             set_read_ahead(engine.mount(), arguments.read_ahead)
             if self._directory is not None:
                 self._directory.announce(name, announcement(
-                    "mount", mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}",
+                    "mount", mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}", engine=engine.name,
                     now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())

@@ -268,7 +268,7 @@ class Supervisor:
         for name, state in self._directory.states().items():
             if state.role in ("mount", "holder"):
                 processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
-                                  "since_ms": state.since_ms, "mountpoint": state.mountpoint})
+                                  "since_ms": state.since_ms, "mountpoint": state.mountpoint, "engine": state.engine})
         in_chains = {t for table in pool_map.tables for chain in table.chains for t in chain.targets}
         drives = []
         for drive in pool_map.drives:

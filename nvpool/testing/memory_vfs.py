@@ -15,7 +15,7 @@ from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
-from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
+from nvpool.client.vfs.contract import NOW, RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
 
 HAS_XATTRS = 1
@@ -158,9 +158,9 @@ class MemoryVfs:
             attr.gid = gid
         self._touch(node, content=size is not None)
         if atime_ns is not None:
-            attr.atime_ns = atime_ns
+            attr.atime_ns = self._clock.wall_ns() if atime_ns == NOW else atime_ns
         if mtime_ns is not None:
-            attr.mtime_ns = mtime_ns
+            attr.mtime_ns = self._clock.wall_ns() if mtime_ns == NOW else mtime_ns
         return attr
 
     @staticmethod

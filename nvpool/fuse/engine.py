@@ -1,0 +1,71 @@
+"""What an engine is given, what it does, and which one is taken.
+
+`kernel` speaks the kernel's protocol itself (Linux 5.4 and later), `pyfuse3` goes through libfuse. Both stand on `fuse/ops`.
+Called by run/mount_daemon and bench; libraries are imported only by the engine that is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from nvpool.fuse.mount import Mount
+from nvpool.fuse.ops import FuseOps
+
+ENGINES = ("auto", "kernel", "pyfuse3")
+KERNEL_MIN = (5, 4)
+"""The first Linux with version 7.31 of the protocol."""
+
+
+class MountOptions(NamedTuple):
+    pool: str
+    read_only: bool = False
+    allow_other: bool = True
+    extra: tuple[str, ...] = ()
+    """Further options of mount(8): noexec, suid, dev, …"""
+    max_read: int = 0
+    """Bytes in one READ; 0: as many as the kernel allows. As the others below, only of engine `kernel`."""
+    max_background: int = 128
+    """Requests in work that nobody waits for (read-ahead, write-back, large direct I/O); more wait in the kernel."""
+    congestion_threshold: int = 0
+    """Of those, from how many on the kernel reads less ahead; 0: three quarters of max_background."""
+    writeback: bool = False
+    """Let the kernel keep written pages and write them later. Only where nobody else changes what is mounted."""
+
+
+class Engine(Protocol):
+    """One mount. `mount`, then `serve` until it returns, then `close`; `stop` makes `serve` return."""
+
+    name: str
+
+    def mount(self) -> Mount:
+        """The mount is in the name space when this returns; requests are answered once `serve` runs.
+
+        InUse, Unavailable, AccessDenied, InvalidRequest   not mounted, and why
+        """
+
+    async def serve(self) -> None:
+        """Answer requests until the mount is gone or `stop` is called. Unavailable when /dev/fuse fails."""
+
+    def stop(self) -> None:
+        """Take no further request; `serve` returns when those in work are answered."""
+
+    def close(self) -> None:
+        """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice."""
+
+
+def make_engine(name: str, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None]) -> Engine:
+    """`name` is one of ENGINES."""
+    if name == "kernel" or name == "auto" and kernel_version() >= KERNEL_MIN:
+        from nvpool.fuse.kernel_engine import KernelEngine
+        return KernelEngine(ops, mount_point, options, on_ready)
+    from nvpool.fuse.pyfuse3_engine import Pyfuse3Engine
+    return Pyfuse3Engine(ops, mount_point, options, on_ready)
+
+
+def kernel_version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

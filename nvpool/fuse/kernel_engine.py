@@ -1,0 +1,330 @@
+"""The direct engine: the FUSE kernel protocol on /dev/fuse, from one event loop, without libfuse.
+
+This file mounts, agrees on the protocol, reads requests and keeps those that wait; `fuse/kernel_requests` takes them apart and
+answers them. Called by run/mount_daemon and bench/fuse_floor. What it never does: decide what a request means, or end because
+of one.
+
+A request costs one readv and one writev. Its coroutine is driven by hand (`fuse/step`): what is known here is answered before
+the next request is read, without a task; what has to wait goes on when its future is done. Requests are read until there is
+none, so that reads which wait in the kernel together are asked for together (client/chunkclient gathers those of one turn).
+
+Signals: as with a local drive a call ends before a signal is looked at, except when its caller is dying anyway. So nobody meets
+an EINTR that ext4 would not give; but who waits for a store that is gone can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import select
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nvpool.base.errors import NvpoolError, Unavailable
+from nvpool.fuse.attach import attach
+from nvpool.fuse.engine import MountOptions
+from nvpool.fuse.kernel_requests import KernelRequests
+from nvpool.fuse.mount import Mount, mount_at, unmount
+from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import (
+    MAJOR,
+    MINOR,
+    MINOR_MIN,
+    PAGE,
+    READ_BUFFER_MIN,
+    UNANSWERED,
+    Init,
+    Op,
+)
+from nvpool.fuse.protocol.requests import Malformed
+from nvpool.fuse.step import Step
+
+log = logging.getLogger(__name__)
+
+BURST_MAX = 64
+"""Requests taken before everything else on the loop gets its turn."""
+
+IN_WORK_MAX = 1024
+"""Requests in work at once; what comes above it waits in the kernel. Those that nobody waits for are fewer: max_background."""
+
+SPIN_LOOKS = 48
+"""About 20 µs. A sleeping process of a virtual machine is awake 25 µs after its wake-up."""
+
+SPIN_CREDIT_MAX = 16
+"""Each look-out that finds a request earns two more, each in vain costs one; without credit only every 32nd time is tried.
+So a machine whose cores are all busy does not pay for it."""
+
+REQUEST_PAGES_MAX = 4096
+"""16 MiB. The kernel allows 256 (1 MiB) unless fs.fuse.max_pages_limit says more."""
+
+READ_AHEAD_BYTES_MAX = 64 << 20
+"""The kernel takes the smaller of this and what /sys/class/bdi says."""
+
+DYING_LOOK_S = 0.5
+"""How often the callers of interrupted requests are looked at: the kernel tells of the first signal only."""
+
+_OPCODE_AT = 4 if sys.byteorder == "little" else 7
+_SIGKILL_BIT = 1 << 8
+
+FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.AUTO_INVAL_DATA | Init.DO_READDIRPLUS
+         | Init.READDIRPLUS_AUTO | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES
+         | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
+"""What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
+kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end."""
+
+
+def max_pages_limit() -> int:
+    """Pages that the kernel allows in one request."""
+    try:
+        return max(1, min(REQUEST_PAGES_MAX, int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())))
+    except (OSError, ValueError):
+        return 256
+
+
+def is_dying(pid: int) -> bool:
+    """Whether the thread `pid` was sent something that it can not survive, or is gone; signal(7), proc(5)."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"SigPnd:"):
+                    return bool(int(line[7:], 16) & _SIGKILL_BIT)
+    except (OSError, ValueError):
+        return True
+    return False
+
+
+class KernelEngine(KernelRequests):
+    """See engine.Engine and the module."""
+
+    name = "kernel"
+
+    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None):
+        self._pages = max_pages_limit()
+        super().__init__(ops, bytearray(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE)))
+        self._mount_point = mount_point
+        self._options = options
+        self._on_ready = on_ready
+        self._mount: Mount | None = None
+        self._buffers = (self._buffer,)
+        self._table = self._handlers()
+        self._work: dict[int, tuple[Step, int, int]] = {}  # unique -> its step, its caller's pid, operation
+        self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
+        self._reading = False
+        self._taking = False
+        self._stopped = False
+        self._failed: NvpoolError | None = None
+        self._credit = SPIN_CREDIT_MAX
+        self._turn = 0
+        self._poll: Callable = lambda wait_ms: []
+        self._loop: asyncio.AbstractEventLoop
+        self._ended: asyncio.Future
+
+    # -- the life of a mount -------------------------------------------------------------------------------------------
+
+    def mount(self) -> Mount:
+        self._fd = attach(self._mount_point, self._options)
+        self._mount = mount_at(self._mount_point)
+        if self._mount is None:
+            os.close(self._fd)
+            raise Unavailable(f"{self._mount_point} was unmounted at once by somebody else")
+        return self._mount
+
+    async def serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._spare = Step(self._loop)
+        self._ended = self._loop.create_future()
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        self._poll = poll.poll
+        if not self._stopped:
+            self._read_on()
+            try:
+                await self._ended
+            finally:
+                self._stop_reading()
+                for step, _, _ in list(self._work.values()):
+                    step.cancel()
+        if self._failed is not None:
+            raise self._failed
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._end()
+
+    def close(self) -> None:
+        """The descriptor goes first: the kernel may write pages back while it unmounts, and nobody would answer any more."""
+        if self._mount is None:
+            return
+        os.close(self._fd)
+        there = mount_at(self._mount.point)
+        if there is not None and there.device == self._mount.device:
+            try:
+                unmount(there.point, lazy=True)
+            except NvpoolError as error:
+                log.warning("the mount is left behind: %s", error)
+        self._mount = None
+
+    def _read_on(self) -> None:
+        if not self._reading and not self._stopped:
+            self._reading = True
+            self._loop.add_reader(self._fd, self._take)
+
+    def _stop_reading(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._fd)
+
+    def _end(self) -> None:
+        """`serve` returns when nothing is in work any more."""
+        self._stopped = True
+        if hasattr(self, "_ended"):
+            self._stop_reading()
+            if not self._work and not self._ended.done():
+                self._ended.set_result(None)
+
+    # -- requests in, answers out --------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Read and answer what waits; while nothing is in work, look out for what comes next."""
+        if self._taking:
+            return
+        self._taking = True
+        readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
+        try:
+            for _ in range(BURST_MAX):
+                try:
+                    count = readv(fd, buffers)
+                except BlockingIOError:
+                    if self._work or not self._look_out():
+                        return
+                    continue
+                except OSError as error:
+                    if not self._may_read_on(error):
+                        return
+                    continue
+                try:
+                    table[buffer[_OPCODE_AT]](count)
+                except Malformed as error:
+                    self._refuse(error)
+                except Exception as error:
+                    _, opcode, unique, *_ = requests.HEADER.unpack_from(buffer)
+                    self._fail(unique, error, _name_of(opcode))
+                if not self._reading:
+                    return
+        finally:
+            self._taking = False
+
+    def _look_out(self) -> bool:
+        """Whether a request has come within the time that waking up would cost."""
+        self._turn += 1
+        if self._credit or not self._turn & 31:
+            look = self._poll
+            for _ in range(SPIN_LOOKS):
+                if look(0):
+                    self._credit = min(self._credit + 2, SPIN_CREDIT_MAX)
+                    return True
+            self._credit = max(self._credit - 1, 0)
+        return False
+
+    def _may_read_on(self, error: OSError) -> bool:
+        if error.errno in (errno.ENOENT, errno.EINTR):  # the request was taken back while it was read
+            return True
+        if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
+            self._failed = Unavailable(f"/dev/fuse failed: {error}")
+        self._end()
+        return False
+
+    def _refuse(self, error: Malformed) -> None:
+        log.error("a request that is none: %s", error)
+        opcode = self._buffer[_OPCODE_AT]
+        if error.unique and opcode not in UNANSWERED:
+            self._send(replies.failed(error.unique, errno.EINVAL))
+
+    def _keep_in_work(self, step: Step, unique: int, name: str, answer: Callable) -> None:
+        self._spare = Step(self._loop)
+        step.on_end = partial(self._step_ended, unique, name, answer)
+        header = requests.HEADER.unpack_from(self._buffer)
+        self._work[unique] = step, header[6], header[1]
+        if len(self._work) >= IN_WORK_MAX:
+            self._stop_reading()
+
+    def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
+        work = self._work
+        del work[unique]
+        self._interrupted.pop(unique, None)
+        if error is None:
+            try:
+                answer(unique, result)
+            except Exception as bug:
+                self._fail(unique, bug, name)
+        else:
+            self._fail(unique, error, name)
+        if self._stopped:
+            self._end()
+        elif not self._reading:
+            self._read_on()
+        elif not work and self._look_out():
+            self._take()
+
+    # -- interrupts ----------------------------------------------------------------------------------------------------
+
+    def _on_interrupt(self, count: int) -> None:
+        unique = requests.decode(self._buffer, count).body.unique
+        found = self._work.get(unique)
+        if found is None:
+            return  # answered; what is interrupted was read before
+        if not self._interrupted:
+            self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
+        self._interrupted[unique] = found[1]
+        self._cancel_if_dying(unique, found[1])
+
+    def _look_for_dying(self) -> None:
+        for unique, pid in list(self._interrupted.items()):
+            self._cancel_if_dying(unique, pid)
+        if self._interrupted and not self._stopped:
+            self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
+
+    def _cancel_if_dying(self, unique: int, pid: int) -> None:
+        found = self._work.get(unique)
+        if found is not None and is_dying(pid):
+            found[0].cancel()
+
+    # -- the first request ---------------------------------------------------------------------------------------------
+
+    def _on_init(self, count: int) -> None:
+        request = requests.decode(self._buffer, count)
+        body = request.body
+        if body.major != MAJOR or body.minor < MINOR_MIN:
+            if body.major > MAJOR:  # it asks once more, with our number
+                self._send(self._init_answer(request.unique, Init(0), 0))
+                return
+            self._failed = Unavailable(f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
+                                       f"{MAJOR}.{MINOR_MIN} or newer; mount with --engine pyfuse3")
+            self._send(replies.failed(request.unique, errno.EPROTO))
+            self._end()
+            return
+        offered = Init(requests.flags_of(request))
+        wanted = FLAGS | Init.WRITEBACK_CACHE if self._options.writeback else FLAGS
+        self._send(self._init_answer(request.unique, wanted & offered, body.minor))
+        log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
+        self._on_ready()
+
+    def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
+        background = max(1, min(self._options.max_background, 0xFFFF))
+        return replies.init(unique, minor=min(minor, MINOR), max_readahead=READ_AHEAD_BYTES_MAX, flags=flags,
+                            max_background=background,
+                            congestion_threshold=min(self._options.congestion_threshold or background * 3 // 4, 0xFFFF),
+                            max_write=self._pages * PAGE, max_pages=self._pages)
+
+
+def _name_of(opcode: int) -> str:
+    try:
+        return Op(opcode).name.lower()
+    except ValueError:
+        return f"operation {opcode}"

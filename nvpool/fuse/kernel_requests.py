@@ -1,0 +1,318 @@
+"""The direct engine's way from a request of the kernel to `fuse/ops` and back: unpack, call, pack.
+
+One method `_on_…` for each operation, found by its name. Called by `fuse/kernel_engine`, which reads the requests and keeps
+those that wait. Never decides what a request means.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from nvpool.client.vfs.contract import NOW, Caller
+from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import (
+    FSYNC_DATA_ONLY,
+    OPEN_KILL_SUIDGID,
+    UNANSWERED,
+    WRITE_KILL_SUIDGID,
+    Op,
+    Opening,
+    Valid,
+)
+from nvpool.fuse.protocol.requests import WRITE_BYTES
+from nvpool.fuse.step import WAITS, Step
+
+log = logging.getLogger(__name__)
+
+
+class KernelRequests:
+    """`_buffer` holds the request that is being taken apart; nothing of it is kept when a handler returns."""
+
+    def __init__(self, ops: FuseOps, buffer: bytearray) -> None:
+        self._ops = ops
+        self._fd = -1
+        self._buffer = buffer
+        self._view = memoryview(buffer)
+        self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
+        self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
+        self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
+        self._spare: Step
+        ops.invalidate_attributes = self._invalidate_attributes
+
+    def _handlers(self) -> list[Callable[[int], None]]:
+        """By operation; each is called with the length of the request."""
+        table: list[Callable[[int], None]] = [self._on_unknown] * 256
+        for opcode in Op:
+            handler = getattr(self, f"_on_{opcode.name.lower()}", None)
+            if handler is not None:
+                table[opcode] = handler
+        return table
+
+    def _keep_in_work(self, step: Step, unique: int, name: str, answer: Callable) -> None:
+        """The step has to wait; its end is to be answered."""
+        raise NotImplementedError
+
+    def _start(self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]) -> None:
+        """Run the coroutine and answer(unique, its result), at once or when it is there."""
+        step = self._spare
+        try:
+            result = step.begin(coroutine)
+        except Exception as error:
+            self._fail(unique, error, name)
+            return
+        if result is WAITS:
+            self._keep_in_work(step, unique, name, answer)
+        else:
+            answer(unique, result)
+
+    def _send(self, *parts) -> None:
+        try:
+            os.writev(self._fd, parts)
+        except OSError as error:
+            self._not_taken(error, parts)
+
+    def _not_taken(self, error: OSError, parts) -> None:
+        """An answer that the kernel refuses would leave its caller waiting: say EIO instead."""
+        if error.errno in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED):
+            return  # nobody waits for it any more
+        length, _, unique = replies.HEADER.unpack_from(parts[0])
+        log.error("an answer of %d bytes was refused by the kernel: %s", length, error)
+        if len(parts) > 1 or length > replies.HEADER_BYTES:
+            self._send(replies.failed(unique, errno.EIO))
+
+    def _fail(self, unique: int, error: BaseException, name: str) -> None:
+        self._send(replies.failed(unique, errno_of(error, name)))
+
+    def _invalidate_attributes(self, inode: int) -> None:
+        """Without pages the kernel marks the inode and returns."""
+        self._send(replies.inval_inode(inode, -1, 0))
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _done(self, unique: int, _result=None) -> None:
+        self._send(replies.done(unique))
+
+    def _data(self, unique: int, payload) -> None:
+        try:
+            os.writev(self._fd, (replies.data(unique, len(payload)), payload))
+        except OSError as error:
+            self._not_taken(error, (replies.data(unique, len(payload)), payload))
+
+    def _attributes(self, unique: int, attr) -> None:
+        self._send(replies.attributes(unique, attr, self._keep_attr))
+
+    def _entry(self, unique: int, attr) -> None:
+        if attr is not None:
+            self._send(replies.entry(unique, attr, self._keep_entry, self._keep_attr))
+        elif self._keep_absent > (0, 0):
+            self._send(replies.absent(unique, self._keep_absent))
+        else:
+            self._send(replies.failed(unique, errno.ENOENT))
+
+    def _opened(self, unique: int, opened) -> None:
+        self._send(replies.opened(unique, opened.handle, _opening(opened)))
+
+    def _created(self, unique: int, result) -> None:
+        attr, opened = result
+        self._send(replies.created(unique, attr, self._keep_entry, self._keep_attr, opened.handle, _opening(opened)))
+
+    def _count(self, unique: int, size: int) -> None:
+        self._send(replies.count(unique, size))
+
+    def _space(self, unique: int, space) -> None:
+        self._send(replies.space(unique, space.blocks_total, space.blocks_free, space.blocks_available, space.files_total,
+                                 space.files_free, space.block_bytes, space.name_bytes_max))
+
+    def _value(self, room: int, unique: int, value: bytes) -> None:
+        """An extended attribute or their list, for who has `room` bytes; 0: asks how many there are."""
+        if not room:
+            self._count(unique, len(value))
+        elif len(value) > room:
+            self._send(replies.failed(unique, errno.ERANGE))
+        else:
+            self._data(unique, value)
+
+    # -- requests, the frequent ones first -----------------------------------------------------------------------------
+
+    def _on_read(self, count: int) -> None:
+        _, _, unique, _, _, _, _, _, _, handle, offset, size = requests.decode_read(self._buffer, count)
+        self._start(unique, "read", self._ops.read(handle, offset, size), self._data)
+
+    def _on_write(self, count: int) -> None:
+        _, _, unique, _, _, _, _, _, _, handle, offset, _, flags = requests.decode_write(self._buffer, count)
+        payload = bytes(self._view[WRITE_BYTES:count])
+        self._start(unique, "write", self._ops.write(handle, offset, payload, bool(flags & WRITE_KILL_SUIDGID)), self._count)
+
+    def _on_lookup(self, count: int) -> None:
+        unique, parent, name = requests.decode_lookup(self._buffer, count)
+        self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
+
+    def _on_getattr(self, count: int) -> None:
+        fields = requests.decode_getattr(self._buffer, count)
+        self._start(fields[2], "getattr", self._ops.getattr(fields[3]), self._attributes)
+
+    def _on_open(self, count: int) -> None:
+        _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
+        self._start(unique, "open", self._ops.open(node, flags, Caller(uid, gid, pid), bool(more & OPEN_KILL_SUIDGID)),
+                    self._opened)
+
+    def _on_create(self, count: int) -> None:
+        fields, name = requests.decode_create(self._buffer, count)
+        _, _, unique, node, uid, gid, pid, _, _, flags, mode, _, _ = fields
+        self._start(unique, "create", self._ops.create(node, name, mode, flags, Caller(uid, gid, pid)), self._created)
+
+    def _on_flush(self, count: int) -> None:
+        fields = requests.decode_release(self._buffer, count)
+        self._start(fields[2], "flush", self._ops.flush(fields[9]), self._done)
+
+    def _on_release(self, count: int) -> None:
+        fields = requests.decode_release(self._buffer, count)
+        self._start(fields[2], "release", self._ops.release(fields[9]), self._done)
+
+    def _on_opendir(self, count: int) -> None:
+        fields = requests.decode_open(self._buffer, count)
+        self._start(fields[2], "opendir", self._ops.opendir(fields[3]), self._opened_directory)
+
+    def _opened_directory(self, unique: int, handle: int) -> None:
+        self._send(replies.opened(unique, handle, 0))
+
+    def _on_releasedir(self, count: int) -> None:
+        fields = requests.decode_release(self._buffer, count)
+        self._start(fields[2], "releasedir", self._ops.releasedir(fields[9]), self._done)
+
+    def _on_readdirplus(self, count: int) -> None:
+        self._list(requests.decode_read(self._buffer, count), True)
+
+    def _on_readdir(self, count: int) -> None:
+        self._list(requests.decode_read(self._buffer, count), False)
+
+    def _list(self, fields: tuple, plus: bool) -> None:
+        listing = replies.Listing(min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr)
+        self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add),
+                    lambda unique, _: self._data(unique, listing.taken()))
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    def _decoded(self, count: int) -> tuple[requests.Request, Any, Caller]:
+        request = requests.decode(self._buffer, count)
+        return request, request.body, Caller(request.uid, request.gid, request.pid)
+
+    def _on_setattr(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        valid = body.valid
+        atime = NOW if valid & Valid.ATIME_NOW else body.atime * replies.SECOND_NS + body.atimensec
+        mtime = NOW if valid & Valid.MTIME_NOW else body.mtime * replies.SECOND_NS + body.mtimensec
+        self._start(request.unique, "setattr", self._ops.setattr(
+            request.node, caller, body.fh if valid & Valid.HANDLE else None,
+            mode=body.mode if valid & Valid.MODE else None,
+            uid=body.uid if valid & Valid.UID else None,
+            gid=body.gid if valid & Valid.GID else None,
+            size=body.size if valid & Valid.SIZE else None,
+            atime_ns=atime if valid & Valid.ATIME else None,
+            mtime_ns=mtime if valid & Valid.MTIME else None,
+            drop_set_ids=bool(valid & Valid.KILL_SUIDGID)), self._attributes)
+
+    def _on_readlink(self, count: int) -> None:
+        request, _, _ = self._decoded(count)
+        self._start(request.unique, "readlink", self._ops.readlink(request.node), self._data)
+
+    def _on_symlink(self, count: int) -> None:
+        request, _, caller = self._decoded(count)
+        name, target = request.names
+        self._start(request.unique, "symlink", self._ops.symlink(request.node, name, target, caller), self._entry)
+
+    def _on_mknod(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "mknod", self._ops.mknod(request.node, request.names[0], body.mode, body.rdev, caller),
+                    self._entry)
+
+    def _on_mkdir(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "mkdir", self._ops.mkdir(request.node, request.names[0], body.mode, caller), self._entry)
+
+    def _on_unlink(self, count: int) -> None:
+        request, _, caller = self._decoded(count)
+        self._start(request.unique, "unlink", self._ops.unlink(request.node, request.names[0], caller), self._done)
+
+    def _on_rmdir(self, count: int) -> None:
+        request, _, caller = self._decoded(count)
+        self._start(request.unique, "rmdir", self._ops.rmdir(request.node, request.names[0], caller), self._done)
+
+    def _on_rename(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        flags = body.flags if request.opcode == Op.RENAME2 else 0
+        name, new_name = request.names
+        self._start(request.unique, "rename", self._ops.rename(request.node, name, body.newdir, new_name, flags, caller),
+                    self._done)
+
+    _on_rename2 = _on_rename
+
+    def _on_link(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "link", self._ops.link(body.oldnodeid, request.node, request.names[0], caller), self._entry)
+
+    def _on_fsync(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "fsync", self._ops.fsync(body.fh, bool(body.fsync_flags & FSYNC_DATA_ONLY)), self._done)
+
+    def _on_fsyncdir(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "fsyncdir", self._ops.fsyncdir(body.fh), self._done)
+
+    def _on_statfs(self, count: int) -> None:
+        request, _, _ = self._decoded(count)
+        self._start(request.unique, "statfs", self._ops.statfs(), self._space)
+
+    def _on_getxattr(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "getxattr", self._ops.getxattr(request.node, request.names[0]),
+                    partial(self._value, body.size))
+
+    def _on_setxattr(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "setxattr",
+                    self._ops.setxattr(request.node, request.names[0], bytes(request.payload), body.flags, caller), self._done)
+
+    def _on_listxattr(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "listxattr", self._ops.listxattr(request.node), lambda unique, names: self._value(
+            body.size, unique, b"".join(name + b"\0" for name in names)))
+
+    def _on_removexattr(self, count: int) -> None:
+        request, _, caller = self._decoded(count)
+        self._start(request.unique, "removexattr", self._ops.removexattr(request.node, request.names[0], caller), self._done)
+
+    def _on_access(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "access", self._ops.access(request.node, body.mask, caller), self._done)
+
+    def _on_forget(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._ops.forget(((request.node, body.nlookup),))
+
+    def _on_batch_forget(self, count: int) -> None:
+        self._ops.forget(self._decoded(count)[0].payload)
+
+    def _on_notify_reply(self, count: int) -> None:
+        """Nothing is ever asked of the kernel's pages."""
+
+    def _on_destroy(self, count: int) -> None:
+        self._done(requests.decode(self._buffer, count).unique)
+
+    def _on_unknown(self, count: int) -> None:
+        """ENOSYS: the kernel does without, and for most operations does not ask again. STATX among them: no time of birth is
+        kept, and answered it would pass by the attributes that the kernel has."""
+        request = requests.decode(self._buffer, count)
+        if request.opcode not in UNANSWERED:
+            self._send(replies.failed(request.unique, errno.ENOSYS))
+
+
+def _opening(opened) -> int:
+    return (Opening.DIRECT_IO.value * bool(opened.direct_io) | Opening.KEEP_CACHE.value * bool(opened.keep_cache)
+            | Opening.NOFLUSH.value * bool(opened.no_flush))

@@ -1,0 +1,301 @@
+"""Answers and notifications to the kernel, as bytes. No I/O.
+
+Each function gives a whole answer, header and all, except `data`, whose payload follows in the same writev. An `attr` is
+anything with the fields of the metadata service's Attr; how long the kernel may keep something is (seconds, nanoseconds).
+`parse` and `read` take answers apart again, for tests and for who plays the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import namedtuple
+
+from nvpool.fuse.protocol.numbers import EXPIRE_ONLY, Notice
+
+_HEADER = "=IiQ"
+HEADER = struct.Struct(_HEADER)
+"""len, error (negative errno; of a notification its code), unique (0: a notification)"""
+HEADER_BYTES = HEADER.size
+
+BLOCK_BYTES = 64 << 10
+"""st_blksize: what stdio and Python allocate for each open file; copying tools use more on their own."""
+
+_ATTR = "QQQQQQIIIIIIIIII"
+_ENTRY = "QQQQII" + _ATTR
+_ATTR_OUT = struct.Struct(_HEADER + "QI4x" + _ATTR)
+_ENTRY_OUT = struct.Struct(_HEADER + _ENTRY)
+_OPEN_OUT = struct.Struct(_HEADER + "QIi")
+_CREATE_OUT = struct.Struct(_HEADER + _ENTRY + "QIi")
+_WRITE_OUT = struct.Struct(_HEADER + "I4x")
+_STATFS_OUT = struct.Struct(_HEADER + "QQQQQIII4x24x")
+_LOCK_OUT = struct.Struct(_HEADER + "QQII")
+_NUMBER_OUT = struct.Struct(_HEADER + "Q")
+_INIT_OUT = struct.Struct(_HEADER + "IIIIHHIIHHIIH22x")
+_IOCTL_OUT = struct.Struct(_HEADER + "iIII")
+_STATX_OUT = struct.Struct(_HEADER + "QII16x" + "IIQIIIH2xQQQQ" + "qI4x" * 4 + "IIII112x")
+_DIRENT = struct.Struct("=QQII")
+_DIRENT_PLUS = struct.Struct("=" + _ENTRY + "QQII")
+DIRENT_BYTES, DIRENT_PLUS_BYTES = _DIRENT.size, _DIRENT_PLUS.size
+
+Times = tuple[int, int]
+SECOND_NS = 1_000_000_000
+
+
+def seconds(value: float) -> Times:
+    """A time for which the kernel may keep something."""
+    whole = int(value)
+    return whole, min(int((value - whole) * SECOND_NS), SECOND_NS - 1)
+
+
+def _attr_words(attr) -> tuple:
+    atime, mtime, ctime = attr.atime_ns, attr.mtime_ns, attr.ctime_ns
+    return (attr.inode, attr.size, attr.blocks, atime // SECOND_NS & _U64, mtime // SECOND_NS & _U64,
+            ctime // SECOND_NS & _U64, atime % SECOND_NS, mtime % SECOND_NS, ctime % SECOND_NS, attr.mode, attr.links,
+            attr.uid, attr.gid, attr.rdev, BLOCK_BYTES, 0)
+
+
+_U64 = (1 << 64) - 1
+
+
+def data(unique: int, length: int) -> bytes:
+    """The header before `length` bytes."""
+    return HEADER.pack(HEADER_BYTES + length, 0, unique)
+
+
+def done(unique: int) -> bytes:
+    return HEADER.pack(HEADER_BYTES, 0, unique)
+
+
+def failed(unique: int, errno: int) -> bytes:
+    return HEADER.pack(HEADER_BYTES, -errno, unique)
+
+
+def attributes(unique: int, attr, keep: Times) -> bytes:
+    """To GETATTR and SETATTR."""
+    return _ATTR_OUT.pack(_ATTR_OUT.size, 0, unique, *keep, *_attr_words(attr))
+
+
+def entry(unique: int, attr, keep_entry: Times, keep_attr: Times) -> bytes:
+    """To LOOKUP and what makes names."""
+    return _ENTRY_OUT.pack(_ENTRY_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1], keep_attr[1],
+                           *_attr_words(attr))
+
+
+_NOTHING = (0,) * 16
+
+
+def absent(unique: int, keep_entry: Times) -> bytes:
+    """To LOOKUP: there is no such name, and that may be remembered."""
+    return _ENTRY_OUT.pack(_ENTRY_OUT.size, 0, unique, 0, 0, keep_entry[0], 0, keep_entry[1], 0, *_NOTHING)
+
+
+def opened(unique: int, handle: int, flags: int, backing: int = 0) -> bytes:
+    """To OPEN and OPENDIR, with flags of Opening."""
+    return _OPEN_OUT.pack(_OPEN_OUT.size, 0, unique, handle, flags, backing)
+
+
+def created(unique: int, attr, keep_entry: Times, keep_attr: Times, handle: int, flags: int) -> bytes:
+    """To CREATE and TMPFILE."""
+    return _CREATE_OUT.pack(_CREATE_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1],
+                            keep_attr[1], *_attr_words(attr), handle, flags, 0)
+
+
+def count(unique: int, size: int) -> bytes:
+    """To WRITE and COPY_FILE_RANGE: bytes taken; to GETXATTR and LISTXATTR of size 0: bytes there are; to POLL: events."""
+    return _WRITE_OUT.pack(_WRITE_OUT.size, 0, unique, size)
+
+
+def number(unique: int, value: int) -> bytes:
+    """To LSEEK: a place; to BMAP: a block; to COPY_FILE_RANGE_64: bytes copied."""
+    return _NUMBER_OUT.pack(_NUMBER_OUT.size, 0, unique, value)
+
+
+def lock(unique: int, start: int, end: int, kind: int, pid: int) -> bytes:
+    """To GETLK: the lock in the way, or one of kind F_UNLCK."""
+    return _LOCK_OUT.pack(_LOCK_OUT.size, 0, unique, start, end, kind, pid)
+
+
+def space(unique: int, blocks: int, free: int, available: int, files: int, files_free: int, block_bytes: int,
+          name_bytes_max: int) -> bytes:
+    """To STATFS."""
+    return _STATFS_OUT.pack(_STATFS_OUT.size, 0, unique, blocks, free, available, files, files_free, block_bytes,
+                            name_bytes_max, block_bytes)
+
+
+def ioctl(unique: int, result: int, flags: int = 0, in_iovs: int = 0, out_iovs: int = 0) -> bytes:
+    """Before the bytes that it gives back; those are part of the length, see `data`."""
+    return _IOCTL_OUT.pack(_IOCTL_OUT.size, 0, unique, result, flags, in_iovs, out_iovs)
+
+
+def init(unique: int, *, minor: int, max_readahead: int, flags: int, max_background: int, congestion_threshold: int,
+         max_write: int, max_pages: int, map_alignment: int = 0, max_stack_depth: int = 0, request_timeout_s: int = 0) -> bytes:
+    """To INIT. `flags` are all 64; times are kept in nanoseconds."""
+    return _INIT_OUT.pack(_INIT_OUT.size, 0, unique, 7, minor, max_readahead, flags & 0xFFFFFFFF, max_background,
+                          congestion_threshold, max_write, 1, max_pages, map_alignment, flags >> 32, max_stack_depth,
+                          request_timeout_s)
+
+
+STATX_BASIC = 0x7FF
+
+
+def statx(unique: int, attr, keep: Times) -> bytes:
+    """To STATX, without a time of birth."""
+    times = (word for ns in (attr.atime_ns, 0, attr.ctime_ns, attr.mtime_ns) for word in divmod(ns, SECOND_NS))
+    major, minor = attr.rdev >> 8 & 0xFFF, attr.rdev & 0xFF | attr.rdev >> 12 & 0xFFF00
+    return _STATX_OUT.pack(_STATX_OUT.size, 0, unique, *keep, 0, STATX_BASIC, BLOCK_BYTES, 0, attr.links, attr.uid, attr.gid,
+                           attr.mode, attr.inode, attr.size, attr.blocks, 0, *times, major, minor, 0, 0)
+
+
+# -- listings ----------------------------------------------------------------------------------------------------------------
+
+class Listing:
+    """The answer to READDIR (`plus` False) or READDIRPLUS in at most `room` bytes."""
+
+    __slots__ = ("_buffer", "_at", "_times", "_plus")
+
+    def __init__(self, room: int, plus: bool, keep_entry: Times, keep_attr: Times) -> None:
+        self._buffer = bytearray(room)
+        self._at = 0
+        self._plus = plus
+        self._times = keep_entry[0], keep_attr[0], keep_entry[1], keep_attr[1]
+
+    def add(self, name: bytes, attr, cursor: int) -> bool:
+        """False where there is no room. `cursor` leads behind the entry. '.' and '..' are not taken for looked up."""
+        at, plus = self._at, self._plus
+        begin = (DIRENT_PLUS_BYTES if plus else DIRENT_BYTES) + at
+        end = begin + len(name)
+        after = end + 7 & ~7
+        buffer = self._buffer
+        if after > len(buffer):
+            return False
+        mode = attr.mode
+        if not plus:
+            _DIRENT.pack_into(buffer, at, attr.inode, cursor, len(name), mode >> 12 & 15)
+        elif name in _DOTS:
+            _DIRENT_PLUS.pack_into(buffer, at, *_NOWHERE, attr.inode, cursor, len(name), mode >> 12 & 15)
+        else:
+            inode = attr.inode
+            _DIRENT_PLUS.pack_into(buffer, at, inode, 0, *self._times, *_attr_words(attr), inode, cursor, len(name),
+                                   mode >> 12 & 15)
+        buffer[begin:end] = name
+        self._at = after
+        return True
+
+    def taken(self) -> memoryview:
+        return memoryview(self._buffer)[:self._at]
+
+
+_DOTS = frozenset((b".", b".."))
+_NOWHERE = (0,) * 22
+
+
+# -- notifications -----------------------------------------------------------------------------------------------------------
+
+def _notice(code: Notice, body: bytes) -> bytes:
+    return HEADER.pack(HEADER_BYTES + len(body), code, 0) + body
+
+
+def poll_wakeup(kh: int) -> bytes:
+    return _notice(Notice.POLL, struct.pack("=Q", kh))
+
+
+def inval_inode(inode: int, offset: int, length: int) -> bytes:
+    """The kernel asks again for the attributes; offset 0 and length 0 drop all pages, a negative offset drops none."""
+    return _notice(Notice.INVAL_INODE, struct.pack("=Qqq", inode, offset, length))
+
+
+def inval_entry(parent: int, name: bytes, *, expire_only: bool = False) -> bytes:
+    """The kernel asks again for the name."""
+    return _notice(Notice.INVAL_ENTRY, struct.pack("=QII", parent, len(name), EXPIRE_ONLY * expire_only) + name + b"\0")
+
+
+def delete(parent: int, child: int, name: bytes) -> bytes:
+    """The name is gone, and watchers are told."""
+    return _notice(Notice.DELETE, struct.pack("=QQI4x", parent, child, len(name)) + name + b"\0")
+
+
+def store(inode: int, offset: int, length: int) -> bytes:
+    """Before `length` bytes for the kernel's pages; those are part of the length."""
+    body = struct.pack("=QQI4x", inode, offset, length)
+    return HEADER.pack(HEADER_BYTES + len(body) + length, Notice.STORE, 0) + body
+
+
+def retrieve(unique: int, inode: int, offset: int, size: int) -> bytes:
+    """The kernel sends its pages in a NOTIFY_REPLY of that unique."""
+    return _notice(Notice.RETRIEVE, struct.pack("=QQQI4x", unique, inode, offset, size))
+
+
+def resend() -> bytes:
+    """The kernel asks again what was not answered, with RESENT in `unique`. Needs HAS_RESEND."""
+    return _notice(Notice.RESEND, b"")
+
+
+def inc_epoch() -> bytes:
+    """All names have to be asked for again."""
+    return _notice(Notice.INC_EPOCH, b"")
+
+
+def prune(inodes: list[int]) -> bytes:
+    """The kernel forgets those of the inodes that nobody uses."""
+    return _notice(Notice.PRUNE, struct.pack(f"=I4x8x{len(inodes)}Q", len(inodes), *inodes))
+
+
+# -- the other way round -----------------------------------------------------------------------------------------------------
+
+def parse(answer: bytes) -> tuple[int, int, bytes]:
+    """(unique, error, what follows). ValueError where the length is not the one that it says."""
+    if len(answer) < HEADER_BYTES:
+        raise ValueError(f"{len(answer)} bytes are no answer")
+    length, error, unique = HEADER.unpack_from(answer)
+    if length != len(answer):
+        raise ValueError(f"an answer of {len(answer)} bytes says that it has {length}")
+    return unique, error, answer[HEADER_BYTES:]
+
+
+_ATTR_NAMES = ("ino size blocks atime mtime ctime atimensec mtimensec ctimensec mode nlink uid gid rdev blksize flags")
+_ENTRY_NAMES = f"nodeid generation entry_valid attr_valid entry_valid_nsec attr_valid_nsec {_ATTR_NAMES}"
+
+
+def _shape(title: str, whole: struct.Struct, names: str):
+    return namedtuple(title, names), struct.Struct("=" + whole.format[len(_HEADER):])  # noqa: PYI024
+
+
+SHAPES = {
+    "attr": _shape("AttrOut", _ATTR_OUT, f"attr_valid attr_valid_nsec {_ATTR_NAMES}"),
+    "entry": _shape("EntryOut", _ENTRY_OUT, _ENTRY_NAMES),
+    "open": _shape("OpenOut", _OPEN_OUT, "fh open_flags backing_id"),
+    "create": _shape("CreateOut", _CREATE_OUT, f"{_ENTRY_NAMES} fh open_flags backing_id"),
+    "count": _shape("CountOut", _WRITE_OUT, "size"),
+    "number": _shape("NumberOut", _NUMBER_OUT, "value"),
+    "lock": _shape("LockOut", _LOCK_OUT, "start end type pid"),
+    "space": _shape("SpaceOut", _STATFS_OUT, "blocks bfree bavail files ffree bsize namelen frsize"),
+    "ioctl": _shape("IoctlOut", _IOCTL_OUT, "result flags in_iovs out_iovs"),
+    "init": _shape("InitOut", _INIT_OUT, "major minor max_readahead flags max_background congestion_threshold max_write "
+                                         "time_gran max_pages map_alignment flags2 max_stack_depth request_timeout"),
+    "statx": _shape("StatxOut", _STATX_OUT, "attr_valid attr_valid_nsec flags mask blksize attributes nlink uid gid mode ino "
+                    "size blocks attributes_mask atime atimensec btime btimensec ctime ctimensec mtime mtimensec rdev_major "
+                    "rdev_minor dev_major dev_minor"),
+}
+
+
+def read(shape: str, body: bytes):
+    """The fields of an answer's body. struct.error where its length is another."""
+    made, form = SHAPES[shape]
+    return made(*form.unpack(body))
+
+
+def read_listing(body: bytes, plus: bool) -> list[tuple[bytes, int, int, int, tuple]]:
+    """(name, inode, cursor, type, fields of the entry) of each; ValueError where the records do not fit the body."""
+    found, at = [], 0
+    form = _DIRENT_PLUS if plus else _DIRENT
+    while at < len(body):
+        if at + form.size > len(body):
+            raise ValueError("a record is cut off")
+        fields = form.unpack_from(body, at)
+        inode, cursor, length, kind = fields[-4:]
+        begin = at + form.size
+        if begin + length > len(body):
+            raise ValueError("a name is cut off")
+        found.append((bytes(body[begin:begin + length]), inode, cursor, kind, fields[:-4]))
+        at = begin + length + 7 & ~7
+    return found
