@@ -150,7 +150,7 @@ class KernelRequests:
         self._start(unique, "write", self._ops.write(handle, offset, payload, bool(flags & WRITE_KILL_SUIDGID)), self._count)
 
     def _on_lookup(self, count: int) -> None:
-        unique, parent, name = requests.decode_lookup(self._buffer, count)
+        unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
         self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
 
     def _on_getattr(self, count: int) -> None:
@@ -237,12 +237,12 @@ class KernelRequests:
         self._start(request.unique, "mkdir", self._ops.mkdir(request.node, request.names[0], body.mode, caller), self._entry)
 
     def _on_unlink(self, count: int) -> None:
-        request, _, caller = self._decoded(count)
-        self._start(request.unique, "unlink", self._ops.unlink(request.node, request.names[0], caller), self._done)
+        unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
+        self._start(unique, "unlink", self._ops.unlink(parent, name, Caller(*caller)), self._done)
 
     def _on_rmdir(self, count: int) -> None:
-        request, _, caller = self._decoded(count)
-        self._start(request.unique, "rmdir", self._ops.rmdir(request.node, request.names[0], caller), self._done)
+        unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
+        self._start(unique, "rmdir", self._ops.rmdir(parent, name, Caller(*caller)), self._done)
 
     def _on_rename(self, count: int) -> None:
         request, body, caller = self._decoded(count)
@@ -285,8 +285,8 @@ class KernelRequests:
             body.size, unique, b"".join(name + b"\0" for name in names)))
 
     def _on_removexattr(self, count: int) -> None:
-        request, _, caller = self._decoded(count)
-        self._start(request.unique, "removexattr", self._ops.removexattr(request.node, request.names[0], caller), self._done)
+        unique, node, name, *caller = requests.decode_lookup(self._buffer, count)
+        self._start(unique, "removexattr", self._ops.removexattr(node, name, Caller(*caller)), self._done)
 
     def _on_access(self, count: int) -> None:
         request, body, caller = self._decoded(count)

@@ -20,7 +20,7 @@ HEADER_BYTES = HEADER.size
 BLOCK_BYTES = 64 << 10
 """st_blksize: what stdio and Python allocate for each open file; copying tools use more on their own."""
 
-_ATTR = "QQQQQQIIIIIIIIII"
+_ATTR = "QQQqqqIIIIIIIIII"
 _ENTRY = "QQQQII" + _ATTR
 _ATTR_OUT = struct.Struct(_HEADER + "QI4x" + _ATTR)
 _ENTRY_OUT = struct.Struct(_HEADER + _ENTRY)
@@ -49,12 +49,10 @@ def seconds(value: float) -> Times:
 
 def _attr_words(attr) -> tuple:
     atime, mtime, ctime = attr.atime_ns, attr.mtime_ns, attr.ctime_ns
-    return (attr.inode, attr.size, attr.blocks, atime // SECOND_NS & _U64, mtime // SECOND_NS & _U64,
-            ctime // SECOND_NS & _U64, atime % SECOND_NS, mtime % SECOND_NS, ctime % SECOND_NS, attr.mode, attr.links,
-            attr.uid, attr.gid, attr.rdev, BLOCK_BYTES, 0)
-
-
-_U64 = (1 << 64) - 1
+    atime_s, mtime_s, ctime_s = atime // SECOND_NS, mtime // SECOND_NS, ctime // SECOND_NS
+    return (attr.inode, attr.size, attr.blocks, atime_s, mtime_s, ctime_s, atime - atime_s * SECOND_NS,
+            mtime - mtime_s * SECOND_NS, ctime - ctime_s * SECOND_NS, attr.mode, attr.links, attr.uid, attr.gid, attr.rdev,
+            BLOCK_BYTES, 0)
 
 
 def data(unique: int, length: int) -> bytes:

@@ -214,6 +214,8 @@ def encode(request: Request, *, setxattr_extended: bool = False) -> bytes:
 
 # -- those that come by the ten thousand: header and body in one look ------------------------------------------------------
 
+_unpack_header = HEADER.unpack_from
+_NAMED_MIN = HEADER_BYTES + 2
 _READ_WHOLE = struct.Struct(_HEADER + "QQI20x")
 _WRITE_WHOLE = struct.Struct(_HEADER + "QQII16x")
 _GETATTR_WHOLE = struct.Struct(_HEADER + "I4xQ")
@@ -227,7 +229,7 @@ def _fixed(whole: struct.Struct):
     size, unpack = whole.size, whole.unpack_from
 
     def decode_fixed(buffer, count: int) -> tuple:
-        if count != size:
+        if count != size or count > len(buffer):
             raise _odd(buffer, count)
         fields = unpack(buffer)
         if fields[0] != count:
@@ -249,7 +251,7 @@ decode_release = _fixed(_RELEASE_WHOLE)
 
 def decode_write(buffer, count: int) -> tuple:
     """… fh, offset, size, write_flags. The bytes are buffer[WRITE_BYTES:WRITE_BYTES + size]."""
-    if count < WRITE_BYTES:
+    if not WRITE_BYTES <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _WRITE_WHOLE.unpack_from(buffer)
     if fields[0] != count or WRITE_BYTES + fields[11] != count:
@@ -257,24 +259,23 @@ def decode_write(buffer, count: int) -> tuple:
     return fields
 
 
-def decode_lookup(buffer, count: int) -> tuple[int, int, bytes]:
-    """unique, the directory, the name"""
-    if count < HEADER_BYTES + 2:
+def decode_lookup(buffer, count: int) -> tuple[int, int, bytes, int, int, int]:
+    """LOOKUP, UNLINK, RMDIR, REMOVEXATTR: unique, node, the name, uid, gid, pid"""
+    if not _NAMED_MIN <= count <= len(buffer):
         raise _odd(buffer, count)
-    length, _, unique, node, _, _, _, extension_words, _ = HEADER.unpack_from(buffer)
-    end = count - 8 * extension_words
-    name = bytes(buffer[HEADER_BYTES:end])
+    length, _, unique, node, uid, gid, pid, extension_words, _ = _unpack_header(buffer)
+    name = bytes(buffer[HEADER_BYTES:count - 8 * extension_words if extension_words else count])
     if length != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
-    return unique, node, name[:-1]
+    return unique, node, name[:-1], uid, gid, pid
 
 
 def decode_create(buffer, count: int) -> tuple[tuple, bytes]:
     """Nine numbers of the header, flags, mode, umask, open_flags; and the name."""
-    if count < _CREATE_WHOLE.size + 2:
+    if not _CREATE_WHOLE.size + 2 <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _CREATE_WHOLE.unpack_from(buffer)
-    name = bytes(buffer[_CREATE_WHOLE.size:count - 8 * fields[7]])
+    name = bytes(buffer[_CREATE_WHOLE.size:max(count - 8 * fields[7], 0)])
     if fields[0] != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
     return fields, name[:-1]
