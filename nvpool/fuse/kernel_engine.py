@@ -135,6 +135,10 @@ class KernelEngine(KernelRequests):
             raise Unavailable(f"{self._mount_point} was unmounted at once by somebody else")
         return self._mount
 
+    def adopt(self, descriptor: int) -> None:
+        """Instead of `mount`: serve a mount that somebody else made. The descriptor is non-blocking, and stays his."""
+        self._fd = descriptor
+
     async def serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._spare = Step(self._loop)

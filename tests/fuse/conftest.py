@@ -36,6 +36,17 @@ NO_MOUNT = why_no_mount()
 needs_mount = pytest.mark.skipif(bool(NO_MOUNT), reason=NO_MOUNT or "-")
 
 
+def pytest_generate_tests(metafunc):
+    """Each test runs on the engines that its module names in ENGINES; where it names none, on the default one."""
+    if "engine" in metafunc.fixturenames:
+        metafunc.parametrize("engine", getattr(metafunc.module, "ENGINES", ("kernel",)), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def engine(request):
+    return request.param
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "mount" in item.keywords and NO_MOUNT:
@@ -63,7 +74,7 @@ class Mounted:
         self.log = Path(f"{place}.log")
         command = [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *options, str(pool), str(place)]
         if pool is None:
-            command = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), str(place)]
+            command = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), *options, str(place)]
         with open(self.log, "ab") as said:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/",
                                             start_new_session=True)
@@ -105,6 +116,7 @@ class Pool:
     def __init__(self, directory):
         self.directory = Path(directory)
         self.mounts = []
+        self.by_engine = {}
         if not FLOOR:
             nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G")
 
@@ -112,6 +124,11 @@ class Pool:
         mounted = Mounted(None if FLOOR else self.directory, place, *options)
         self.mounts.append(mounted)
         return mounted
+
+    def mounted_by(self, engine):
+        if engine not in self.by_engine:
+            self.by_engine[engine] = self.mount(self.directory.parent / f"m-{engine}", "--engine", engine)
+        return self.by_engine[engine]
 
     def close(self):
         for mounted in self.mounts:
@@ -136,8 +153,8 @@ def pool():
 
 
 @pytest.fixture(scope="session")
-def mounted(pool):
-    return pool.mount(pool.directory.parent / "m")
+def mounted(pool, engine):
+    return pool.mounted_by(engine)
 
 
 @pytest.fixture
@@ -157,7 +174,9 @@ def second(pool, mounted):
     """The same pool, mounted a second time by another process: another node, as far as caches go."""
     if FLOOR:
         pytest.skip("the floor has one mount")
-    return pool.mount(pool.directory.parent / "m2")
+    if not hasattr(pool, "other"):
+        pool.other = pool.mount(pool.directory.parent / "m2")
+    return pool.other
 
 
 def as_user(uid, gid, call, groups=()):

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 pytestmark = pytest.mark.mount
+ENGINES = ("kernel", "pyfuse3")
 
 
 def test_names_are_any_255_bytes(here):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 pytestmark = pytest.mark.mount
+ENGINES = ("kernel", "pyfuse3")
 PAGE = 4096
 MIB = 1 << 20
 

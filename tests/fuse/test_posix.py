@@ -15,6 +15,7 @@ import pytest
 from conftest import as_user
 
 pytestmark = pytest.mark.mount
+ENGINES = ("kernel", "pyfuse3")
 
 ALICE, BOB, STAFF = 1001, 1002, 2001
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,408 @@
+"""The direct engine with a socket for /dev/fuse: what it agrees to, answers, refuses, and does with who is interrupted."""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from nvpool.base import errors
+from nvpool.fuse import kernel_engine
+from nvpool.fuse.engine import MountOptions, kernel_version, make_engine
+from nvpool.fuse.kernel_engine import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
+from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import Init, Op, Opening
+from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.testing.memory_vfs import MemoryVfs
+
+ALL = (1 << 43) - 1
+
+
+class SlowVfs(MemoryVfs):
+    """Reads wait until `go` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = asyncio.Event()
+        self.waiting = 0
+
+    async def read(self, handle, offset, size):
+        self.waiting += 1
+        try:
+            await self.go.wait()
+            return await super().read(handle, offset, size)
+        finally:
+            self.waiting -= 1
+
+
+class Kernel:
+    """Plays the kernel: asks through a socket that keeps messages apart, and hears the answers."""
+
+    def __init__(self, vfs, options=None, settings=None):
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs = theirs
+        for end in (self.ours, theirs):
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        self.ready = []
+        self.engine = KernelEngine(FuseOps(vfs, options), None, settings or MountOptions("p"), lambda: self.ready.append(1))
+        self.engine.adopt(theirs.fileno())
+        self.last = 0
+
+    async def __aenter__(self):
+        self.serving = asyncio.ensure_future(self.engine.serve())
+        return self
+
+    async def __aexit__(self, *_):
+        self.engine.stop()
+        await asyncio.wait_for(asyncio.gather(self.serving, return_exceptions=True), 5)
+        self.ours.close()
+        self.theirs.close()
+
+    def say(self, opcode, body=(), *, node=1, names=(), payload=b"", pid=0, unique=None):
+        self.last += 2
+        form = FORMS.get(opcode)
+        made = form.body(*body) if form is not None and form.body else None
+        unique = self.last if unique is None else unique
+        self.ours.send(requests.encode(Request(opcode, unique, node, 0, 0, pid, made, names, payload)))
+        return unique
+
+    async def hear(self):
+        raw = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.ours, 2 << 20), 5)
+        return replies.parse(raw)
+
+    async def ask(self, opcode, body=(), **more):
+        unique = self.say(opcode, body, **more)
+        heard, error, answer = await self.hear()
+        assert heard == unique
+        if error:
+            raise OSError(-error, os.strerror(-error))
+        return answer
+
+    async def init(self, minor=45, flags=ALL, major=7):
+        raw = struct.pack("=I11I", flags >> 32, *([0] * 11)) if flags & Init.INIT_EXT else b""
+        answer = await self.ask(Op.INIT, (major, minor, 131072, flags & 0xFFFFFFFF), payload=raw)
+        return replies.read("init", answer)
+
+    async def create(self, name, node=1):
+        answer = replies.read("create", await self.ask(Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node,
+                                                       names=(name,)))
+        return answer.nodeid, answer.fh
+
+    async def silent(self):
+        """Nothing more was said: the answer to what is asked now is the next."""
+        await self.ask(Op.STATFS)
+
+
+def played(make_vfs=MemoryVfs, **options):
+    """Run an async test against the engine on a loop of its own."""
+    def runner(test):
+        def run():
+            async def all_of_it():
+                async with Kernel(make_vfs(), **options) as kernel:
+                    await test(kernel)
+            asyncio.run(all_of_it())
+        run.__name__ = test.__name__
+        run.__doc__ = test.__doc__
+        return run
+    return runner
+
+
+@played()
+async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
+    said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
+    assert (said.major, said.minor, said.flags | said.flags2 << 32) == (7, 45, int(FLAGS & ~Init.PARALLEL_DIROPS))
+    assert said.max_write == said.max_pages * 4096 >= 1 << 17 and said.max_background == 128 and said.congestion_threshold == 96
+    assert not (said.flags & (Init.EXPORT_SUPPORT | Init.POSIX_ACL | Init.WRITEBACK_CACHE | Init.EXPLICIT_INVAL_DATA))
+    assert kernel.ready == [1]
+
+
+@played(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
+async def test_settings_reach_the_kernel_and_an_older_one_gets_no_new_flags(kernel):
+    said = await kernel.init(31, (1 << 30) - 1)
+    assert (said.minor, said.max_background, said.congestion_threshold, said.flags2) == (31, 20, 7, 0)
+    assert said.flags & Init.WRITEBACK_CACHE and not said.flags & Init.INIT_EXT
+
+
+@played()
+async def test_a_newer_major_version_is_asked_to_come_down_to_ours(kernel):
+    assert (await kernel.init(0, 0, major=8)).major == 7
+    assert not kernel.ready
+    assert (await kernel.init()).minor == 45
+
+
+@played()
+async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
+    with pytest.raises(OSError) as refused:
+        await kernel.init(27)
+    assert refused.value.errno == errno.EPROTO
+    with pytest.raises(errors.Unavailable, match="--engine pyfuse3"):
+        await asyncio.wait_for(kernel.serving, 5)
+
+
+@played(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
+async def test_a_file_made_written_and_read(kernel):
+    await kernel.init()
+    absent = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    assert (absent.nodeid, absent.entry_valid, absent.entry_valid_nsec) == (0, 0, 500_000_000)
+    inode, handle = await kernel.create(b"f")
+    content = os.urandom(5000)
+    assert replies.read("count", await kernel.ask(
+        Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content)).size == 5000
+    assert await kernel.ask(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
+    assert await kernel.ask(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
+    attr = replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode))
+    assert (attr.size, attr.mode, attr.attr_valid, attr.attr_valid_nsec) == (5000, 0o100644, 2, 500_000_000)
+    assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode) == b""
+    assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+    found = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    assert (found.nodeid, found.size, found.entry_valid, found.entry_valid_nsec) == (inode, 5000, 1, 250_000_000)
+
+
+@played()
+async def test_who_only_reads_is_not_waited_for_at_close(kernel):
+    await kernel.init()
+    inode, _ = await kernel.create(b"f")
+    for flags, quiet in ((os.O_RDONLY, True), (os.O_RDWR, False), (os.O_WRONLY, False)):
+        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
+        assert bool(opened.open_flags & Opening.NOFLUSH) == quiet
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
+    assert opened.open_flags & Opening.DIRECT_IO
+
+
+@played()
+async def test_listings_carry_entries_and_end(kernel):
+    await kernel.init()
+    for name in (b"a", b"b"):
+        await kernel.create(name)
+    handle = replies.read("open", await kernel.ask(Op.OPENDIR, (0, 0))).fh
+    for opcode, plus in ((Op.READDIR, False), (Op.READDIRPLUS, True)):
+        found = replies.read_listing(await kernel.ask(opcode, (handle, 0, 4096, 0, 0, 0)), plus)
+        assert [name for name, *_ in found] == [b".", b"..", b"a", b"b"]
+        assert await kernel.ask(opcode, (handle, found[-1][2], 4096, 0, 0, 0)) == b""
+    one = replies.read_listing(await kernel.ask(Op.READDIRPLUS, (handle, found[2][2], 200, 0, 0, 0)), True)
+    assert [name for name, *_ in one] == [b"b"]
+
+
+@played()
+async def test_extended_attributes_are_set_in_one_step_and_measured_before_they_are_read(kernel):
+    await kernel.init()
+    inode, _ = await kernel.create(b"f")
+    name = b"user.x"
+    await kernel.ask(Op.SETXATTR, (5, 1), node=inode, names=(name,), payload=b"value")  # XATTR_CREATE
+    for flags, number, which in ((1, errno.EEXIST, name), (2, errno.ENODATA, b"user.y")):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(Op.SETXATTR, (5, flags), node=inode, names=(which,), payload=b"other")
+        assert refused.value.errno == number
+    assert replies.read("count", await kernel.ask(Op.GETXATTR, (0,), node=inode, names=(name,))).size == 5
+    assert await kernel.ask(Op.GETXATTR, (5,), node=inode, names=(name,)) == b"value"
+    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b"user.x\0"
+    with pytest.raises(OSError) as short:
+        await kernel.ask(Op.GETXATTR, (4,), node=inode, names=(name,))
+    assert short.value.errno == errno.ERANGE
+    await kernel.ask(Op.REMOVEXATTR, node=inode, names=(name,))
+    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b""
+
+
+@played()
+async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+
+    async def mode():
+        return replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o7777
+
+    async def chmod(bits):
+        await kernel.ask(Op.SETATTR, (1, *([0] * 9), bits, 0, 0), node=inode)
+
+    for before, after in ((0o6755, 0o755), (0o6745, 0o2745), (0o755, 0o755)):
+        await chmod(before)
+        await kernel.ask(Op.WRITE, (handle, 0, 1, 0, 0, 0), node=inode, payload=b"x")
+        assert await mode() == before
+        unique = kernel.say(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
+        heard = await kernel.hear()
+        if before != after:
+            assert heard[:2] == (0, 2) and heard[2] == struct.pack("=Qqq", inode, -1, 0)  # the kernel's mode is old
+            heard = await kernel.hear()
+        assert heard[:2] == (unique, 0) and await mode() == after
+        await chmod(before)
+        await kernel.ask(Op.SETATTR, (1 << 3 | 1 << 11, 0, 100, *([0] * 7), 0, 0, 0), node=inode)
+        assert await mode() == after
+
+
+@played()
+async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(kernel):
+    await kernel.init()
+    for opcode in (Op.BMAP, Op.IOCTL, Op.POLL, Op.STATX, Op.SETUPMAPPING, Op.TMPFILE, 63, 99, 4096):
+        with pytest.raises(OSError) as refused:
+            body = tuple([0] * len(FORMS[opcode].body._fields)) if opcode in FORMS else ()
+            await kernel.ask(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())
+        assert refused.value.errno == errno.ENOSYS
+    kernel.say(Op.FORGET, (3,), node=9)
+    kernel.say(Op.BATCH_FORGET, (2,), payload=[(9, 1), (10, 1)])
+    kernel.say(Op.INTERRUPT, (12345,))
+    await kernel.silent()
+    assert await kernel.ask(Op.DESTROY) == b""
+
+
+@played()
+async def test_a_malformed_request_is_refused_and_the_next_one_served(kernel):
+    await kernel.init()
+    for opcode in (Op.READ, Op.LOOKUP, Op.WRITE, Op.RENAME2, Op.CREATE):
+        kernel.ours.send(requests.HEADER.pack(44, opcode, 777, 1, 0, 0, 0, 0, 0) + b"xxxx")
+        assert await kernel.hear() == (777, -errno.EINVAL, b"")
+    for raw in (b"", b"x", b"\xff" * 39, requests.HEADER.pack(44, Op.FORGET, 0, 1, 0, 0, 0, 0, 0) + b"xxxx"):
+        if raw:
+            kernel.ours.send(raw)
+    await kernel.silent()
+
+
+@played()
+async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
+    await kernel.init()
+    for opcode, body in ((Op.READ, (99, 0, 10, 0, 0, 0)), (Op.RELEASE, (99, 0, 0, 0)), (Op.READDIR, (99, 0, 4096, 0, 0, 0))):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(opcode, body)
+        assert refused.value.errno == errno.EIO
+    await kernel.silent()
+
+
+@played(SlowVfs)
+async def test_what_waits_is_answered_when_it_is_there_and_others_meanwhile(kernel):
+    await kernel.init()
+    vfs = kernel.engine._ops._vfs
+    inode, handle = await kernel.create(b"f")
+    asked = [kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
+    await kernel.silent()
+    assert vfs.waiting == 20
+    vfs.go.set()
+    assert sorted([(await kernel.hear())[0] for _ in asked]) == asked
+    assert not kernel.engine._work
+
+
+@played(SlowVfs)
+async def test_only_so_many_are_in_work_at_once(kernel):
+    await kernel.init()
+    vfs = kernel.engine._ops._vfs
+    inode, handle = await kernel.create(b"f")
+    sent = 0
+    for _ in range(IN_WORK_MAX + 50):
+        while True:
+            try:
+                kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+                sent += 1
+                break
+            except BlockingIOError:
+                if vfs.waiting >= IN_WORK_MAX:
+                    break
+                await asyncio.sleep(0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert vfs.waiting == IN_WORK_MAX
+    vfs.go.set()
+    for _ in range(sent):
+        await kernel.hear()
+    await kernel.silent()
+
+
+def sleeping_process():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+@played(SlowVfs)
+async def test_an_interrupted_call_goes_on_unless_its_caller_is_dying(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+    child = sleeping_process()
+    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode, pid=child.pid)
+    kernel.say(Op.INTERRUPT, (asked,))
+    await kernel.silent()
+    child.kill()
+    child.wait()
+    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)  # the kernel tells once; somebody has to look again
+    assert not kernel.engine._work and not kernel.engine._interrupted
+    await kernel.silent()
+
+
+def test_a_process_is_dying_when_it_can_not_survive_what_it_was_sent():
+    assert not is_dying(os.getpid())
+    child = sleeping_process()
+    assert not is_dying(child.pid)
+    child.kill()
+    child.wait()
+    assert is_dying(child.pid)
+
+
+@played(SlowVfs)
+async def test_stopping_waits_for_what_is_in_work(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.silent()
+    kernel.engine.stop()
+    await asyncio.sleep(0.01)
+    assert not kernel.serving.done()
+    kernel.engine._ops._vfs.go.set()
+    assert (await kernel.hear())[0] == asked
+    await asyncio.wait_for(kernel.serving, 5)
+
+
+class BrokenVfs(MemoryVfs):
+    async def statfs(self):
+        return None
+
+    async def readlink(self, inode):
+        await asyncio.sleep(0)
+        raise RuntimeError("a bug")
+
+
+@played(BrokenVfs)
+async def test_a_bug_below_is_eio_for_its_caller_alone(kernel):
+    await kernel.init()
+    for opcode in (Op.STATFS, Op.READLINK):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(opcode)
+        assert refused.value.errno == errno.EIO
+    assert await kernel.ask(Op.GETATTR, (0, 0))
+
+
+class TimedVfs(MemoryVfs):
+    """Uses what needs a current task."""
+
+    async def readlink(self, inode):
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(asyncio.sleep(0, b"in time"))
+            return task.result()
+
+
+@played(TimedVfs)
+async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
+    await kernel.init()
+    assert [await kernel.ask(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
+
+
+@pytest.mark.parametrize(("release", "name"), [("5.4.0-1", "kernel"), ("6.18.44", "kernel"), ("4.19.0", "pyfuse3"),
+                                               ("odd", "pyfuse3")])
+def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch, tmp_path, release, name):
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", release, "v", "m")))
+    assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p"), lambda: None).name == name
+    assert kernel_version() == ((0, 0) if release == "odd" else tuple(int(word) for word in release.split(".")[:2]))
+    assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p"), lambda: None).name == "pyfuse3"
+
+
+def test_the_pages_of_a_request_are_those_of_the_running_kernel():
+    assert 1 <= kernel_engine.max_pages_limit() <= kernel_engine.REQUEST_PAGES_MAX
+
+
+def test_sigkill_is_what_is_looked_for():
+    assert 1 << signal.SIGKILL - 1 == kernel_engine._SIGKILL_BIT
