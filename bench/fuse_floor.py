@@ -14,11 +14,14 @@ import uvloop
 
 from nvpool.fuse.engine import ENGINES, MountOptions, make_engine
 from nvpool.fuse.ops import FuseOps
+from nvpool.run.awake import Awake
 from nvpool.testing.memory_vfs import MemoryVfs
 
 
 async def serve(name: str, mount_point: Path) -> None:
-    engine = make_engine(name, FuseOps(MemoryVfs()), mount_point, MountOptions("floor"), lambda: print("ready", flush=True))
+    awake = Awake(True)
+    engine = make_engine(name, FuseOps(MemoryVfs()), mount_point, MountOptions("floor"), lambda: print("ready", flush=True),
+                         awake.touch)
     engine.mount()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -27,6 +30,7 @@ async def serve(name: str, mount_point: Path) -> None:
         await engine.serve()
     finally:
         engine.close()
+        awake.close()
 
 
 if __name__ == "__main__":

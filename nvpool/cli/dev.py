@@ -35,15 +35,17 @@ examples:
   nvpool dev up /tmp/pool
   nvpool dev up /tmp/pool --drives 4 --mount /mnt/pool
   nvpool dev up /tmp/pool --size 1G --size 3G
+  nvpool dev up /tmp/pool --mount /mnt/pool --engine pyfuse3
 """)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
 @click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
 @click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
+@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]), help="Of the mount; see nvpool mount --help.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
 @json_option
-def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: str | None, config_file: str | None,
-       as_json: bool) -> None:
+def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: str | None, engine: str | None,
+       config_file: str | None, as_json: bool) -> None:
     """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for.
 
     Returns when it serves. May be repeated: what is there stays as it is.
@@ -75,7 +77,8 @@ def up(directory: str, drives: int | None, sizes: tuple[int, ...], mountpoint: s
             found = mount_at(mountpoint)
         if found is None or not found.ours:
             os.makedirs(mountpoint, exist_ok=True)
-            mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)))
+            mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)),
+                       (f"--engine={engine}",) if engine else ())
             seen = pool_life.start(where)
         elif not any(process.get("mountpoint") == str(found.point) for process in seen["processes"]):
             raise InvalidRequest(f"{mountpoint} is the mount of another pool; first: nvpool umount {mountpoint}")

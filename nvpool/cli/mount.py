@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from nvpool.base import config as configuration
+from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, print_json, say
 
 
@@ -17,6 +18,9 @@ examples:
   nvpool mount /srv/pool /mnt/pool
   nvpool mount 10.0.0.1:17512 /mnt/pool
   nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see what it says
+  nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
+  nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
+  nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
 """)
 @click.argument("pool", metavar="POOL")
 @click.argument("mountpoint", metavar="MOUNTPOINT")
@@ -28,10 +32,22 @@ examples:
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
 @click.option("--deadline-s", type=click.FloatRange(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
+              help="kernel: speak to /dev/fuse directly; pyfuse3: through libfuse; auto: kernel on Linux 5.4 and newer. "
+                   "[engine under [client] in node.toml, else auto]")
+@click.option("--writeback", is_flag=True,
+              help="Let the kernel keep what is written and write it later. Only where no other mount or program changes these "
+                   "files; until a file is closed or fsynced, nobody else sees it. Needs engine kernel.")
+@click.option("--max-read", type=Size(), help="Bytes in one read request, engine kernel. [what the kernel allows, 1M]")
+@click.option("--max-background", type=click.IntRange(1, 65535),
+              help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
+@click.option("--congestion-threshold", type=click.IntRange(1, 65535),
+              help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
 @click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
-          deadline_s: float | None, options: tuple[str, ...], as_json: bool) -> None:
+          deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
+          congestion_threshold: int | None, options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
@@ -44,8 +60,11 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         pool = str(directory.path)
         configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     place = str(place_of(mountpoint))
-    words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force")) if wanted)
-    words += (f"--deadline-s={deadline_s}",) if deadline_s is not None else ()
+    words = tuple(word for wanted, word in (
+        (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback")) if wanted)
+    words += tuple(f"{word}={value}" for word, value in (
+        ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
+        ("--congestion-threshold", congestion_threshold)) if value is not None)
     words += tuple(f"-o{option}" for option in options)
     if foreground:
         sys.stdout.flush()

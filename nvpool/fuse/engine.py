@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from nvpool.base.errors import InvalidRequest
 from nvpool.fuse.mount import Mount
 from nvpool.fuse.ops import FuseOps
 
@@ -57,13 +58,22 @@ class Engine(Protocol):
         """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice."""
 
 
-def make_engine(name: str, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None]) -> Engine:
-    """`name` is one of ENGINES."""
-    if name == "kernel" or name == "auto" and kernel_version() >= KERNEL_MIN:
+def engine_of(wanted: str, *, writeback: bool = False) -> str:
+    """`wanted`, one of ENGINES, or what auto means here. InvalidRequest where it can not do what is asked for."""
+    name = wanted if wanted != "auto" else "kernel" if kernel_version() >= KERNEL_MIN else "pyfuse3"
+    if writeback and name != "kernel":
+        raise InvalidRequest("pages are written back by engine kernel only; mount without --writeback, or with --engine kernel")
+    return name
+
+
+def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOptions,
+                on_ready: Callable[[], None] = lambda: None, on_burst: Callable[[], None] = lambda: None) -> Engine:
+    """`on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come. InvalidRequest as engine_of."""
+    if engine_of(wanted, writeback=options.writeback) == "kernel":
         from nvpool.fuse.kernel_engine import KernelEngine
-        return KernelEngine(ops, mount_point, options, on_ready)
+        return KernelEngine(ops, mount_point, options, on_ready, on_burst)
     from nvpool.fuse.pyfuse3_engine import Pyfuse3Engine
-    return Pyfuse3Engine(ops, mount_point, options, on_ready)
+    return Pyfuse3Engine(ops, mount_point, options, on_ready, on_burst)
 
 
 def kernel_version() -> tuple[int, int]:

@@ -104,12 +104,14 @@ class KernelEngine(KernelRequests):
 
     name = "kernel"
 
-    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None):
+    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
+                 on_burst: Callable[[], None] = lambda: None):
         self._pages = max_pages_limit()
         super().__init__(ops, bytearray(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE)))
         self._mount_point = mount_point
         self._options = options
         self._on_ready = on_ready
+        self._on_burst = on_burst
         self._mount: Mount | None = None
         self._buffers = (self._buffer,)
         self._table = self._handlers()
@@ -199,6 +201,7 @@ class KernelEngine(KernelRequests):
         if self._taking:
             return
         self._taking = True
+        self._on_burst()
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
         try:
             for _ in range(BURST_MAX):

@@ -21,12 +21,12 @@ import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory, announcement
-from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
+from nvpool.base.errors import InUse, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import configured
 from nvpool.client.session import Client
-from nvpool.fuse.engine import ENGINES, MountOptions, make_engine
+from nvpool.fuse.engine import ENGINES, MountOptions, engine_of, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.logic.poolmap import PoolMap
@@ -79,6 +79,7 @@ def main(words: list[str]) -> int:
         if directory is not None:
             directory.check()
             config = load(directory.node_toml)
+        engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
     except NvpoolError as error:
         log.error("%s", error)
@@ -129,8 +130,6 @@ class _Mounted:
             self._directory = directory_here(client.pool_map)
         awake = Awake(self._config.processors.awake)
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
-        if arguments.writeback and engine.name != "kernel":
-            raise InvalidRequest(f"--writeback needs engine kernel, this is {engine.name}")
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:
             set_read_ahead(engine.mount(), arguments.read_ahead)

@@ -395,9 +395,9 @@ async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
                                                ("odd", "pyfuse3")])
 def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch, tmp_path, release, name):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", release, "v", "m")))
-    assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p"), lambda: None).name == name
+    assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == name
     assert kernel_version() == ((0, 0) if release == "odd" else tuple(int(word) for word in release.split(".")[:2]))
-    assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p"), lambda: None).name == "pyfuse3"
+    assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == "pyfuse3"
 
 
 def test_the_pages_of_a_request_are_those_of_the_running_kernel():
