@@ -69,6 +69,10 @@ READ_AHEAD_BYTES_MAX = 64 << 20
 DYING_LOOK_S = 0.5
 """How often the callers of interrupted requests are looked at: the kernel tells of the first signal only."""
 
+ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR, Op.READDIRPLUS, Op.GETXATTR, Op.LISTXATTR,
+                        Op.STATFS, Op.ACCESS))
+"""Nothing comes of these but their answer: when the mount is gone, they are not waited for."""
+
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _SIGKILL_BIT = 1 << 8
 
@@ -244,6 +248,9 @@ class KernelEngine(KernelRequests):
             return True
         if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
             self._failed = Unavailable(f"/dev/fuse failed: {error}")
+        for step, _, opcode in list(self._work.values()):
+            if opcode in ONLY_LOOKS:
+                step.cancel()
         self._end()
         return False
 

@@ -1,0 +1,75 @@
+"""Mounts memory as `nobody` through fusermount3, uses it, unmounts. Run by test_mounting.py as root, in a mount name space of
+its own.
+
+    python as_another_user.py DIRECTORY      an empty one that nobody may write
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+NOBODY = 65534
+
+
+def device_for_all(place):
+    """A /dev/fuse that everybody may open, as distributions have it; seen in this name space only."""
+    subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)
+    os.mknod(place / "fuse", 0o020666, os.makedev(10, 229))
+    os.chmod(place / "fuse", 0o666)
+    subprocess.run(["mount", "--bind", place / "fuse", "/dev/fuse"], check=True)
+
+
+def use(place):
+    (place / "f").write_bytes(b"written by nobody")
+    assert (place / "f").read_bytes() == b"written by nobody"
+    assert os.stat(place / "f").st_uid == NOBODY
+    assert os.listdir(place) == ["f"]
+
+
+async def main(place):
+    from nvpool.base.errors import AccessDenied
+    from nvpool.fuse.engine import MountOptions
+    from nvpool.fuse.kernel_engine import KernelEngine
+    from nvpool.fuse.mount import mount_at
+    from nvpool.fuse.ops import FuseOps
+    from nvpool.testing.memory_vfs import MemoryVfs
+    vfs = MemoryVfs()
+    vfs._nodes[1].attr.mode |= 0o777
+
+    def engine(**options):
+        return KernelEngine(FuseOps(vfs), place, MountOptions("p", **options))
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    try:
+        engine(allow_other=True).mount()
+        refused = ""
+    except AccessDenied as error:
+        refused = str(error)
+    mounted = engine(allow_other=False)
+    found = mounted.mount()
+    serving = asyncio.ensure_future(mounted.serve())
+    try:
+        await asyncio.to_thread(use, place)
+        mounted.stop()
+        await serving
+    finally:
+        mounted.close()
+    print(json.dumps({"type": found.type, "source": found.source, "refused": refused, "left": mount_at(place) is not None}))
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    (directory / "dev").mkdir()
+    (directory / "m").mkdir()
+    os.chown(directory / "m", NOBODY, NOBODY)
+    device_for_all(directory / "dev")
+    import array  # noqa: F401 what is imported later may lie where nobody may not look
+    import concurrent.futures.thread  # noqa: F401
+
+    import nvpool.fuse.kernel_engine  # noqa: F401
+    import nvpool.testing.memory_vfs  # noqa: F401
+    asyncio.run(main(directory / "m"))

@@ -1,0 +1,191 @@
+"""Mounting with the direct engine: options, another user through fusermount3, who is killed while he waits, write-back."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import NO_MOUNT, is_mounted, needs, wait_until
+
+from nvpool.base.errors import InvalidRequest
+from nvpool.fuse.attach import attach
+from nvpool.fuse.engine import MountOptions
+from nvpool.fuse.kernel_engine import KernelEngine
+from nvpool.fuse.mount import mount_at
+from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.testing.memory_vfs import MemoryVfs
+
+
+class CountingVfs(MemoryVfs):
+    """Counts writes; to look for the name `hung` never ends, nor does a read behind the first megabyte."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = 0
+        self.cancelled = 0
+
+    async def write(self, handle, offset, buffer):
+        self.writes += 1
+        return await super().write(handle, offset, buffer)
+
+    async def hang(self):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+
+    async def lookup(self, parent, name):
+        if name == b"hung":
+            await self.hang()
+        return await super().lookup(parent, name)
+
+    async def read(self, handle, offset, size):
+        if offset >= 1 << 20:
+            await self.hang()
+        return await super().read(handle, offset, size)
+
+
+class Served:
+    """The engine over memory, served by a thread of this process."""
+
+    def __init__(self, place, **options):
+        self.place = place
+        self.vfs = CountingVfs()
+        self.engine = KernelEngine(FuseOps(self.vfs, FuseOptions(writeback=options.get("writeback", False))), place,
+                                   MountOptions("p", **options))
+        self.mount = self.engine.mount()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.engine.serve()))
+        self.thread.start()
+
+    def close(self):
+        subprocess.run(["umount", self.place], check=False, capture_output=True)
+        self.thread.join(10)
+        self.engine.close()
+        assert not self.thread.is_alive() and not is_mounted(self.place)
+
+
+@pytest.fixture
+def served(tmp_path):
+    if NO_MOUNT:
+        pytest.skip(NO_MOUNT)
+    made = []
+
+    def serve(**options):
+        place = tmp_path / f"m{len(made)}"
+        place.mkdir()
+        made.append(Served(place, **options))
+        return made[-1]
+    yield serve
+    for one in made:
+        one.close()
+
+
+pytestmark = pytest.mark.mount
+
+
+def test_options_of_the_mount_are_those_that_were_asked_for(served):
+    found = served(extra=("noexec,dev", "suid"), max_read=65536)
+    line = next(line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {found.place} " in line)
+    options, _, behind = line.partition(" - ")
+    assert "noexec" in options and "nosuid" not in options and "nodev" not in options
+    assert behind.startswith("fuse.nvpool nvpool:p rw,user_id=0,group_id=0,default_permissions,allow_other,max_read=65536")
+    plain = mount_at(served(read_only=True).place)
+    assert plain.type == "fuse.nvpool" and plain.source == "nvpool:p"
+    with pytest.raises(OSError):
+        (plain.point / "x").touch()
+
+
+def test_an_option_that_is_none_is_refused_and_nothing_is_mounted(tmp_path):
+    with pytest.raises(InvalidRequest, match="'bogus' is no option"):
+        attach(tmp_path, MountOptions("p", extra=("noexec,bogus",)))
+    assert not is_mounted(tmp_path)
+
+
+def test_the_kernel_is_given_the_settings(served):
+    made = served(max_background=77, congestion_threshold=44)
+    made.place.stat()
+    control = Path("/sys/fs/fuse/connections") / made.mount.device.partition(":")[2]
+    if not control.exists():
+        subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=False, capture_output=True)
+    if not control.exists():
+        pytest.skip("fusectl is not mounted here")
+    assert (control / "max_background").read_text() == "77\n" and (control / "congestion_threshold").read_text() == "44\n"
+
+
+def test_who_waits_for_what_never_comes_can_be_killed(served):
+    made = served()
+    program = ("import os, signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: None)\nsys.stdout.write('.')\n"
+               "sys.stdout.flush()\nos.stat(sys.argv[1])")
+    caller = subprocess.Popen([sys.executable, "-c", program, made.place / "hung"], stdout=subprocess.PIPE)
+    caller.stdout.read(1)
+    wait_until(lambda: made.engine._work, "the request")
+    caller.send_signal(signal.SIGUSR1)  # one that it survives: it goes on waiting, as for a local drive
+    wait_until(lambda: made.engine._interrupted, "the interrupt")
+    assert caller.poll() is None and made.vfs.cancelled == 0
+    caller.kill()
+    assert caller.wait(5) == -signal.SIGKILL
+    wait_until(lambda: made.vfs.cancelled == 1, "the end of the request", 5)
+    assert os.listdir(made.place) == []
+
+
+def test_a_mount_that_is_gone_waits_for_no_reads(served):
+    made = served()
+    with open(made.place / "f", "wb") as file:
+        file.truncate(2 << 20)
+    reader = subprocess.Popen(["dd", f"if={made.place / 'f'}", "of=/dev/null", "bs=4k", "skip=300", "count=1"],
+                              stderr=subprocess.DEVNULL)
+    wait_until(lambda: made.engine._work, "the request")
+    subprocess.run(["umount", "-l", made.place], check=True)
+    reader.kill()  # the last that uses it
+    reader.wait(5)
+    made.thread.join(5)
+    assert not made.thread.is_alive()
+
+
+def test_with_write_back_the_kernel_gathers_small_writes_until_the_file_is_closed(served):
+    through, back = served(), served(writeback=True)
+    for made in (through, back):
+        with open(made.place / "f", "wb", buffering=0) as file:
+            for number in range(256):
+                file.write(bytes([number]) * 100)
+        assert (made.place / "f").read_bytes() == b"".join(bytes([number]) * 100 for number in range(256))
+        assert made.place.joinpath("f").stat().st_size == 25_600
+    assert through.vfs.writes >= 256 and back.vfs.writes <= 8
+    with open(back.place / "f", "r+b", buffering=0) as file:  # a page that is written in part is read first
+        file.seek(5000)
+        file.write(b"middle")
+    fd = os.open(back.place / "f", os.O_WRONLY)
+    os.pwrite(fd, b"end", 25_000)
+    os.close(fd)
+    content = bytearray(b"".join(bytes([number]) * 100 for number in range(256)))
+    content[5000:5006], content[25_000:25_003] = b"middle", b"end"
+    assert (back.place / "f").read_bytes() == content
+    node = next(node for node in back.vfs._nodes.values() if node.content)
+    assert bytes(node.content) == content
+
+
+@needs("fusermount3", "unshare")
+def test_another_user_mounts_through_fusermount3():
+    if NO_MOUNT:
+        pytest.skip(NO_MOUNT)
+    place = Path(tempfile.mkdtemp(prefix="nvpool-user-"))
+    place.chmod(0o755)
+    try:
+        done = subprocess.run(["unshare", "--mount", "--propagation", "private", sys.executable,
+                               Path(__file__).with_name("as_another_user.py"), place], capture_output=True, text=True,
+                              timeout=60, check=False)
+        if "unshare failed" in done.stderr or "mount:" in done.stderr:
+            pytest.skip(f"no mount name space of its own here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert (said["type"], said["source"], said["left"]) == ("fuse.nvpool", "nvpool:p", False)
+        assert "user_allow_other" in said["refused"] or Path("/etc/fuse.conf").read_text().startswith("user_allow_other")
+    finally:
+        shutil.rmtree(place)
