@@ -116,6 +116,7 @@ class ChunkClient:
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
+        self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
         """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
@@ -186,7 +187,7 @@ class ChunkClient:
         except Stale as error:
             self._again(job, error)
             return future
-        if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending):
+        if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
             self._send(lane, [job])
             return future
         lane.pending.append(job)
@@ -195,8 +196,21 @@ class ChunkClient:
             self._send_pending(lane)
         elif not lane.scheduled:
             lane.scheduled = True
-            self._loop.call_soon(self._turn_over, lane)
+            if self._held is None:
+                self._loop.call_soon(self._turn_over, lane)
+            else:
+                self._held.append(lane)
         return future
+
+    def hold(self) -> None:
+        """Gather what is read from now on until `send_held`, which has to be called in the same turn of the loop."""
+        if self._held is None:
+            self._held = []
+
+    def send_held(self) -> None:
+        held, self._held = self._held, None
+        for lane in held or ():
+            self._turn_over(lane)
 
     def _turn_over(self, lane: Lane) -> None:
         lane.scheduled = False

@@ -206,6 +206,7 @@ class KernelEngine(KernelRequests):
             return
         self._taking = True
         self._on_burst()
+        self._ops.burst()
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
         try:
             for _ in range(BURST_MAX):
@@ -213,7 +214,7 @@ class KernelEngine(KernelRequests):
                     count = readv(fd, buffers)
                 except BlockingIOError:
                     if self._work or not self._look_out():
-                        return
+                        return  # what waits for reads is in work: they are sent now
                     continue
                 except OSError as error:
                     if not self._may_read_on(error):
@@ -229,6 +230,7 @@ class KernelEngine(KernelRequests):
                 if not self._reading:
                     return
         finally:
+            self._ops.burst_over()
             self._taking = False
 
     def _look_out(self) -> bool:

@@ -288,6 +288,13 @@ class FuseOps:
                       self.options.writeback or before is not None and before[0] == attr.change,
                       reads_only and not self.record_locks)
 
+    def burst(self) -> None:
+        """Several requests may follow at once, before `burst_over`: reads among them travel together."""
+        self._vfs.hold_reads()
+
+    def burst_over(self) -> None:
+        self._vfs.send_reads()
+
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
         return self._vfs.read(self._files[handle], offset, size)

@@ -58,6 +58,12 @@ class MemoryVfs:
         self._nodes = {ROOT_INODE: _Node(Attr(inode=ROOT_INODE, mode=stat.S_IFDIR | 0o755, links=2, parent=ROOT_INODE,
                                               atime_ns=now, mtime_ns=now, ctime_ns=now))}
 
+    def hold_reads(self) -> None:
+        """There is nothing to send."""
+
+    def send_reads(self) -> None:
+        pass
+
     # -- what all use ------------------------------------------------------------------------------------------------
 
     def _node(self, inode: int) -> _Node:

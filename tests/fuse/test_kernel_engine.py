@@ -286,6 +286,34 @@ async def test_what_waits_is_answered_when_it_is_there_and_others_meanwhile(kern
     assert not kernel.engine._work
 
 
+class GatheringVfs(SlowVfs):
+    """Knows how many reads were held when they were let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+        self.held = 0
+
+    def send_reads(self):
+        if self.waiting > self.held:
+            self.sent.append(self.waiting - self.held)
+        self.held = self.waiting
+
+
+@played(GatheringVfs)
+async def test_reads_that_wait_in_the_kernel_together_are_let_go_together(kernel):
+    await kernel.init()
+    vfs = kernel.engine._ops._vfs
+    inode, handle = await kernel.create(b"f")
+    for _ in range(16):
+        kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.silent()
+    assert vfs.sent == [16]
+    vfs.go.set()
+    for _ in range(16):
+        await kernel.hear()
+
+
 @played(SlowVfs)
 async def test_only_so_many_are_in_work_at_once(kernel):
     await kernel.init()

@@ -59,6 +59,9 @@ class Case:
     def stores(self) -> list[PlainStore]:
         return list(self.pool.stores.values())
 
+    def chunks_in_flight(self) -> int:
+        return sum(lane.in_flight for lane in self.vfs.chunks._lanes.values())
+
     async def file(self, content: bytes = b"", name: bytes = b"file", flags: int = os.O_RDWR):
         handle = (await self.vfs.create(ROOT_INODE, name, 0o644, flags, ME))[1]
         if content:
@@ -81,6 +84,29 @@ def test_reads_of_one_turn_for_one_target_travel_in_one_message():
             found = await asyncio.gather(*[case.vfs.read(handle, at, 4096) for at in range(0, 256 * KIB, 4096)])
             assert b"".join(found) == content
             assert sum(len(store.reads_per_call) for store in case.stores) <= 3
+    run(main())
+
+
+def test_reads_that_are_held_travel_in_one_message_for_each_target_when_they_are_let_go():
+    async def main() -> None:
+        async with Case() as case:
+            content = os.urandom(MIB)
+            handle = await case.file(content)
+            for store in case.stores:
+                store.reads_per_call.clear()
+            places = [number * 16 * KIB for number in range(63, -1, -1)]
+            case.vfs.hold_reads()
+            steps = [case.vfs.read(handle, place, 4 * KIB) for place in places]
+            futures = [step.send(None) for step in steps]  # as an engine drives them
+            for future in futures:
+                future._asyncio_future_blocking = False
+            assert not case.chunks_in_flight()
+            case.vfs.send_reads()
+            await asyncio.wait(futures)
+            for step, place, future in zip(steps, places, futures, strict=True):
+                assert bytes(future.result()) == content[place:place + 4 * KIB]
+                step.close()
+            assert [len(store.reads_per_call) for store in case.stores if store.reads_per_call] == [1]
     run(main())
 
 

@@ -38,6 +38,13 @@ class Core:
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
         self._renewals: set[asyncio.Task] = set()
 
+    def hold_reads(self) -> None:
+        """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
+        self.chunks.hold()
+
+    def send_reads(self) -> None:
+        self.chunks.send_held()
+
     def _forget_lanes(self) -> None:
         for file in self.cache.open.values():
             file.lanes.clear()
