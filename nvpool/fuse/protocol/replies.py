@@ -36,6 +36,7 @@ _STATX_OUT = struct.Struct(_HEADER + "QII16x" + "IIQIIIH2xQQQQ" + "qI4x" * 4 + "
 _DIRENT = struct.Struct("=QQII")
 _DIRENT_PLUS = struct.Struct("=" + _ENTRY + "QQII")
 DIRENT_BYTES, DIRENT_PLUS_BYTES = _DIRENT.size, _DIRENT_PLUS.size
+_PACK_PLUS = _DIRENT_PLUS.pack_into
 
 Times = tuple[int, int]
 SECOND_NS = 1_000_000_000
@@ -171,10 +172,14 @@ class Listing:
             _DIRENT.pack_into(buffer, at, attr.inode, cursor, len(name), mode >> 12 & 15)
         elif name in _DOTS:
             _DIRENT_PLUS.pack_into(buffer, at, *_NOWHERE, attr.inode, cursor, len(name), mode >> 12 & 15)
-        else:
-            inode = attr.inode
-            _DIRENT_PLUS.pack_into(buffer, at, inode, 0, *self._times, *_attr_words(attr), inode, cursor, len(name),
-                                   mode >> 12 & 15)
+        else:  # as _attr_words, spelt out: a listing of millions comes by here
+            entry_s, attr_s, entry_ns, attr_ns = self._times
+            inode, atime, mtime, ctime = attr.inode, attr.atime_ns, attr.mtime_ns, attr.ctime_ns
+            atime_s, mtime_s, ctime_s = atime // SECOND_NS, mtime // SECOND_NS, ctime // SECOND_NS
+            _PACK_PLUS(buffer, at, inode, 0, entry_s, attr_s, entry_ns, attr_ns, inode, attr.size, attr.blocks, atime_s,
+                       mtime_s, ctime_s, atime - atime_s * SECOND_NS, mtime - mtime_s * SECOND_NS, ctime - ctime_s * SECOND_NS,
+                       mode, attr.links, attr.uid, attr.gid, attr.rdev, BLOCK_BYTES, 0, inode, cursor, len(name),
+                       mode >> 12 & 15)
         buffer[begin:end] = name
         self._at = after
         return True
