@@ -95,6 +95,23 @@ def test_status_names_the_mount_with_its_process(own, mine):
     assert mine.process.pid not in pids(own, "mount")
 
 
+def test_the_engine_is_the_one_that_was_asked_for_and_the_status_shows_it(own, tmp_path):
+    shown = {}
+    for word in ("auto", "kernel", "pyfuse3"):
+        made = own.mount(tmp_path / word, "--engine", word)
+        (made.place / "by-engine").write_bytes(word.encode())
+        shown[word] = next(process["engine"] for process in processes(own) if process.get("mountpoint") == str(made.place))
+        assert made.end() == 0
+    assert shown == {"auto": "kernel", "kernel": "kernel", "pyfuse3": "pyfuse3"}
+    (tmp_path / "m").mkdir()
+    assert "engine kernel only" in refused("--engine", "pyfuse3", "--writeback", own.directory, tmp_path / "m")
+    nvpool("mount", own.directory, tmp_path / "m", "--engine", "kernel", "--writeback", "--max-read", "256K",
+           "--max-background", "64", "--congestion-threshold", "32")
+    (tmp_path / "m" / "by-engine").write_bytes(b"written back")
+    assert (tmp_path / "m" / "by-engine").read_bytes() == b"written back"
+    nvpool("umount", tmp_path / "m")
+
+
 def test_sigterm_stores_everything_and_leaves_no_mount(own, mine):
     with open(mine.place / "kept", "wb", buffering=0) as file:
         for number in range(50):
