@@ -4,7 +4,7 @@ The ring itself is the compiled module `_uring` (Cython over Debian's liburing);
 nvpool was installed) or the kernel forbids io_uring (containers, sysctl kernel.io_uring_disabled), `probe` says None and
 the device uses threads. The ring is bounded: what does not fit waits here, in order.
 
-Called by store/device on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
+Called by drive/reading's users on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
 
 try:
-    from nvpool.store import _uring
+    from nvpool.drive import _uring
 except ImportError:  # not compiled
     _uring = None
 
@@ -66,6 +66,10 @@ class UringReader:
         return cls(ring)
 
     async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+        return await asyncio.shield(self.begin(fd, offsets, lengths, positions, into))
+
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview) -> asyncio.Future[list[NvpoolError | None]]:
+        """As `read`, without a task. The future must not be cancelled: the kernel writes into the buffer until it is done."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -75,7 +79,7 @@ class UringReader:
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
         self._submit()
-        return await asyncio.shield(batch.done)
+        return batch.done
 
     def _submit(self) -> None:
         waiting, inside, ring = self._outside, self._inside, self._ring
