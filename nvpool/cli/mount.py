@@ -28,10 +28,11 @@ examples:
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
 @click.option("--deadline-s", type=click.FloatRange(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
 @click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
-          deadline_s: float | None, options: tuple[str, ...], as_json: bool) -> None:
+          deadline_s: float | None, no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
@@ -44,7 +45,8 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         pool = str(directory.path)
         configuration.load(directory.node_toml)  # all that is wrong with it is said here, not in a log
     place = str(place_of(mountpoint))
-    words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force")) if wanted)
+    words = tuple(word for wanted, word in ((read_only, "--read-only"), (force, "--force"),
+                                            (no_short_cut, "--no-short-cut")) if wanted)
     words += (f"--deadline-s={deadline_s}",) if deadline_s is not None else ()
     words += tuple(f"-o{option}" for option in options)
     if foreground:

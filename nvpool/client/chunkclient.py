@@ -43,6 +43,7 @@ from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
+from nvpool.client.shortcut import NOW_BYTES_MAX, ShortCut
 from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -116,6 +117,7 @@ class ChunkClient:
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
+        self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
         """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
@@ -135,6 +137,7 @@ class ChunkClient:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
+        await self.short.close()
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
@@ -186,6 +189,8 @@ class ChunkClient:
         except Stale as error:
             self._again(job, error)
             return future
+        if self.short.on and self._by_short_cut(lane, job):
+            return future
         if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending):
             self._send(lane, [job])
             return future
@@ -197,6 +202,29 @@ class ChunkClient:
             lane.scheduled = True
             self._loop.call_soon(self._turn_over, lane)
         return future
+
+    def _by_short_cut(self, lane: Lane, job: _Read) -> bool:
+        """Read from the drive ourselves, where we know where; whether the read is done or under way."""
+        file, index, short = job.file, job.index, self.short
+        located = file.located.get(index)
+        if located is not None:
+            if job.length <= NOW_BYTES_MAX:
+                found = short.read_now(located, job.offset, job.length)
+                if found is not None:
+                    _settle(job, found)
+                    return True
+            if file.located.get(index) is located:
+                return short.begin(located, job.offset, job.length, partial(self._by_short_cut_done, lane, job))
+        short.want(file, index, lane)
+        return False
+
+    def _by_short_cut_done(self, lane: Lane, job: _Read, found: memoryview | None) -> None:
+        if job.future.done():
+            return
+        if found is None:
+            self._send(lane, [job])
+        else:
+            _settle(job, found)
 
     def _turn_over(self, lane: Lane) -> None:
         lane.scheduled = False
@@ -512,6 +540,13 @@ class ChunkClient:
                     await asyncio.sleep(self._delay(tries, error, left))
                 if hasattr(request, "map_epoch"):
                     request.map_epoch = self.epoch
+
+
+def _settle(job: _Read, found: memoryview) -> None:
+    if job.into is not None:
+        job.into[:] = found
+        found = job.into
+    job.future.set_result(found)
 
 
 def _error_of(status: int, job: _Read) -> NvpoolError:

@@ -83,7 +83,8 @@ class StoreService:
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
-            Method.DATA_LOCATE: self._locate, Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
+            Method.DATA_LOCATE: self._locate,
+            Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
