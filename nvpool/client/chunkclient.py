@@ -495,6 +495,7 @@ class ChunkClient:
                 status = results[0] | results[1] << 8
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
+                self.short.forget_chunk(file, index)
                 return lane.target
             except StaleCut:
                 raise

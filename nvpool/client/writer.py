@@ -250,7 +250,6 @@ class Writer:
                     await self._refresh(file, WRITE)
                     if file.cut == cut:
                         await asyncio.sleep(self._options.retry_first_s)
-            self._chunks.short.forget_chunk(file, index)
             if file.cut == cut:
                 written.stored_end = max(written.stored_end, segment.end)
                 written.stored_bytes += length

@@ -10,7 +10,8 @@ A delta, u32: bits 0..12 the first block in the group, 13..25 count - 1, bit 31 
 Guarantees: a block is given to one transaction only; blocks that a change freed are *held* and given to nobody before
 `release` says that the change is durable, its data included, and the time is past until which clients may read them
 (lend.py; such blocks have a record too, for who opens the store after us); a transaction that is dropped leaves nothing.
-Memory: 3 bytes a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store flushes when they are many).
+Memory: 3 bytes a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store flushes when
+they are many).
 
 Called by the block store on the event loop. Never waits; reads only the kv.
 """

@@ -427,8 +427,12 @@ class BlockChunkStore:
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
         self._refuse_when_fenced()
         await trim.cut(self, inode, size, cut, chunk_bits)
+        await self._clients_of_the_dead()
+
+    async def _clients_of_the_dead(self) -> None:
+        """They do not see our table, so what was cut is theirs to read until their lifetimes have ended."""
         while (left_s := self.lender.dead_until_s - self.clock.boottime_s()) > 0:
-            await asyncio.sleep(min(left_s, 0.05))  # clients of the process before us do not see our table
+            await asyncio.sleep(min(left_s, 0.05))  # noqa: ASYNC110 - a clock, no event
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         self._refuse_when_fenced()

@@ -168,8 +168,8 @@ class Lender:
     # -- changes ---------------------------------------------------------------------------------------------------------
 
     def changing(self, inode: int, indexes: Iterable[int]) -> None:
-        """These chunks are about to change: from now on no client returns what it reads at locations that it has of them. Called
-        before the change is applied; if it then fails, they have only to ask again."""
+        """These chunks are about to change: from now on no client returns what it reads at locations that it has of them.
+        Called before the change is applied; if it then fails, they have only to ask again."""
         if self.life_s:
             table = self._table
             for index in indexes:
@@ -187,7 +187,7 @@ class Lender:
 
 
 def located(index: Index, chunk: Chunk, blocks: int) -> Located:
-    """Where the first `blocks` blocks of a chunk lie, up to the last of them that is there."""
+    """Where the first `blocks` blocks of a chunk lie; holes behind the last that is there may be left out."""
     runs: list[list[int]] = []
     sums: list[bytes] = []
     at = 0

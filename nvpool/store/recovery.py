@@ -187,8 +187,8 @@ def _segment_of(blocks: list[_Block]) -> Segment:
 
 
 def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
-    """Merge what ReplayCheck put aside; returns how many records that were. May be repeated. `until`: what the process before us
-    has lent may be read so long."""
+    """Merge what ReplayCheck put aside; returns how many records that were. May be repeated. `until`: what the process before
+    us has lent may be read so long."""
     settled = 0
     while pairs := kv.scan(b"r", b"s", 100):
         for aside, raw in pairs:
