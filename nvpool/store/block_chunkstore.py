@@ -431,8 +431,8 @@ class BlockChunkStore:
 
     async def _clients_of_the_dead(self) -> None:
         """They do not see our table, so what was cut is theirs to read until their lifetimes have ended."""
-        while (left_s := self.lender.dead_until_s - self.clock.boottime_s()) > 0:
-            await asyncio.sleep(min(left_s, 0.05))  # noqa: ASYNC110 - a clock, no event
+        while (left_s := self.lender.dead_until_s - self.clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
+            await asyncio.sleep(min(left_s, 0.05))
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         self._refuse_when_fenced()
