@@ -33,6 +33,10 @@ from nvpool.drive.reading import read_now
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 
+_SAMPLE = 8
+"""Reads of a batch that tell whether the rest is worth trying at once."""
+
+
 class _Batch:
     """Part of a read_many for one target: packed headers, and for each read where its bytes go."""
 
@@ -166,7 +170,13 @@ class BatchReader:
                     plan[3].append((located, first, read))
                     place += count
         for source, (offsets, lengths, positions, what) in plans.items():
-            missed = {what[at][2] for at in read_now(source.fd, offsets, lengths, positions, into)}
+            first = read_now(source.fd, offsets[:_SAMPLE], lengths[:_SAMPLE], positions[:_SAMPLE], into)
+            if len(first) >= _SAMPLE:  # nothing of it is in memory: the store reads the batch with one call
+                rest += dict.fromkeys(read for _, _, read in what)
+                continue
+            missed = {what[at][2] for at in first}
+            missed.update(what[at + _SAMPLE][2] for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:],
+                                                                   positions[_SAMPLE:], into))
             before = None
             for located, first, read in what:
                 if read is before:  # of several runs
