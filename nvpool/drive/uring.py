@@ -48,6 +48,7 @@ class UringReader:
         self._inside: dict[int, tuple[_Batch, int, int, int, int, int]] = {}
         self._outside: deque[tuple[_Batch, int, int, int, int, int]] = deque()
         self._token = 0
+        self._gathering = False
 
     @classmethod
     def probe(cls, fd: int) -> UringReader | None:
@@ -78,8 +79,17 @@ class UringReader:
         waiting = self._outside
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
-        self._submit()
+        if not self._inside:
+            self._submit()
+        elif not self._gathering:  # with others under way more come in this turn of the loop: one call for all of them
+            self._gathering = True
+            loop.call_soon(self._gathered)
         return batch.done
+
+    def _gathered(self) -> None:
+        self._gathering = False
+        if self._ring is not None:
+            self._submit()
 
     def _submit(self) -> None:
         waiting, inside, ring = self._outside, self._inside, self._ring
@@ -108,6 +118,8 @@ class UringReader:
 
     async def close(self) -> None:
         """Wait for what is in the ring: the kernel writes into those buffers."""
+        for batch, *_ in self._outside:
+            batch.done.cancel()  # whose reads will not be begun any more
         self._outside.clear()
         if self._ring is None:
             return
