@@ -32,7 +32,6 @@ from nvpool.client.options import ClientOptions
 from nvpool.drive.reading import read_now
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
-
 _SAMPLE = 8
 """Reads of a batch that tell whether the rest is worth trying at once."""
 

@@ -314,10 +314,10 @@ class BlockChunkStore:
             self.index.store(chunk, number, segment)
         self.quarantine.forget(healed)
 
-    def apply(self, transaction: Transaction, effects: list[Effect], inode: int, indexes: Sequence[int], *,
+    def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
               reclaims: bool = False) -> None:
-        """One change of the index, of these chunks of an inode, together with what the transaction does to the free map. If it
-        raises, neither happened; the caller drops the transaction."""
+        """One change of the index, of these chunks of an inode (0: of blocks whose inode nobody knows), together with what the
+        transaction does to the free map. If it raises, neither happened; the caller drops the transaction."""
         self.lender.changing(inode, indexes)  # before: who reads from now on where the old blocks lie, asks again
         if transaction.freed:
             transaction.until = self.lender.until(inode)

@@ -177,10 +177,11 @@ class Lender:
                 table[slot] = table[slot] + 1 & 0xFFFFFFFF
 
     def until(self, inode: int) -> float:
-        """Until when blocks may be read that were named for the inode before now; 0 when there are none."""
+        """Until when blocks may be read that were named for the inode (0: for any) before now; 0 when there are none."""
         if self.life_s:
             now_s = self._turn()
-            if inode in self._young or inode in self._old or now_s <= self._all_until_s:
+            any_lent = not inode and (self._young or self._old)
+            if any_lent or inode in self._young or inode in self._old or now_s <= self._all_until_s:
                 return max(now_s + self.life_s, self.dead_until_s)
             return self.dead_until_s if now_s < self.dead_until_s else 0.0
         return self.dead_until_s if self._clock.boottime_s() < self.dead_until_s else 0.0
