@@ -35,7 +35,7 @@ from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.drive.reading import reader_for
-from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
 from nvpool.wire.v1 import data_pb2, wire_pb2
@@ -59,7 +59,6 @@ AHEAD = 8
 CREDIT = 64
 """Chunks of a file that are located before any of them needs to have been read again; each read that hits gives one back."""
 _ENTRY_BYTES = 400
-_SAID = struct.Struct("<QI4x16s")
 _NOWAIT = os.RWF_NOWAIT
 
 
@@ -71,7 +70,7 @@ class Source:
     def __init__(self, target: int, said: bytes, descriptors: list[int]):
         """Takes the descriptors over. NotSupported for what makes no sense here."""
         try:
-            its_target, slots, self.token = _SAID.unpack(said)
+            its_target, slots, self.token = LENT.unpack(said)
             if its_target != target or len(descriptors) != 2:
                 raise NotSupported(f"descriptors of target {its_target} came for target {target}")
             self.memory = mmap.mmap(descriptors[1], 4 * slots, prot=mmap.PROT_READ)

@@ -39,6 +39,7 @@ from nvpool.store.chunkstore import Located
 from nvpool.store.index import Chunk, Index
 from nvpool.store.reads import extend_runs
 from nvpool.store.records import SEGMENT_BITS, SEGMENT_BLOCKS
+from nvpool.wire.codec import LENT
 
 SLOT_BITS = 16
 TABLE_BYTES = 4 << SLOT_BITS
@@ -47,7 +48,6 @@ INODES_MAX = 200_000
 LENT_KEY = b"L"
 TOKEN_BYTES = 16
 _LIFE = struct.Struct("<I")
-_SAID = struct.Struct("<QI4x16s")
 _F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _F_SEAL_SEAL, _F_SEAL_SIZE = 0x1, 0x2 | 0x4
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -60,8 +60,8 @@ def slot_of(inode: int, index: int) -> int:
 
 
 def encode_said(target: int, token: bytes) -> bytes:
-    """What is said with the descriptors of a target: target u64, slots u32, u32 0, token 16."""
-    return _SAID.pack(target, 1 << SLOT_BITS, token)
+    """What is said with the descriptors of a target."""
+    return LENT.pack(target, 1 << SLOT_BITS, token)
 
 
 class Lender:
