@@ -2,4 +2,4 @@
 
 from setuptools import Extension, setup
 
-setup(ext_modules=[Extension("nvpool.store._uring", ["nvpool/store/_uring.pyx"], libraries=["uring"], optional=True)])
+setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True)])

@@ -1,6 +1,10 @@
 """The speed of the client layer alone: reads in batches and one by one, from a store in a second process, beside the floor.
 
     python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
+    python bench/client_layer.py --short-cut [--seconds 3]
+
+With --short-cut the store is one of blocks in a data file, and the same 4 KiB reads are measured as a plain preadv loop over
+the data file (the floor), by the short cut and through the store's unix socket, warm and cold, in turns.
 
 One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
 same transport: as many messages with as many bytes as the reads need, answered without looking at them.
@@ -13,13 +17,16 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import uvloop
 
 from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs import Caller
 from nvpool.logic.poolmap import decode_map, encode_map
@@ -42,14 +49,14 @@ def places(transport: str, port: int):
     return endpoint
 
 
-async def serve(transport: str, port: int) -> None:
+async def serve(transport: str, port: int, directory: str | None) -> None:
     endpoint = places(transport, port)
 
     def echo(call) -> None:
         call.reply(b"", [block[:int.from_bytes(call.message, "little")]])
 
     block = memoryview(bytes(4 * MIB))
-    async with LocalPool(capacities=(512 * MIB,), endpoints=endpoint) as pool:
+    async with LocalPool(directory, capacities=(512 * MIB,), endpoints=endpoint) as pool:
         listener = await listen(endpoint("echo", 1), Greeting("echo"), echo)
         sys.stdout.buffer.write(encode_map(pool.pool_map) + b"\n")
         sys.stdout.buffer.flush()
@@ -134,24 +141,95 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     await client.close()
 
 
+async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
+    by_ours = await Client.open(pool_map, "short cut", ClientOptions(short_cut=True))
+    by_socket = await Client.open(pool_map, "socket", ClientOptions(short_cut=False))
+    _, handle = await by_ours.vfs.create(1, b"file", 0o644, os.O_RDWR, ME)
+    for at in range(0, FILE_BYTES, MIB):
+        await by_ours.vfs.write(handle, at, os.urandom(MIB))
+    await by_ours.vfs.fsync(handle, False)
+    ours = await by_ours.vfs.open(handle.inode, os.O_RDONLY, ME)
+    theirs = await by_socket.vfs.open(handle.inode, os.O_RDONLY, ME)
+    data = os.open(os.path.join(directory, "targets", "1", "data"), os.O_RDONLY)
+    choose, blocks = random.Random(7), FILE_BYTES // 4096
+    read_now, read, buffer = by_ours.vfs.read_now, by_ours.vfs.read, bytearray(4096)
+
+    def cold() -> None:
+        os.fsync(data)
+        os.posix_fadvise(data, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    async def preadv() -> None:
+        os.preadv(data, (buffer,), choose.randrange(blocks) << 12)
+
+    async def at_once() -> None:
+        offset = choose.randrange(blocks) << 12
+        if read_now(ours, offset, 4096) is None:
+            await read(ours, offset, 4096)
+
+    async def awaited() -> None:
+        await read(ours, choose.randrange(blocks) << 12, 4096)
+
+    async def socket() -> None:
+        await by_socket.vfs.read(theirs, choose.randrange(blocks) << 12, 4096)
+
+    into = memoryview(bytearray(BATCH * 4096))
+
+    async def many(vfs, which) -> None:
+        await vfs.read_many([(which, choose.randrange(blocks) * 4096, 4096) for _ in range(BATCH)], into)
+
+    rows = [("plain preadv", preadv, 1), ("read_now, else read", at_once, 1), ("read", awaited, 1),
+            ("16 reads at once", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
+            ("through the socket", socket, 1),
+            ("16 through the socket", lambda: asyncio.gather(*[socket() for _ in range(16)]), 16),
+            ("read_many", lambda: many(by_ours.vfs, ours), BATCH),
+            ("read_many through the socket", lambda: many(by_socket.vfs, theirs), BATCH)]
+    for state in ("warm", "cold"):
+        for name, step, reads in rows:
+            if state == "warm":
+                for at in range(0, FILE_BYTES, MIB):  # all of it is in memory and located
+                    os.pread(data, MIB, at)
+                    await read(ours, at, 1)
+                await asyncio.sleep(0.1)
+            else:
+                cold()
+            used = time.process_time()
+            count = await rate(seconds if state == "warm" else min(seconds, 0.5), step) * reads
+            used = (time.process_time() - used) / (seconds if state == "warm" else min(seconds, 0.5)) / count
+            print(f"{state}: {name:<30} {count:9.0f} reads/s   {used * 1e6:6.1f} µs of the client's processor")
+    print(by_ours.vfs.chunks.short.counters)
+    os.close(data)
+    await by_ours.close()
+    await by_socket.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--transport", default="stream")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--short-cut", action="store_true")
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        uvloop.run(serve(chosen.transport, chosen.serve))
+        uvloop.run(serve(chosen.transport, chosen.serve, chosen.directory))
         return
+    if chosen.short_cut:
+        chosen.transport, chosen.directory = "stream+unix", tempfile.mkdtemp(prefix="nvpool-bench-")
     port = random.randrange(20000, 30000)
-    server = subprocess.Popen([sys.executable, __file__, "--transport", chosen.transport, "--serve", str(port)],
+    server = subprocess.Popen([sys.executable, __file__, "--transport", chosen.transport, "--serve", str(port),
+                               *(["--directory", chosen.directory] if chosen.directory else [])],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         pool_map = decode_map(server.stdout.readline())
-        uvloop.run(measure(chosen.transport, port, pool_map, chosen.seconds))
+        if chosen.short_cut:
+            uvloop.run(measure_short_cut(pool_map, chosen.seconds, chosen.directory))
+        else:
+            uvloop.run(measure(chosen.transport, port, pool_map, chosen.seconds))
     finally:
         server.stdin.close()
         server.wait(20)
+        if chosen.directory:
+            shutil.rmtree(chosen.directory)
 
 
 if __name__ == "__main__":

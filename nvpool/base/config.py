@@ -87,6 +87,10 @@ class StoreSection(msgspec.Struct, frozen=True):
     reserve_share: Annotated[float, Meta(
         ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal")] = 0.02
     give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = True
+    short_cut: Annotated[bool, Meta(
+        description="let mounts and programs of this node read the drives themselves; never with direct")] = True
+    short_cut_group: Annotated[str, Meta(
+        description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
 
 
 class ClientSection(msgspec.Struct, frozen=True):
@@ -97,6 +101,10 @@ class ClientSection(msgspec.Struct, frozen=True):
         description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer")] = "auto"
     attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
     entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
+    short_cut: Annotated[bool, Meta(
+        description="read drives of this node without asking their daemon for each byte, where that allows it")] = True
+    locations_bytes: Annotated[int, Meta(
+        ge=0, le=64 * GIB, extra=_BYTES, description="memory for where blocks lie: a thousandth of what is read")] = 64 * MIB
     write_buffer_bytes: Annotated[int, Meta(
         ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files")] = 64 * MIB
     read_ahead_bytes: Annotated[int, Meta(

@@ -29,7 +29,11 @@ from nvpool.client.chunkclient import (
     submit_into,
 )
 from nvpool.client.options import ClientOptions
+from nvpool.drive.reading import read_now
 from nvpool.wire.v1 import data_pb2, wire_pb2
+
+_SAMPLE = 8
+"""Reads of a batch that tell whether the rest is worth trying at once."""
 
 
 class _Batch:
@@ -68,6 +72,8 @@ class BatchReader:
         batches: dict[Lane, _Batch] = {}
         futures: list[asyncio.Future] = []
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
+        if chunks.short.on:
+            reads = self._read_now(reads, into)
         for file, offset, length, place in reads:
             end = offset + length
             index = offset >> file.chunk_bits
@@ -116,6 +122,69 @@ class BatchReader:
             raise
         if failed is not None:
             raise failed
+
+    def _read_now(self, reads: Sequence[tuple[OpenInode, int, int, int]], into: memoryview) -> list:
+        """Do what the short cut can do on the spot; returns the rest. Whole blocks are read where they belong, in one call for
+        each target."""
+        short = self._chunks.short
+        rest: list = []
+        plans: dict = {}  # source -> (offsets, lengths, positions, what is read)
+        for read in reads:
+            file, offset, length, place = read
+            index = offset >> file.chunk_bits
+            located = file.located.get(index)
+            if located is None:
+                lane = file.lanes.get(index)
+                if lane is not None:
+                    short.want(file, index, lane)
+                rest.append(read)
+                continue
+            within = offset & file.chunk_mask
+            first = within >> 12
+            if within & 4095 or length & 4095 or within + length > located.blocks << 12 or not length:
+                part = short.read_now(located, within & -4096, (within & 4095) + length + 4095 & -4096) \
+                    if within + length <= file.chunk_mask + 1 else None
+                if part is None:
+                    rest.append(read)
+                else:
+                    into[place:place + length] = part[within & 4095:(within & 4095) + length]
+                continue
+            plan = plans.get(located.source)
+            if plan is None:
+                plan = plans[located.source] = ([], [], [], [])
+            if located.base:
+                plan[0].append(located.base + first << 12)
+                plan[1].append(length)
+                plan[2].append(place)
+                plan[3].append((located, first, read))
+                continue
+            runs = short.runs(located, first, length >> 12)
+            if runs is None:
+                rest.append(read)
+            else:
+                for at, count in runs:
+                    plan[0].append(at)
+                    plan[1].append(count)
+                    plan[2].append(place)
+                    plan[3].append((located, first, read))
+                    place += count
+        for source, (offsets, lengths, positions, what) in plans.items():
+            first = read_now(source.fd, offsets[:_SAMPLE], lengths[:_SAMPLE], positions[:_SAMPLE], into)
+            if len(first) >= _SAMPLE:  # nothing of it is in memory: the store reads the batch with one call
+                rest += dict.fromkeys(read for _, _, read in what)
+                continue
+            missed = {what[at][2] for at in first}
+            missed.update(what[at + _SAMPLE][2] for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:],
+                                                                   positions[_SAMPLE:], into))
+            before = None
+            for located, first, read in what:
+                if read is before:  # of several runs
+                    continue
+                before = read
+                place = read[3]
+                if read in missed or not short.good(located, first, into[place:place + read[2]]):
+                    rest.append(read)
+        return rest
 
     def _send_batch(self, batch: _Batch, into: memoryview, deadline_s: float) -> asyncio.Future:
         batch.future = self._loop.create_future()

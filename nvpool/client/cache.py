@@ -8,6 +8,8 @@ chunk request carries, and what the writer holds of it. Called by vfs, reader an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.client.options import ClientOptions
@@ -24,7 +26,7 @@ class OpenInode:
 
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
                  "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
-                 "renewal")
+                 "renewal", "located", "changes", "credit", "missed")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -46,6 +48,10 @@ class OpenInode:
         self.written = None     # the writer's state, from the first write on
         self.ahead: set = set()  # handles with read-ahead, to be told of writes
         self.renewal = None     # one question for a new grant at a time
+        self.located: dict = {}  # chunk index -> where the shortcut knows it to lie
+        self.changes = 0        # grows when nothing of that holds any longer
+        self.credit = 64        # chunks that may be located before reads have to hit
+        self.missed = False     # a read has gone to a store: the first one of many files is the only one
 
     @property
     def size(self) -> int:
@@ -95,6 +101,8 @@ class Cache:
         self._whole_names = 0
         self._options = options
         self._clock = clock
+        self.on_change: Callable[[OpenInode], None] = lambda file: None
+        """Told of an open inode that is about to have newer attributes than those that we read by."""
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +124,8 @@ class Cache:
         opened = self.open.get(attr.inode)
         if opened is not None:
             if attr.change >= opened.attr.change:
+                if attr.change != opened.attr.change:
+                    self.on_change(opened)
                 opened.attr = attr
                 opened.attr_born_s = now_s
                 if attr.cut > opened.cut:

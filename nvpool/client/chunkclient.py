@@ -43,6 +43,7 @@ from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
+from nvpool.client.shortcut import ShortCut
 from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -117,6 +118,7 @@ class ChunkClient:
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
+        self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
         """What the log says of the path of a damaged file, right behind its inode; see KnownPaths.told."""
@@ -136,6 +138,7 @@ class ChunkClient:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
+        await self.short.close()
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
@@ -187,6 +190,8 @@ class ChunkClient:
         except Stale as error:
             self._again(job, error)
             return future
+        if self.short.on and self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job)):
+            return future
         if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
             self._send(lane, [job])
             return future
@@ -211,6 +216,12 @@ class ChunkClient:
         held, self._held = self._held, None
         for lane in held or ():
             self._turn_over(lane)
+
+    def _by_short_cut(self, lane: Lane, job: _Read, found: memoryview | None) -> None:
+        if found is not None:
+            _settle(job, found)
+        elif not job.future.done():
+            self._send(lane, [job])
 
     def _turn_over(self, lane: Lane) -> None:
         lane.scheduled = False
@@ -481,6 +492,7 @@ class ChunkClient:
                 status = results[0] | results[1] << 8
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
+                self.short.forget_chunk(file, index)
                 return lane.target
             except StaleCut:
                 raise
@@ -526,6 +538,15 @@ class ChunkClient:
                     await asyncio.sleep(self._delay(tries, error, left))
                 if hasattr(request, "map_epoch"):
                     request.map_epoch = self.epoch
+
+
+def _settle(job: _Read, found: memoryview) -> None:
+    if job.future.done():
+        return  # given up: the buffer is the asker's again
+    if job.into is not None:
+        job.into[:] = found
+        found = job.into
+    job.future.set_result(found)
 
 
 def _error_of(status: int, job: _Read) -> NvpoolError:

@@ -26,6 +26,10 @@ class ClientOptions(NamedTuple):
     """Read-ahead of one handle. 1 MiB pieces from several targets at once; measured, more brings nothing on one host."""
     read_ahead_bytes_max: int = 128 * MIB
     """Read-ahead of all handles together; beyond it reads go without."""
+    short_cut: bool = True
+    """Read from drives of this host without their daemon, where that lets us."""
+    locations_bytes: int = 64 * MIB
+    """For where blocks lie: some 1.3 KiB for each MiB that was read within the last seconds."""
     retry_first_s: float = 0.01
     retry_last_s: float = 0.5
     release_s: float = 0.1

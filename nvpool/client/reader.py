@@ -15,6 +15,7 @@ from nvpool.base.errors import NvpoolError
 from nvpool.base.units import KIB
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
+from nvpool.client.shortcut import NOW_BYTES_MAX
 from nvpool.client.writer import Writer
 
 _UNIT_BITS_MAX = 20
@@ -100,6 +101,65 @@ class Reader:
             return block if span == length else block[skip:skip + length]
         return await self._chunks.read_range(file, offset, length)
 
+    def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
+        """As `read`, on the spot, or None: see Files.read_now. `file.located` is not empty."""
+        written = file.written
+        if written is not None and (written.dirty or written.sending) or ahead.units:
+            return None
+        end, size = offset + length, file.size
+        if end > size:
+            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s():
+                return None  # somebody else may have made it longer
+            if offset >= size:
+                return EMPTY
+            end, length = size, size - offset
+        bits = file.chunk_bits
+        index = offset >> bits
+        located = file.located.get(index)
+        if located is None or length > NOW_BYTES_MAX:
+            return None
+        short = self._chunks.short
+        skip = offset & 4095
+        within = (offset & file.chunk_mask) - skip
+        span = skip + length + 4095 & -4096
+        if (end - 1) >> bits == index:
+            found = short.read_now(located, within, span)
+            if found is None:
+                return None
+            if span != length:
+                found = found[skip:skip + length]
+        else:
+            found = self._read_now_across(file, offset, end)
+            if found is None:
+                return None
+        # as `read` leaves it, so that a miss goes on where hits have brought it
+        if offset == ahead.next:
+            ahead.run += length
+            ahead.reads += 1
+            if within << 1 > file.chunk_mask and ahead.reads > 1 and index + 1 not in file.located and end < size:
+                short.want_ahead(file, index + 1, size - 1 >> bits)
+        else:
+            ahead.run = ahead.reads = 0
+        ahead.next = end
+        return found
+
+    def _read_now_across(self, file: OpenInode, offset: int, end: int) -> memoryview | None:
+        """Over the border of chunks."""
+        whole = memoryview(bytearray(end - offset))
+        at = offset
+        while at < end:
+            index = at >> file.chunk_bits
+            border = min(index + 1 << file.chunk_bits, end)
+            located = file.located.get(index)
+            skip = at & 4095
+            found = located and self._chunks.short.read_now(located, (at & file.chunk_mask) - skip,
+                                                            skip + border - at + 4095 & -4096)
+            if found is None:
+                return None
+            whole[at - offset:border - offset] = found[skip:skip + border - at]
+            at = border
+        return whole
+
     async def _read_over(self, file: OpenInode, offset: int, length: int, laid: list) -> memoryview:
         if len(laid) == 1 and laid[0][0] == offset and laid[0][1] == offset + length:
             return memoryview(laid[0][2])
@@ -141,6 +201,8 @@ class Reader:
         last = min(end + ahead.window - 1, size - 1) >> bits
         if ahead.far <= last:
             file.ahead.add(ahead)
+        if ahead.far <= last and self._chunks.short.on:
+            self._chunks.short.want_ahead(file, (last << bits >> file.chunk_bits) + 1, size - 1 >> file.chunk_bits)
         while ahead.far <= last:
             unit = ahead.far
             start = unit << bits

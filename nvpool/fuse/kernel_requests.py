@@ -142,7 +142,15 @@ class KernelRequests:
 
     def _on_read(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, size = requests.decode_read(self._buffer, count)
-        self._start(unique, "read", self._ops.read(handle, offset, size), self._data)
+        try:
+            found = self._ops.read_now(handle, offset, size)
+        except Exception as error:
+            self._fail(unique, error, "read")
+            return
+        if found is not None:
+            self._data(unique, found)
+        else:
+            self._start(unique, "read", self._ops.read(handle, offset, size), self._data)
 
     def _on_write(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, _, flags = requests.decode_write(self._buffer, count)

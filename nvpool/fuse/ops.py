@@ -295,6 +295,10 @@ class FuseOps:
     def burst_over(self) -> None:
         self._vfs.send_reads()
 
+    def read_now(self, handle: int, offset: int, size: int):
+        """What `read` would bring, where it can be had without waiting; else None, and `read` is to be asked."""
+        return self._vfs.read_now(self._files[handle], offset, size)
+
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
         return self._vfs.read(self._files[handle], offset, size)

@@ -240,7 +240,8 @@ class _Requests(pyfuse3.Operations):
 
     async def read(self, fh, off, size):
         try:
-            return await self._ops.read(fh, off, size)
+            found = self._ops.read_now(fh, off, size)
+            return found if found is not None else await self._ops.read(fh, off, size)
         except Exception as error:
             raise FUSEError(errno_of(error, "read")) from None
 

@@ -8,21 +8,32 @@ nothing is ever rebuilt: at the start only the lists' counts are read (12,208 sm
 A delta, u32: bits 0..12 the first block in the group, 13..25 count - 1, bit 31 set: freed, clear: used.
 
 Guarantees: a block is given to one transaction only; blocks that a change freed are *held* and given to nobody before
-`release` says that the change is durable, its data included; a transaction that is dropped leaves nothing. Memory: 3 bytes
-a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store flushes when they are many).
+`release` says that the change is durable, its data included, and the time is past until which clients may read them
+(lend.py; such blocks have a record too, for who opens the store after us); a transaction that is dropped leaves nothing.
+Memory: 3 bytes a group, and 3 KiB for each of at most GROUPS_CACHED loaded groups, and the held runs (the store flushes when
+they are many).
 
 Called by the block store on the event loop. Never waits; reads only the kv.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections import deque
 
 from nvpool.base.errors import CorruptRecord, InvariantBroken, NoSpace
 from nvpool.kv.contract import Effect, Kv
-from nvpool.store.records import check_format, delta_key, group_key, group_of_key
+from nvpool.store.records import (
+    check_format,
+    decode_held,
+    delta_key,
+    encode_held,
+    group_key,
+    group_of_key,
+    held_key,
+)
 
 GROUP_BITS = 13
 GROUP_BLOCKS = 1 << GROUP_BITS
@@ -37,6 +48,8 @@ GROUPS_CACHED = 2048
 LARGE_RUN_BLOCKS = 16
 """Runs from this size on have a cursor of their own, so that small files do not cut up the space of large ones."""
 ROOMY_BLOCKS = GROUP_BLOCKS // 8
+RESTING_MAX = 50_000
+"""Changes whose blocks rest: some 20 MB. Nothing is lent above it, so that it ends within a lifetime."""
 _ALL = (1 << GROUP_BLOCKS) - 1
 _FREED = 1 << 31
 _FULL, _SOME, _ROOMY = 0, 1, 2
@@ -110,11 +123,14 @@ def with_deltas(used: int, deltas: array) -> int:
 class Transaction:
     """Blocks taken and given back by one change. Ended by Allocator.commit or Allocator.drop, exactly once."""
 
-    __slots__ = ("taken", "freed", "_after")
+    __slots__ = ("taken", "freed", "until", "_key", "_after")
 
     def __init__(self) -> None:
         self.taken: list[Run] = []
         self.freed: list[Run] = []
+        self.until = 0.0
+        """On CLOCK_BOOTTIME: until then others may read what is freed, 0 for nobody. To be set before Allocator.effects."""
+        self._key = b""
         self._after: dict[int, tuple[int, array | None]] = {}
 
     def free(self, run: Run) -> None:
@@ -147,7 +163,10 @@ class Allocator:
         """Blocks of each group that can be given out now: neither used nor held."""
         self._cached: dict[int, _Group] = {}
         self._held: dict[int, int] = {}
-        self._waiting: deque[tuple[int, list[Run]]] = deque()
+        self._waiting: deque[tuple[int, float, bytes, list[Run]]] = deque()
+        self._resting: deque[tuple[float, bytes, list[Run]]] = deque()
+        """Durable, and others may read them still: until, their record, the runs."""
+        self._held_number = max((decode_held(key, raw)[0] for key, raw in self._records(b"h", b"i")), default=0)
         self.held_blocks = 0
         self.changed_groups: dict[int, int] | None = None
         """While a scrub asks for it: the blocks of each group that were taken since."""
@@ -339,6 +358,10 @@ class Allocator:
                 deltas = array("I")
                 after[group] = used, deltas
             effects.append((key, encode_deltas(deltas, used.bit_count())))
+        if transaction.until and transaction.freed:
+            self._held_number += 1
+            transaction._key = held_key(self._held_number)
+            effects.append((transaction._key, encode_held(transaction.until, transaction.freed)))
         return effects
 
     def _note(self, after: dict, run: Run, freed: int) -> None:
@@ -383,29 +406,88 @@ class Allocator:
                 place += part
                 count -= part
         if freed:
-            self._waiting.append((sequence, freed))
+            self._waiting.append((sequence, transaction.until, transaction._key, freed))
 
     def drop(self, transaction: Transaction) -> None:
         """The change was not applied: everything is as before it."""
         for run in transaction.taken:
             self._unhold(run, give_back=True)
 
-    def releasable(self, sequence: int) -> list[Run]:
-        """The runs that release(sequence) would make free."""
+    def releasable(self, sequence: int, now_s: float = math.inf) -> list[Run]:
+        """The runs that release(sequence, now_s) would make free."""
         runs: list[Run] = []
-        for change, freed in self._waiting:
-            if change > sequence:
+        for until, _, freed in self._resting:
+            if until > now_s:
                 break
             runs += freed
+        for change, until, _, freed in self._waiting:
+            if change > sequence:
+                break
+            if until <= now_s:
+                runs += freed
         return runs
 
-    def release(self, sequence: int) -> None:
-        """Changes up to `sequence` are durable: what they freed may be given out again."""
+    def release(self, sequence: int, now_s: float = math.inf) -> list[bytes]:
+        """Changes up to `sequence` are durable: what they freed may be given out again where its time is past. Returns the keys
+        of records that say no longer anything: the caller removes them, some time."""
+        past: list[bytes] = []
+        resting = self._resting
+        while resting and resting[0][0] <= now_s:
+            _, key, freed = resting.popleft()
+            past.append(key)
+            self._give_back(freed)
         waiting = self._waiting
         while waiting and waiting[0][0] <= sequence:
-            for run in waiting.popleft()[1]:
-                self.held_blocks -= run[1]
-                self._unhold(run, give_back=True)
+            _, until, key, freed = waiting.popleft()
+            if until > now_s:
+                resting.append((until, key, freed))
+            else:
+                if key:
+                    past.append(key)
+                self._give_back(freed)
+        return past
+
+    def _give_back(self, runs: list[Run]) -> None:
+        for run in runs:
+            self.held_blocks -= run[1]
+            self._unhold(run, give_back=True)
+
+    def rest(self, now_s: float, until_max_s: float) -> list[bytes]:
+        """Hold what the process before us freed and clients may read still, by its records; no longer than `until_max_s`.
+        Before anything is allocated. Returns the keys of records that say no longer anything."""
+        past: list[bytes] = []
+        found: list[tuple[float, bytes, list[Run]]] = []
+        for key, raw in self._records(b"h", b"i"):
+            _, until, runs = decode_held(key, raw)
+            until = min(until, until_max_s)
+            held: list[Run] = []
+            for place, count in runs if until > now_s else ():
+                for block in range(place, min(place + count, self.block_count)):  # one at a time: they come with few
+                    group, at = block >> GROUP_BITS, block & GROUP_BLOCKS - 1
+                    if self._free_mask(group) >> at & 1:
+                        self._take([], group, at, 1)
+                        self.held_blocks += 1
+                        held.append((block, 1))
+            if held:
+                found.append((until, key, held))
+            else:
+                past.append(key)
+        self._resting.extend(sorted(found))
+        return past
+
+    @property
+    def resting_changes(self) -> int:
+        return len(self._resting)
+
+    @property
+    def next_rest_s(self) -> float:
+        """When the next blocks have rested; infinite when none do."""
+        return self._resting[0][0] if self._resting else math.inf
+
+    @property
+    def scarce(self) -> bool:
+        """So little is free that none of it should have to rest."""
+        return self._available < self.block_count >> 4 or len(self._resting) > RESTING_MAX
 
     @property
     def waiting_changes(self) -> int:

@@ -10,7 +10,7 @@ Order of durable steps:
     data is synced before the index commits to LMDB what names it                   (before_checkpoint)
     a flush syncs data, then the journal                                            (flush)
     freed blocks are given out again when the change that freed them is flushed, its data included, and no read that began
-    before it is under way                                                          (flush, Allocator.release)
+    before it is under way, and no lifetime runs that was given out for them        (flush, Allocator.release, lend.py)
     a cut syncs the zeroed tail before it names it, and the whole before it answers (cut)
     after an unclean stop, blocks named by replayed records are read and compared   (recovery.py)
 
@@ -56,6 +56,7 @@ from nvpool.store.chunkstore import (
 )
 from nvpool.store.device import Device, FileDevice
 from nvpool.store.index import Chunk, Index
+from nvpool.store.lend import Lender, Located, located
 from nvpool.store.merge import Merger
 from nvpool.store.quarantine import Quarantine
 from nvpool.store.reads import BatchReader, Readings
@@ -141,6 +142,8 @@ class BlockChunkStore:
         """Take the index and settle what a replay left. WrongFormat when it belongs to another data file."""
         self.kv = kv
         self.readings = Readings(kv)
+        direct = self.device.direct  # past the page cache there is nothing that a client could read at once
+        self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s)
         known = kv.get(IDENTITY_KEY)
         if known is None:
             kv.apply([(IDENTITY_KEY, identity)])
@@ -151,10 +154,11 @@ class BlockChunkStore:
         self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
         self.reader = BatchReader(self.index, self.device, self.quarantine)
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
-        settled = settle_rejected(kv, self.allocator)
+        settled = settle_rejected(kv, self.allocator, self.lender.until(0))
         if settled:
             log.warning("target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
                         self.target, settled)
+        self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.lender.dead_until_s))
         self.scrubber = Scrub(self)
         await self.flush()
 
@@ -167,6 +171,17 @@ class BlockChunkStore:
         if batch.missed:
             batch.work.sequence = self.kv.sequence
         return batch
+
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
+        if self.fenced_because or self._closed:
+            self._refuse()
+        if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
+            return None
+        found = located(self.index, self.index.chunk(inode, index), min(blocks, CHUNK_BYTES_MAX // BLOCK_BYTES))
+        if not found.blocks:
+            return None
+        life_s = self.lender.lend(inode, life_s)
+        return (life_s, *self.lender.stamp(inode, index), found) if life_s else None
 
     async def finish_read(self, batch: ReadBatch) -> None:
         with self.readings.held(batch.work.sequence):  # changes since may have freed what it names
@@ -293,15 +308,19 @@ class BlockChunkStore:
                 effects.append((key, encode_segment(segment, None if number else head, fresh, blocks)))
         healed = self.quarantine.within(inode, range(index, index + 1), overwritten)
         effects += [(bad_key(*name), None) for name in healed]
-        self.apply(transaction, effects, reclaims=reclaims)
+        self.apply(transaction, effects, inode, (index,), reclaims=reclaims)
         chunk.version, chunk.cut, chunk.requests = head
         for number, segment, _, _ in segments:
             self.index.store(chunk, number, segment)
         self.quarantine.forget(healed)
 
-    def apply(self, transaction: Transaction, effects: list[Effect], *, reclaims: bool = False) -> None:
-        """One change of the index together with what the transaction does to the free map. If it raises, neither happened;
-        the caller drops the transaction."""
+    def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
+              reclaims: bool = False) -> None:
+        """One change of the index, of these chunks of an inode (0: of blocks whose inode nobody knows), together with what the
+        transaction does to the free map. If it raises, neither happened; the caller drops the transaction."""
+        self.lender.changing(inode, indexes)  # before: who reads from now on where the old blocks lie, asks again
+        if transaction.freed:
+            transaction.until = self.lender.until(inode)
         effects += self.allocator.effects(transaction)
         sequence = self.kv.apply(effects, reclaims=reclaims)
         self.allocator.commit(transaction, sequence)
@@ -350,17 +369,25 @@ class BlockChunkStore:
 
     async def _release(self) -> None:
         """Give out again what durable changes have freed. Under the flush lock."""
-        limit = min(self._durable, self.readings.oldest())
+        limit, now_s = min(self._durable, self.readings.oldest()), self.clock.boottime_s()
         if self.options.give_back and self.kind == "directory":
-            large = [run for run in self.allocator.releasable(limit) if run[1] >= DISCARD_BLOCKS_MIN]
+            large = [run for run in self.allocator.releasable(limit, now_s) if run[1] >= DISCARD_BLOCKS_MIN]
             if large:
                 await self.device.discard([(place << 12, count << 12) for place, count in large])
-        self.allocator.release(limit)
+        past = self.allocator.release(limit, now_s)
+        if past:
+            await self.kv.room()
+            self._forget_held(past)
+
+    def _forget_held(self, keys: list[bytes]) -> None:
+        if keys:
+            self.kv.apply([(key, None) for key in keys], reclaims=True)
 
     async def make_room(self) -> None:
         await self.flush()
-        if self.allocator.held_blocks:  # a read under way keeps them
-            await asyncio.sleep(0.001)
+        if self.allocator.held_blocks:  # a read under way keeps them, or a lifetime
+            await asyncio.sleep(min(0.05, max(0.001, self.allocator.next_rest_s - self.clock.boottime_s()))
+                                if self.allocator.resting_changes else 0.001)
 
     def _make_room_soon(self) -> None:
         if not self._flush_lock.locked():
@@ -400,6 +427,12 @@ class BlockChunkStore:
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
         self._refuse_when_fenced()
         await trim.cut(self, inode, size, cut, chunk_bits)
+        await self._clients_of_the_dead()
+
+    async def _clients_of_the_dead(self) -> None:
+        """They do not see our table, so what was cut is theirs to read until their lifetimes have ended."""
+        while (left_s := self.lender.dead_until_s - self.clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
+            await asyncio.sleep(min(left_s, 0.05))
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         self._refuse_when_fenced()
@@ -425,7 +458,8 @@ class BlockChunkStore:
     def status(self) -> dict:
         allocator = self.allocator
         counters = {"reads": self.reader.read_count, "reads_waited": self.reader.missed_count, "writes": self.write_count,
-                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.quarantine)}
+                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.quarantine),
+                    "lent": self.lender.given, "resting_changes": allocator.resting_changes}
         counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
         return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
                 "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
@@ -443,6 +477,9 @@ class BlockChunkStore:
         much = allocator.held_blocks * 16 > allocator.block_count
         if allocator.waiting_changes and not self.fenced_because and (idle or much):
             await self.flush()
+        elif allocator.next_rest_s <= self.clock.boottime_s() and not self.fenced_because:
+            async with self._flush_lock:
+                await self._release()
 
     async def close(self) -> None:
         if self._closed:
@@ -461,6 +498,7 @@ class BlockChunkStore:
                 # Its last checkpoint asks for sync_data: without that, what is in the journal stays there for the next start.
                 await self._close_kv()
             finally:
+                self.lender.close()
                 await self.device.close()
                 if self.lock >= 0:
                     os.close(self.lock)
@@ -475,6 +513,7 @@ class BlockChunkStore:
         await asyncio.gather(*tasks, return_exceptions=True)
         if hasattr(self.kv, "abandon"):
             await self.kv.abandon()
+        self.lender.close()
         await self.device.close()
         if self.lock >= 0:
             os.close(self.lock)

@@ -21,10 +21,11 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
@@ -41,6 +42,9 @@ from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
 
+if TYPE_CHECKING:
+    from nvpool.store.lend import Lender
+
 FORMAT_TEXT = "nvpool chunk store 1\n"
 CAPACITY_BYTES_MIN = MIB
 ALL_INODES = -1
@@ -50,6 +54,11 @@ NO_INODE = -2
 """As an owner in read_now: the grant is not valid."""
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
+
+
+LEND_S = 5.0
+"""Of a location. Long enough that renewals cost little beside reads, short enough that what is freed meanwhile is little, and
+that nobody minds the wait of a cut in the first seconds after a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,8 @@ class StoreOptions:
     """Punch freed runs of 256 KiB and more out of a data file, so that its file system has the space again."""
     replay_bytes_max: int = 512 * MIB
     """Written since the last checkpoint of the index; beyond it one is made, so that a replay has no more to check."""
+    lend_s: float = LEND_S
+    """Lifetime of locations that are given to clients of the host; 0: none are, nor with `direct`."""
     sync_interval_s: float = 0.1
     index_bytes_max: int = 1 << 40
 
@@ -89,6 +100,15 @@ class ReadBatch:
         self.payload: list[memoryview] = []
         self.missed: list[int] = []
         self.work = None
+
+
+class Located(NamedTuple):
+    """The first blocks of a chunk: where they lie (runs as in LocateReply) and their checksums."""
+
+    version: int
+    blocks: int
+    runs: array
+    checksums: bytes
 
 
 class ChunkDescription(NamedTuple):
@@ -124,6 +144,15 @@ class ChunkStore(Protocol):
 
         Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
         and a bad one is remembered. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
+        """
+
+    lender: Lender | None
+    """None where there is nothing that could be lent."""
+
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, Located] | None:
+        """(life, slot, stamp, where the first `blocks` blocks of the chunk lie), for clients of this host that read there
+        themselves; None where the chunk has none, or has bad ones, or while space is scarce. For `life` seconds at most, and
+        not longer than `life_s`, nothing else is written there. See store/lend.
         """
 
     async def finish_read(self, batch: ReadBatch) -> None:

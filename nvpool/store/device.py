@@ -2,9 +2,8 @@
 
 Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
 what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
-the kernel allow it (one submission a batch, completion by eventfd), else through a few threads that get a share of the
-batch each. Small writes go to the page cache and return, large ones past it to the drive (DIRECT_WRITE_BYTES); `sync` is
-fdatasync, in a thread.
+the kernel allow it, else through a few threads (drive/reading). Small writes go to the page cache and return, large ones past
+it to the drive (DIRECT_WRITE_BYTES); `sync` is fdatasync, in a thread.
 
 With `direct` the file is opened with O_DIRECT: nothing is ever in memory, all writes go to the drive while the loop waits for
 them, buffers are page-aligned.
@@ -26,14 +25,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
+from nvpool.base.errors import DriveFailed, NotSupported, NvpoolError, from_os_error
 from nvpool.base.units import BLOCK_BYTES, MIB
-from nvpool.store import uring
-from nvpool.store.uring import UringReader
+from nvpool.drive import reading
 
-_compiled_read_now = getattr(uring._uring, "read_now", None)
-READ_THREADS = 8
-"""Shares of a batch that wait at once where io_uring is not to be had."""
 _IOV_MAX = 1024
 DIRECT_WRITE_BYTES = 128 * 1024
 """From here on a write goes past the page cache where the file system allows it. The loop waits for either: 1 MiB took 0.8 ms
@@ -62,6 +57,9 @@ class Device(Protocol):
 
     def write(self, buffers: list, offset: int) -> None:
         """Write the buffers behind one another. NoSpace, DriveFailed: any part of the range may have been written."""
+
+    def lend(self) -> int:
+        """A new descriptor for reading, through the page cache, for another process: the caller closes it. NotSupported."""
 
     async def sync(self) -> None:
         """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
@@ -96,37 +94,6 @@ class BufferPool:
         return memoryview(made)[:byte_count]
 
 
-class ThreadReader:
-    """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
-
-    name = "executor"
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
-
-    async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
-        count = len(offsets)
-        share = max(1, -(-count // READ_THREADS))
-        loop = asyncio.get_running_loop()
-        parts = [loop.run_in_executor(self._threads, self._share, fd, offsets[at:at + share], lengths[at:at + share],
-                                      positions[at:at + share], into) for at in range(0, count, share)]
-        return [one for part in await asyncio.gather(*parts) for one in part]
-
-    @staticmethod
-    def _share(fd: int, offsets, lengths, positions, into) -> list[NvpoolError | None]:
-        outcome: list[NvpoolError | None] = []
-        for offset, length, position in zip(offsets, lengths, positions, strict=True):
-            try:
-                got = os.preadv(fd, [into[position:position + length]], offset)
-                outcome.append(None if got == length else DriveFailed(f"{got} of {length} bytes read at {offset}"))
-            except OSError as error:
-                outcome.append(from_os_error(error, f"reading {length} bytes at {offset}"))
-        return outcome
-
-    async def close(self) -> None:
-        self._threads.shutdown(wait=True)
-
-
 class FileDevice:
     """A data file or a block device."""
 
@@ -141,8 +108,7 @@ class FileDevice:
         self._direct_fd = self.fd if direct else _open_direct(path)
         self._aligned = BufferPool(lambda size: mmap.mmap(-1, size), kept_bytes_max=8 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
-        self._reader = UringReader.probe(self.fd) if uring else None
-        self._reader = self._reader or ThreadReader()
+        self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
         self._pool = self._aligned if direct else BufferPool(bytearray)
         self.buffer = self._pool.take
@@ -154,23 +120,7 @@ class FileDevice:
     def read_now(self, offsets, lengths, positions, into) -> list[int]:
         if self.direct:
             return list(range(len(offsets)))
-        if _compiled_read_now is not None:
-            return _compiled_read_now(self.fd, offsets, lengths, positions, into)
-        return self.read_now_plain(offsets, lengths, positions, into)
-
-    def read_now_plain(self, offsets, lengths, positions, into) -> list[int]:
-        """The Python twin of the compiled loop."""
-        missed = []
-        fd, preadv, nowait = self.fd, os.preadv, os.RWF_NOWAIT
-        for at, offset in enumerate(offsets):
-            position = positions[at]
-            length = lengths[at]
-            try:
-                if preadv(fd, (into[position:position + length],), offset, nowait) != length:
-                    missed.append(at)
-            except OSError:  # EAGAIN: not in memory. Anything else shows again, and is told, when we wait for it.
-                missed.append(at)
-        return missed
+        return reading.read_now(self.fd, offsets, lengths, positions, into)
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
@@ -238,6 +188,14 @@ class FileDevice:
     def _start_writeback(self, offset: int, length: int) -> None:
         _libc.sync_file_range(ctypes.c_int(self.fd), ctypes.c_long(offset), ctypes.c_long(length),
                               ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+    def lend(self) -> int:
+        if self.direct:
+            raise NotSupported("a drive that is read past the page cache is not lent")
+        try:  # a new open file description: nobody shares its flags with us, and it is of this very file
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise from_os_error(error, f"opening {self.path} for a reader") from None
 
     async def sync(self) -> None:
         try:
@@ -333,6 +291,9 @@ class MemoryDevice:
         into = self.buffer(length)
         self._fill(offset, length, 0, into)
         return into
+
+    def lend(self) -> int:
+        raise NotSupported("memory has no descriptor")
 
     def write(self, buffers: list, offset: int) -> None:
         joined = b"".join(buffers)

@@ -48,6 +48,8 @@ class _Chunk(NamedTuple):
 
 
 class MemoryChunkStore:
+    lender = None
+
     def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):
         self._block_count = capacity_bytes // BLOCK_BYTES
         self._limit = self._block_count - int(self._block_count * reserve_share)
@@ -102,6 +104,9 @@ class MemoryChunkStore:
                 self._note_bad(inode, index, number, "does not fit its checksum when read")
                 raise ChecksumMismatch
         return found, chunk.version
+
+    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> None:
+        return None  # there is no drive that somebody else could read
 
     async def finish_read(self, batch: ReadBatch) -> None:
         raise AssertionError("nothing is ever missed in memory")

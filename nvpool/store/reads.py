@@ -186,15 +186,15 @@ class BatchReader:
             if have > 0:
                 sums.append(segment.crcs[within * 4:(within + have) * 4])
                 if segment.base:
-                    _extend(runs, segment.base + within, have)
+                    extend_runs(runs, segment.base + within, have)
                 else:
                     for place in segment.disk[within:within + have]:
-                        _extend(runs, place, 1)
+                        extend_runs(runs, place, 1)
             else:
                 have = 0
             if have < wanted:
                 sums.append(_ZERO_CRC * (wanted - have))
-                _extend(runs, 0, wanted - have)
+                extend_runs(runs, 0, wanted - have)
             block += wanted
         if runs and not runs[-1][0]:
             count -= runs.pop()[1]
@@ -258,7 +258,8 @@ class BatchReader:
                 work.failed[read] = ChecksumMismatch
 
 
-def _extend(runs: list[list[int]], place: int, count: int) -> None:
+def extend_runs(runs: list[list[int]], place: int, count: int) -> None:
+    """Add `count` disk blocks from `place` on (0: holes) to runs of [first, count]."""
     if runs:
         last = runs[-1]
         if place and last[0] and last[0] + last[1] == place or not place and not last[0]:

@@ -11,6 +11,7 @@
     g group u32                                           bitmap of 8,192 blocks: 1 is used; no record: all free
     d group u32                                           changes of that bitmap since, at most 24
     b inode u64 · chunk u32 · block u32                   a block found bad (text)
+    L, h number u64                                       what may still be read by clients of the host: lend.py, held_key
     r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
                                                           drive: rejected u64 (bit n: block n), record; see recovery.py
 
@@ -39,8 +40,10 @@ Called by the store's other files only. Never does I/O.
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
@@ -62,6 +65,7 @@ _KEY = struct.Struct(">cQIB")
 _INODE_KEY = struct.Struct(">cQ")
 _GROUP_KEY = struct.Struct(">cI")
 _BAD_KEY = struct.Struct(">cQII")
+_HELD_KEY = struct.Struct(">cQ")
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 IDENTITY_KEY = b"F"
@@ -349,6 +353,24 @@ def encode_rejected(rejected: int, body: bytes) -> bytes:
 
 def decode_rejected(raw: bytes) -> tuple[int, bytes]:
     return _U64.unpack_from(raw)[0], raw[8:]
+
+
+def held_key(number: int) -> bytes:
+    return _HELD_KEY.pack(b"h", number)
+
+
+def encode_held(until_s: float, runs: Sequence[tuple[int, int]]) -> bytes:
+    """Blocks that are free and may be read by clients until `until_s` on CLOCK_BOOTTIME: u64 milliseconds, then u64 for each
+    run: disk block above 16 bits of (blocks - 1)."""
+    return struct.pack(f"<{len(runs) + 1}Q", math.ceil(until_s * 1000), *[place << 16 | count - 1 for place, count in runs])
+
+
+def decode_held(key: bytes, raw: bytes) -> tuple[int, float, list[tuple[int, int]]]:
+    """(number, until, runs). CorruptRecord."""
+    if len(raw) % 8 or not raw:
+        raise CorruptRecord(f"the index record {key.hex()} has {len(raw)} bytes")
+    until, *runs = struct.unpack(f"<{len(raw) // 8}Q", raw)
+    return _HELD_KEY.unpack(key)[1], until / 1000, [(run >> 16, (run & 0xFFFF) + 1) for run in runs]
 
 
 _INODE = struct.Struct("<BBHQQ")

@@ -186,17 +186,18 @@ def _segment_of(blocks: list[_Block]) -> Segment:
     return Segment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks])) if blocks else NO_BLOCKS
 
 
-def settle_rejected(kv: Kv, allocator: Allocator) -> int:
-    """Merge what ReplayCheck put aside; returns how many records that were. May be repeated."""
+def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
+    """Merge what ReplayCheck put aside; returns how many records that were. May be repeated. `until`: what the process before
+    us has lent may be read so long."""
     settled = 0
     while pairs := kv.scan(b"r", b"s", 100):
         for aside, raw in pairs:
-            _settle(kv, allocator, aside, *decode_rejected(raw))
+            _settle(kv, allocator, until, aside, *decode_rejected(raw))
             settled += 1
     return settled
 
 
-def _settle(kv: Kv, allocator: Allocator, aside: bytes, rejected: int, newer_raw: bytes) -> None:
+def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: int, newer_raw: bytes) -> None:
     key = b"c" + aside[1:]
     inode, index, number = split_segment_key(key)
     newer, newer_head = decode_segment(key, newer_raw)
@@ -205,6 +206,7 @@ def _settle(kv: Kv, allocator: Allocator, aside: bytes, rejected: int, newer_raw
     disk = array("Q")
     crcs = []
     transaction = Transaction()
+    transaction.until = until
     for block in range(max(len(newer.disk), len(sound.disk))):
         now = newer.disk[block] if block < len(newer.disk) else 0
         before = sound.disk[block] if block < len(sound.disk) else 0

@@ -10,6 +10,7 @@ Called by a transport's listener as its handler; made by run/store_daemon.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import struct
@@ -22,9 +23,11 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AccessDenied,
     Busy,
+    CorruptRecord,
     DeadlineExceeded,
     Draining,
     InvalidRequest,
+    NotSupported,
     NvpoolError,
     StaleEpoch,
     StaleGrant,
@@ -35,8 +38,11 @@ from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, ReadBatch
+from nvpool.store.lend import encode_said
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.replica import Replica
+from nvpool.wire.codec import LOCATE_BYTES_MAX, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.wire.handover import Handover
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
@@ -55,8 +61,9 @@ BREATH_BYTES = 4 << 20
 
 class StoreService:
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
-                 refresh_map: Callable[[], None] | None = None):
-        """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later."""
+                 refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None):
+        """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
+        processes of this user, and of the group, are given descriptors for the short cut."""
         self.store = store
         self.target = target
         self._secret = grant_secret
@@ -70,10 +77,13 @@ class StoreService:
         self._tasks: set[asyncio.Task] = set()
         self._tending: asyncio.Task | None = None
         self._draining = False
+        self._handover_path, self._handover_group = handover_path, handover_group
+        self._handover: Handover | None = None
         self.replica = Replica(store)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
+            Method.DATA_LOCATE: self._locate,
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
         }
 
@@ -82,6 +92,23 @@ class StoreService:
     async def start(self) -> None:
         """Begin the background work. Once."""
         self._tending = asyncio.get_running_loop().create_task(self._tend())
+        if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
+            handover = Handover(self._handover_path, self._lent, group=self._handover_group)
+            try:
+                handover.start()
+                self._handover = handover
+            except NvpoolError as error:
+                log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
+
+    def _lent(self) -> tuple[bytes, list[int]]:
+        """For wire/handover: descriptors of the data and of the table of changes."""
+        lender = self.store.lender
+        data = self.store.device.lend()
+        try:
+            return encode_said(self.target, lender.token), [data, lender.table()]
+        except BaseException:
+            os.close(data)
+            raise
 
     async def _tend(self) -> None:
         while True:
@@ -94,6 +121,8 @@ class StoreService:
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
         self._draining = True
+        if self._handover is not None:
+            self._handover.close()
         if self._tasks and drain_s > 0:
             await asyncio.wait(self._tasks, timeout=drain_s)
         for task in [*self._tasks, *([self._tending] if self._tending else [])]:
@@ -222,6 +251,48 @@ class StoreService:
     def _answer_read(self, call: Call, batch: ReadBatch) -> None:
         reply = pb.ReadReply(map_epoch=self._epoch, results=bytes(batch.results), checksums=batch.checksums)
         call.reply(reply.SerializeToString(), batch.payload)
+
+    def _locate(self, call: Call) -> None:
+        request = self._parse(pb.LocateRequest, call)
+        lender = self.store.lender
+        if lender is None or not lender.life_s:
+            raise NotSupported("this store lends nothing")
+        if not hmac.compare_digest(request.token, lender.token):
+            raise AccessDenied("locations are for whom this process has given its descriptors")
+        entries = request.entries
+        if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
+            raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, entries, LOCATE_ENTRY, 0, 1)
+        now_ms = self._clock.wall_ns() // 1_000_000
+        known = [self._grant(raw, now_ms) for raw in request.grants]
+        results, runs, checksums, total = [], [], [], 0
+        for inode, index, blocks, number, version in LOCATE_ENTRY.iter_unpack(entries):
+            grant = known[number] if number < len(known) else None
+            if grant is None or grant.inode != inode or not grant.rights & grants.READ:
+                results.append(LOCATE_RESULT.pack(StaleGrant.wire_code, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            # not longer than the right to read: a location outlives no grant
+            left_s = (grant.ends_ms - now_ms) / 1000 + grants.CLOCK_SKEW_S
+            try:
+                found = self.store.locate(inode, index, blocks, left_s) if total < LOCATE_BYTES_MAX else None
+            except CorruptRecord as error:
+                results.append(LOCATE_RESULT.pack(error.wire_code, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            if found is None:
+                results.append(LOCATE_RESULT.pack(0, 0, 0, 0, 0, 0, 0, 0))
+                continue
+            life_s, slot, stamp, where = found
+            life_ms = int(life_s * 1000)
+            if where.version == version:
+                results.append(LOCATE_RESULT.pack(0, SAME_VERSION, 0, 0, life_ms, slot, stamp, version))
+                continue
+            results.append(LOCATE_RESULT.pack(0, 0, len(where.runs), where.blocks, life_ms, slot, stamp, where.version))
+            runs.append(where.runs.tobytes())
+            checksums.append(where.checksums)
+            total += len(runs[-1]) + len(where.checksums)
+        call.reply(pb.LocateReply(map_epoch=self._epoch, results=b"".join(results), runs=b"".join(runs),
+                                  checksums=b"".join(checksums)).SerializeToString())
 
     # -- writes ------------------------------------------------------------------------------------------------------
 

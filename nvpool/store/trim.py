@@ -57,7 +57,7 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
     await store.kv.room()
     record = _check_newest(store, inode, number)
     # First, so that late writes are refused before the first byte goes.
-    _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction())
+    _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction(), ())
     last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
     if within:
         await _cut_within(store, inode, last, within, number)
@@ -88,10 +88,10 @@ async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, in
 
 
 def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effects: list[Effect],
-                 transaction: Transaction) -> None:
-    """One change with the inode's record and `effects`."""
+                 transaction: Transaction, indexes: Sequence[int]) -> None:
+    """One change with the inode's record and `effects` on these chunks."""
     effects = [*effects, (inode_key(inode), encode_inode(record))]
-    store.apply(transaction, effects, reclaims=True)
+    store.apply(transaction, effects, inode, indexes, reclaims=True)
     store.index.set_inode(inode, record)
 
 
@@ -142,9 +142,9 @@ async def _drop(store: BlockChunkStore, inode: int, first: int, number: int | No
         effects += [(bad_key(*name), None) for name in bad]
         if number is not None:
             record = store.index.inode(inode)
-            _apply_inode(store, inode, record._replace(floor=max(record.floor, floor)), effects, transaction)
+            _apply_inode(store, inode, record._replace(floor=max(record.floor, floor)), effects, transaction, gone)
         else:
-            store.apply(transaction, effects, reclaims=True)
+            store.apply(transaction, effects, inode, gone, reclaims=True)
         for index in gone:
             store.index.forget(inode, index)
         store.quarantine.forget(bad)
@@ -175,6 +175,7 @@ def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: Corrupt
         except CorruptRecord:
             high = middle
     log.error("target %d: chunk %d of inode %d is removed unread: %s", store.target, low >> 8, inode, error)
+    store.lender.changing(inode, (low >> 8,))
     store.kv.apply([(_key(inode, low), None)], reclaims=True)
     store.index.forget(inode, low >> 8)
 

@@ -298,6 +298,9 @@ class MemoryVfs:
         node.handles = 1
         return node.attr, FileHandle(node, flags)
 
+    def read_now(self, handle: FileHandle, offset: int, size: int) -> None:
+        return None  # so that what is measured on this is the road that waits
+
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | memoryview:
         content = handle.node.content
         return bytes(memoryview(content)[offset:offset + size])

@@ -21,6 +21,8 @@ from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.wire.dial import Dialer
+from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.handover import path_beside
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Greeting
 
@@ -157,7 +159,9 @@ class LocalPool:
             if not _exists(path):
                 create_chunk_store(path, target, pool.pool_map.pool_id, capacity)
             store = await open_chunk_store(path, target=target, clock=pool.clock)
-        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock)
+        endpoint = pool._endpoints("target", target)
+        path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
+        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path)
 
 
 def _exists(path: str) -> bool:

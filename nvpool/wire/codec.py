@@ -22,6 +22,12 @@ WRITE_ENTRY = Struct("<QQQIIIHH")
 """inode, cut, sequence, chunk index, offset, length, grant, flags"""
 WRITE_RESULT = Struct("<HHIQ")
 """status, flags, reserved, version"""
+LOCATE_ENTRY = Struct("<QIHHQ")
+"""inode, chunk index, blocks, grant, version that the asker has"""
+LOCATE_RESULT = Struct("<HHIIIIIQ")
+"""status, flags, runs, blocks, life in milliseconds, slot, stamp, version"""
+LENT = Struct("<QI4x16s")
+"""What a store says with its descriptors (wire/handover): target, slots of its table, token"""
 INODE = Struct("<Q")
 
 BATCH_ENTRIES_MAX = 8192
@@ -29,6 +35,13 @@ BATCH_ENTRIES_MAX = 8192
 
 UNCHECKED = 1
 """Flag of a read result: the store has not compared these blocks with their checksums."""
+
+SAME_VERSION = 1
+"""Flag of a locate result: the asker knows where the blocks lie."""
+LOCATE_ENTRIES_MAX = 256
+"""A quarter of a GiB of a file; its checksums are 256 KiB of message."""
+LOCATE_BYTES_MAX = 2 << 20
+"""Of runs and checksums in one answer; entries that would pass it are not answered."""
 
 _BLOCK_MASK = BLOCK_BYTES - 1
 

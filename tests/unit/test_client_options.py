@@ -14,7 +14,8 @@ from nvpool.logic.poolmap import encode_map
 from nvpool.testing.pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s"}
-CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20}
+CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20,
+           "short_cut": False, "locations_bytes": 1 << 20}
 
 
 def opened(where, **given) -> ClientOptions:
@@ -35,7 +36,8 @@ def test_every_key_of_the_section_is_an_option_with_the_same_default_or_the_moun
 
 def test_a_client_that_is_given_a_directory_behaves_as_its_configuration_says(tmp_path):
     (tmp_path / "poolmap.json").write_bytes(encode_map(LocalPool().pool_map))
-    (tmp_path / "node.toml").write_text("[client]\n" + "".join(f"{key} = {value}\n" for key, value in CHANGED.items()))
+    lines = [f"{key} = {str(value).lower()}\n" for key, value in CHANGED.items()]
+    (tmp_path / "node.toml").write_text("[client]\n" + "".join(lines))
     assert opened(tmp_path) == ClientOptions(**CHANGED)
     assert opened(tmp_path, options=ClientOptions(deadline_s=3.0)) == ClientOptions(deadline_s=3.0)
     (tmp_path / "node.toml").write_text("[client]\ndeadline = 1\n")

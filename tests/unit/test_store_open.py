@@ -10,8 +10,8 @@ import pytest
 
 from nvpool.base import errors
 from nvpool.base.checksum import block_checksums
+from nvpool.drive import reading, uring
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store import uring
 from nvpool.store.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
 from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.device import BufferPool, FileDevice
@@ -239,7 +239,7 @@ def test_the_compiled_loop_and_the_python_one_find_the_same(tmp_path):
         offsets, lengths, positions = [0, 8192, 1 << 30, 4096], [4096, 8192, 4096, 4096], [4096, 8192, 16384, 0]
         one, two = device.buffer(20480), device.buffer(20480)
         assert device.read_now(offsets, lengths, positions, one) == [2]
-        assert device.read_now_plain(offsets, lengths, positions, two) == [2]
+        assert reading.read_now_plain(device.fd, offsets, lengths, positions, two) == [2]
         assert one[:16384] == two[:16384] == blob[4096:8192] + blob[:4096] + blob[8192:16384]
         if uring._uring is not None:
             with pytest.raises(ValueError):

@@ -33,6 +33,7 @@ class Core:
         self.chunks.map_changed_files = self._forget_lanes
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.chunks.path_told = self.paths.told
+        self.cache.on_change = self.chunks.short.forget
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
@@ -48,6 +49,7 @@ class Core:
     def _forget_lanes(self) -> None:
         for file in self.cache.open.values():
             file.lanes.clear()
+            self.chunks.short.forget(file)
 
     # -- attributes and grants of open inodes --------------------------------------------------------------------------
 
@@ -116,6 +118,7 @@ class Core:
     async def run_once(self) -> None:
         """Send and report what has waited long enough; renew grants in use that are past half their life."""
         await self.writer.run_once()
+        self.chunks.short.run_once()
         now_ms = self.clock.wall_ns() // 1_000_000
         for file in list(self.cache.open.values()):
             if file.grant_used and file.grant and file.grant_half_ms <= now_ms and len(self._renewals) < 64:

@@ -30,6 +30,32 @@ class ReadReply(_message.Message):
     checksums: bytes
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
+class LocateRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "grants", "token", "entries")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    grants: _containers.RepeatedScalarFieldContainer[bytes]
+    token: bytes
+    entries: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., token: _Optional[bytes] = ..., entries: _Optional[bytes] = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("map_epoch", "results", "runs", "checksums")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    results: bytes
+    runs: bytes
+    checksums: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., runs: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
 class WriteRequest(_message.Message):
     __slots__ = ("map_epoch", "target", "grants", "writes", "checksums", "session", "slot", "versions")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]

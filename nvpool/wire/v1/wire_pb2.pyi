@@ -19,6 +19,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_LIST: _ClassVar[Method]
     DATA_SCRUB: _ClassVar[Method]
     DATA_STATUS: _ClassVar[Method]
+    DATA_LOCATE: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -62,6 +63,7 @@ DATA_DESCRIBE: Method
 DATA_LIST: Method
 DATA_SCRUB: Method
 DATA_STATUS: Method
+DATA_LOCATE: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method

@@ -4,7 +4,7 @@ The ring itself is the compiled module `_uring` (Cython over Debian's liburing);
 nvpool was installed) or the kernel forbids io_uring (containers, sysctl kernel.io_uring_disabled), `probe` says None and
 the device uses threads. The ring is bounded: what does not fit waits here, in order.
 
-Called by store/device on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
+Called by drive/reading's users on one event loop. A buffer is kept until its reads are done, also when the asker has gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
 
 try:
-    from nvpool.store import _uring
+    from nvpool.drive import _uring
 except ImportError:  # not compiled
     _uring = None
 
@@ -48,6 +48,7 @@ class UringReader:
         self._inside: dict[int, tuple[_Batch, int, int, int, int, int]] = {}
         self._outside: deque[tuple[_Batch, int, int, int, int, int]] = deque()
         self._token = 0
+        self._gathering = False
 
     @classmethod
     def probe(cls, fd: int) -> UringReader | None:
@@ -66,6 +67,10 @@ class UringReader:
         return cls(ring)
 
     async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+        return await asyncio.shield(self.begin(fd, offsets, lengths, positions, into))
+
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview) -> asyncio.Future[list[NvpoolError | None]]:
+        """As `read`, without a task. The future must not be cancelled: the kernel writes into the buffer until it is done."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -74,8 +79,17 @@ class UringReader:
         waiting = self._outside
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
-        self._submit()
-        return await asyncio.shield(batch.done)
+        if not self._inside:
+            self._submit()
+        elif not self._gathering:  # with others under way more come in this turn of the loop: one call for all of them
+            self._gathering = True
+            loop.call_soon(self._gathered)
+        return batch.done
+
+    def _gathered(self) -> None:
+        self._gathering = False
+        if self._ring is not None:
+            self._submit()
 
     def _submit(self) -> None:
         waiting, inside, ring = self._outside, self._inside, self._ring
@@ -104,6 +118,8 @@ class UringReader:
 
     async def close(self) -> None:
         """Wait for what is in the ring: the kernel writes into those buffers."""
+        for batch, *_ in self._outside:
+            batch.done.cancel()  # whose reads will not be begun any more
         self._outside.clear()
         if self._ring is None:
             return

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and device.py, which use it and no one else."""
+"""An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and reading.py, which use it and no one else."""
 
 from libc.errno cimport EAGAIN, errno
 from libc.stdint cimport uint64_t, int64_t
@@ -138,7 +138,7 @@ cdef class Ring:
 
 
 def read_now(int fd, list offsets, list lengths, list positions, unsigned char[::1] into):
-    """As FileDevice.read_now in Python: indexes of the reads that are not, or not wholly, in memory."""
+    """As reading.read_now_plain in Python: indexes of the reads that are not, or not wholly, in memory."""
     cdef Py_ssize_t at
     cdef list missed = []
     cdef iovec vector

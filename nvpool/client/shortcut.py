@@ -1,0 +1,521 @@
+"""The short cut: reading drives of this host without asking their daemon for the bytes.
+
+A store that lets us hands over a read-only descriptor of its data file or device and of its table of changes, and answers where
+the blocks of chunks lie, with their checksums and a lifetime (store/lend says what that protects). Reading is then one
+preadv, and what the kernel has in memory is there at once, without a task and without an await.
+
+Guarantees what a read through the store does. What was read is thrown away when the lifetime had ended by then (counted from
+the sending of the question, on CLOCK_BOOTTIME), when the chunk has changed (its counter in the table is another one), when
+the connection to the store is gone, or when a checksum does not fit; the store is then asked in the ordinary way, which looks
+after damage. Blocks that were not there when we asked are never made up: they are read through the store. Memory is
+bounded; nothing here waits, and nothing fails: without a location there is None.
+
+Called by reader, batchread and chunkclient on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import struct
+from array import array
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from nvpool.base.checksum import block_checksums, crc32c
+from nvpool.base.clock import Clock
+from nvpool.base.errors import AccessDenied, CorruptFrame, InvalidRequest, NotSupported, NvpoolError, Stale, Unavailable
+from nvpool.base.host import host_id
+from nvpool.base.spares import SPARES
+from nvpool.base.units import BLOCK_BYTES, KIB
+from nvpool.client.answers import decoded
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+from nvpool.drive.reading import reader_for
+from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.handover import path_beside, take
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+log = logging.getLogger(__name__)
+
+NOW_BYTES_MAX = 1024 * KIB
+"""Read at once, from memory: some 200 µs. More is cut up by who asks."""
+AGAIN_S, AGAIN_REFUSED_S = 1.0, 30.0
+"""Before a target is asked for its descriptors again: one that was not there, one that does not give us any."""
+DISTRUST_S = 10.0
+"""A chunk with a block that did not fit its checksum is read through its store so long."""
+RENEW_S = 2.0
+"""Before it ends a location that was used is renewed, and one that was not is forgotten."""
+LEFT_MAX = 4
+"""Descriptors of dead processes that are kept for reads under way."""
+SLOW_S = 3.0
+"""A drive that takes longer for a read: its store is asked, whose answer has a deadline."""
+AHEAD = 8
+"""Chunks of a sequential reader that are located at once."""
+CREDIT = 64
+"""Chunks of a file that are located before any of them needs to have been read again; each read that hits gives one back."""
+_ENTRY_BYTES = 400
+_NOWAIT = os.RWF_NOWAIT
+
+
+class Source:
+    """A target that lends to us."""
+
+    __slots__ = ("target", "fd", "memory", "table", "token", "connection")
+
+    def __init__(self, target: int, said: bytes, descriptors: list[int]):
+        """Takes the descriptors over. NotSupported for what makes no sense here."""
+        try:
+            its_target, slots, self.token = LENT.unpack(said)
+            if its_target != target or len(descriptors) != 2:
+                raise NotSupported(f"descriptors of target {its_target} came for target {target}")
+            self.memory = mmap.mmap(descriptors[1], 4 * slots, prot=mmap.PROT_READ)
+        except BaseException as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(error, (struct.error, OSError, ValueError)):
+                raise NotSupported(f"what target {target} gave is of no use: {error}") from None
+            raise
+        os.close(descriptors[1])
+        self.target = target
+        self.fd = descriptors[0]
+        self.table = memoryview(self.memory).cast("I")
+        self.connection = None
+        """The one over which locations came last: who has answered them is alive as long as it is."""
+
+    def close(self) -> None:
+        self.table.release()
+        self.memory.close()
+        os.close(self.fd)
+
+
+class Located:
+    """Where the first `blocks` blocks of a chunk lie: from disk block `base` on, or each at `places` (0: a hole)."""
+
+    __slots__ = ("file", "index", "source", "until", "slot", "stamp", "version", "blocks", "base", "places", "sums", "bytes",
+                 "used")
+
+    def __init__(self, file: OpenInode, index: int, source: Source):
+        self.file = file
+        self.index = index
+        self.source = source
+        self.used = True
+
+
+class ShortCut:
+    def __init__(self, dialer, options: ClientOptions, clock: Clock, *, epoch: Callable[[], int], find_lane: Callable):
+        self._dialer = dialer
+        self._find_lane = find_lane
+        self._clock = clock
+        self._now_s = clock.boottime_s
+        self._epoch = epoch
+        self._bytes_max = options.locations_bytes
+        self._bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self.on = options.short_cut and options.locations_bytes > 0
+        self._sources: dict[int, Source] = {}
+        self._left: list[Source] = []
+        self._not_before: dict[int, float] = {}
+        self._introducing: dict[int, asyncio.Task] = {}
+        self._wanted: dict = {}  # lane -> {(inode, index): (file, version that is here)}
+        self._asked: set[tuple[int, int]] = set()
+        self._distrusted: dict[tuple[int, int], float] = {}
+        self._order: deque[tuple[float, Located]] = deque()
+        self._reader = None
+        self._number = 0
+        self._cold: dict[int, tuple[float, Callable[[memoryview | None], None]]] = {}  # by number, in order: begun, on_done
+        self.counters = {"hits": 0, "cold": 0, "located": 0, "late": 0, "mismatches": 0}
+
+    # -- reading -----------------------------------------------------------------------------------------------------------
+
+    def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
+        """The whole blocks [offset, offset + length) of the chunk, when the kernel has them in memory; the caller's to keep."""
+        source = located.source
+        first = offset >> 12
+        if source.connection.closed:
+            return self._late(located)
+        if offset + length > located.blocks << 12:
+            return None
+        if length == BLOCK_BYTES:
+            place = located.base + first if located.base else located.places[first]
+            if not place:
+                return None
+            buffer = bytearray(BLOCK_BYTES)
+            try:
+                if os.preadv(source.fd, (buffer,), place << 12, _NOWAIT) != BLOCK_BYTES:
+                    return None
+            except OSError:  # not in memory; anything else shows again when it is read through the store
+                return None
+            # the clock and the counter after the read: only so they say that it was in time
+            if self._now_s() >= located.until or source.table[located.slot] != located.stamp:
+                return self._late(located)
+            if crc32c(buffer).to_bytes(4, "little") != located.sums[4 * first:4 * first + 4]:
+                return self._mismatch(located)
+            self._hit(located)
+            return memoryview(buffer)
+        runs = self.runs(located, first, length >> 12)
+        if runs is None:
+            return None
+        into = SPARES.take(length) if length >= 64 * KIB else memoryview(bytearray(length))
+        at = 0
+        try:
+            for place, count in runs:
+                if os.preadv(source.fd, (into[at:at + count],), place, _NOWAIT) != count:
+                    return None
+                at += count
+        except OSError:
+            return None
+        return into if self.good(located, first, into) else None
+
+    def good(self, located: Located, first: int, into: memoryview) -> bool:
+        """Whether what was just read is what the blocks from `first` on hold now."""
+        source = located.source
+        if source.connection.closed or self._now_s() >= located.until or source.table[located.slot] != located.stamp:
+            self._late(located)
+            return False
+        sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
+        if sums != located.sums[4 * first:4 * first + len(sums)]:
+            self._mismatch(located)
+            return False
+        self._hit(located)
+        return True
+
+    def _hit(self, located: Located) -> None:
+        located.used = True
+        file = located.file
+        if file.credit < CREDIT:
+            file.credit += 1
+        self.counters["hits"] += 1
+
+    @staticmethod
+    def runs(located: Located, first: int, count: int) -> list[tuple[int, int]] | None:
+        """(place, bytes) of the blocks in order; None when one of them is not there."""
+        if located.base:
+            return [(located.base + first << 12, count << 12)]
+        runs: list[tuple[int, int]] = []
+        begin = end = 0
+        for place in located.places[first:first + count]:
+            if not place:
+                return None
+            if place != end:
+                if begin:
+                    runs.append((begin << 12, end - begin << 12))
+                begin = place
+            end = place + 1
+        runs.append((begin << 12, end - begin << 12))
+        return runs
+
+    def _late(self, located: Located) -> None:
+        self.counters["late"] += 1
+        self._drop(located)
+
+    def _mismatch(self, located: Located) -> None:
+        self.counters["mismatches"] += 1
+        file = located.file
+        log.warning("a block of chunk %d of inode %d, read from target %d's drive, does not have its checksum; its store is "
+                    "asked", located.index, file.inode, located.source.target)
+        if len(self._distrusted) > 1000:
+            self._distrusted.clear()
+        self._distrusted[file.inode, located.index] = self._now_s() + DISTRUST_S
+        self._drop(located)
+
+    def try_read(self, file: OpenInode, index: int, offset: int, length: int, lane,
+                 on_done: Callable[[memoryview | None], None]) -> bool:
+        """Read from the drive ourselves, where we know where: whether that is done or begun. `on_done` as in `begin`; it may be
+        called before this returns."""
+        located = file.located.get(index)
+        if located is not None:
+            if length <= NOW_BYTES_MAX:
+                found = self.read_now(located, offset, length)
+                if found is not None:
+                    on_done(found)
+                    return True
+            if file.located.get(index) is located:
+                return self.begin(located, offset, length, on_done)
+        self.want(file, index, lane)
+        return False
+
+    def begin(self, located: Located, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
+        """Read blocks that may have to come from the drive; `on_done` gets them, or None when they are to be read through the
+        store. Whether that was begun. The memory is ours until then: whoever asked may have gone."""
+        first = offset >> 12
+        if located.source.connection.closed or offset + length > located.blocks << 12:
+            return False
+        runs = self.runs(located, first, length >> 12)
+        if runs is None:
+            return False
+        into = SPARES.take(length) if length >= 64 * KIB else memoryview(bytearray(length))
+        positions = [0]
+        for _, count in runs[:-1]:
+            positions.append(positions[-1] + count)
+        if self._reader is None:
+            self._reader = reader_for(located.source.fd)
+        self.counters["cold"] += 1
+        self._number = number = self._number + 1
+        self._cold[number] = self._now_s(), on_done
+        outcome = self._reader.begin(located.source.fd, [run[0] for run in runs], [run[1] for run in runs], positions, into)
+        outcome.add_done_callback(partial(self._came, located, first, into, number))
+        return True
+
+    def _came(self, located: Located, first: int, into: memoryview, number: int, outcome: asyncio.Future) -> None:
+        _, on_done = self._cold.pop(number, (0.0, None))
+        if on_done is None:  # it took too long, and the store was asked
+            return
+        whole = not outcome.cancelled() and outcome.exception() is None and not any(outcome.result())
+        on_done(into if whole and self.good(located, first, into) else None)
+
+    # -- locations -----------------------------------------------------------------------------------------------------------
+
+    def want(self, file: OpenInode, index: int, lane) -> None:
+        """A read of the chunk did not find it located: ask where it lies, with what else is wanted in this turn of the loop.
+        Asks nothing for the first read of a file, and seldom where nothing hits."""
+        file.credit -= 1
+        if file.credit < 0 and file.credit & 15 or not file.missed:
+            file.missed = True
+            return
+        source = self._sources.get(lane.target)
+        if source is None:
+            self._introduce(lane)
+            return
+        name = (file.inode, index)
+        if name in self._asked or name in self._distrusted and self._distrusted[name] > self._now_s():
+            return
+        self._want(file, index, lane, 0)
+
+    def want_ahead(self, file: OpenInode, first: int, last: int) -> None:
+        """A sequential reader comes to these chunks."""
+        for index in range(first, min(last, first + AHEAD - 1) + 1):
+            name = (file.inode, index)
+            if index in file.located or name in self._asked or name in self._distrusted:
+                continue
+            try:
+                lane = file.lanes.get(index) or self._find_lane(file, index)
+            except Stale:
+                return
+            if lane.target in self._sources:
+                self._want(file, index, lane, 0)
+
+    def _want(self, file: OpenInode, index: int, lane, version: int) -> None:
+        if len(self._asked) >= 16 * LOCATE_ENTRIES_MAX:
+            return
+        if not self._wanted:
+            self._loop.call_soon(self._ask)
+        self._asked.add((file.inode, index))
+        self._wanted.setdefault(lane, {})[file.inode, index] = file, version
+
+    def _ask(self) -> None:
+        wanted, self._wanted = self._wanted, {}
+        for lane, names in wanted.items():
+            connection = self._dialer.live(lane.endpoints)
+            source = self._sources.get(lane.target)
+            if connection is None or source is None:
+                self._asked.difference_update(names)
+                continue
+            entries = list(names.items())
+            for at in range(0, len(entries), LOCATE_ENTRIES_MAX):
+                self._ask_some(lane, source, connection, entries[at:at + LOCATE_ENTRIES_MAX])
+
+    def _ask_some(self, lane, source: Source, connection, entries: list) -> None:
+        places: dict[bytes, int] = {}
+        packed = bytearray()
+        for (inode, index), (file, version) in entries:
+            blocks = min(file.size - (index << file.chunk_bits), 1 << file.chunk_bits) + BLOCK_BYTES - 1 >> 12
+            packed += LOCATE_ENTRY.pack(inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version)
+        request = data_pb2.LocateRequest(map_epoch=self._epoch(), target=lane.target, grants=list(places), token=source.token,
+                                         entries=bytes(packed))
+        sent_s = self._now_s()
+        asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
+        connection.submit(wire_pb2.DATA_LOCATE, request.SerializeToString(), deadline_s=sent_s + 5.0,
+                          on_done=partial(self._answered, source, connection, asked, sent_s))
+
+    def _answered(self, source: Source, connection, asked: list, sent_s: float, reply, error) -> None:
+        self._asked.difference_update([(file.inode, index) for file, index, _ in asked])
+        if self._sources.get(source.target) is not source:
+            return
+        if error is None:
+            try:
+                answer = decoded(data_pb2.LocateReply, reply.message)
+                results = list(LOCATE_RESULT.iter_unpack(answer.results))
+                if len(results) == len(asked):
+                    source.connection = connection
+                    self._install(source, asked, results, answer, sent_s)
+                    return
+                error = CorruptFrame("a store's answer to a question for places does not fit it")
+            except (CorruptFrame, struct.error, ValueError) as raised:
+                error = raised
+        if isinstance(error, (AccessDenied, NotSupported, CorruptFrame)):  # another process serves the target now
+            self._forget_source(source)
+            self._not_before[source.target] = self._now_s() + (AGAIN_REFUSED_S if isinstance(error, NotSupported) else 0.0)
+        elif not isinstance(error, NvpoolError):
+            log.warning("places from target %d: %s", source.target, error)
+
+    def _install(self, source: Source, asked: list, results: list, answer, sent_s: float) -> None:
+        runs, sums = array("Q", answer.runs), answer.checksums
+        at = place = 0
+        for (file, index, changes), (status, flags, run_count, blocks, life_ms, slot, stamp, version) in zip(asked, results,
+                                                                                                       strict=True):
+            first, at = at, at + run_count
+            begin = place
+            if run_count:
+                place += 4 * blocks
+            known = file.located.get(index)
+            if status or not life_ms or file.changes != changes or not file.handles or slot >= len(source.table):
+                if known is not None:
+                    self._drop(known)
+                continue
+            if flags & SAME_VERSION:
+                if known is None or known.version != version or known.source is not source:
+                    continue
+                located = known
+            else:
+                if at > len(runs) or place > len(sums):
+                    raise CorruptFrame("places are missing in a store's answer")
+                if known is not None:
+                    self._drop(known)
+                located = Located(file, index, source)
+                located.version, located.blocks, located.sums = version, blocks, sums[begin:place]
+                located.base, located.places = _places(runs[first:at], blocks)
+                located.bytes = _ENTRY_BYTES + len(located.sums) + 8 * len(located.places)
+                file.located[index] = located
+                self._bytes += located.bytes
+                self.counters["located"] += 1
+            located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
+            located.used = False
+            self._order.append((located.until, located))
+        while self._bytes > self._bytes_max and self._order:
+            self._drop(self._order.popleft()[1])
+
+    def _drop(self, located: Located) -> None:
+        self._bytes -= located.bytes
+        located.bytes = 0
+        located.until = 0.0
+        if located.file.located.get(located.index) is located:
+            del located.file.located[located.index]
+
+    def forget(self, file: OpenInode) -> None:
+        """Nothing that is known of the file's places holds any longer, nor what is being asked."""
+        file.changes += 1
+        for located in list(file.located.values()):
+            self._drop(located)
+
+    def forget_chunk(self, file: OpenInode, index: int) -> None:
+        """A write of ours has changed the chunk."""
+        file.changes += 1
+        located = file.located.get(index)
+        if located is not None:
+            self._drop(located)
+
+    # -- targets -------------------------------------------------------------------------------------------------------------
+
+    def _introduce(self, lane) -> None:
+        target = lane.target
+        if not self.on or target in self._introducing or self._not_before.get(target, 0.0) > self._now_s():
+            return
+        path = _handover_path(lane.endpoints)
+        if not path:
+            self._not_before[target] = self._now_s() + AGAIN_REFUSED_S
+            return
+        self._introducing[target] = self._loop.create_task(self._take(target, path))
+
+    async def _take(self, target: int, path: str) -> None:
+        again_s = AGAIN_S
+        try:
+            source = Source(target, *await take(path, AGAIN_S))
+            self._sources[target] = source
+            log.debug("target %d lets us read its drive", target)
+        except NvpoolError as error:
+            if not isinstance(error, Unavailable):
+                again_s = AGAIN_REFUSED_S
+            log.debug("target %d does not let us read its drive: %s", target, error)
+        finally:
+            self._not_before[target] = self._now_s() + again_s
+            del self._introducing[target]
+
+    def _forget_source(self, source: Source) -> None:
+        if self._sources.get(source.target) is source:
+            del self._sources[source.target]
+        for _, located in self._order:
+            if located.source is source:
+                self._drop(located)
+        self._order = deque(one for one in self._order if one[1].source is not source)
+        # Reads of it may be under way: its descriptor goes when they must have ended.
+        self._left.append(source)
+        if len(self._left) > LEFT_MAX and not self._cold:
+            self._left.pop(0).close()
+
+    # -- background ----------------------------------------------------------------------------------------------------------
+
+    def run_once(self) -> None:
+        """Renew what was used since it was located and ends soon, forget what was not. Called about twice a second."""
+        now_s = self._now_s()
+        order = self._order
+        for _ in range(len(order)):
+            until, located = order[0]
+            if located.until != until:  # renewed, or gone
+                order.popleft()
+                continue
+            if until - now_s > RENEW_S:
+                break
+            order.popleft()
+            file = located.file
+            lane = file.lanes.get(located.index)
+            if not (until > now_s and located.used and file.handles and lane) or located.source.connection.closed:
+                self._drop(located)
+                continue
+            order.append((until, located))  # until the answer comes
+            if (file.inode, located.index) not in self._asked:
+                self._want(file, located.index, lane, located.version)
+        while self._cold:
+            number, (begun_s, on_done) = next(iter(self._cold.items()))
+            if begun_s > now_s - SLOW_S:
+                break
+            del self._cold[number]
+            on_done(None)
+        if self._distrusted:
+            self._distrusted = {name: until for name, until in self._distrusted.items() if until > now_s}
+
+    async def close(self) -> None:
+        self.on = False
+        for task in list(self._introducing.values()):
+            task.cancel()
+        if self._introducing:
+            await asyncio.wait(list(self._introducing.values()), timeout=1.0)
+        while self._order:
+            self._drop(self._order.popleft()[1])
+        if self._reader is not None:
+            await self._reader.close()
+            await asyncio.sleep(0)  # what it had in hand is told
+        sources, self._sources = [*self._sources.values(), *self._left], {}
+        for source in sources:
+            source.close()
+
+
+def _places(runs: array, blocks: int) -> tuple[int, array]:
+    """(base, places) of a Located. CorruptFrame when the runs do not cover the blocks."""
+    if len(runs) == 1 and runs[0] >> 12 and (runs[0] & 4095) + 1 == blocks:
+        return runs[0] >> 12, array("Q")
+    places = array("Q")
+    for run in runs:
+        place, count = run >> 12, (run & 4095) + 1
+        places.extend(range(place, place + count) if place else [0] * count)
+    if len(places) != blocks:
+        raise CorruptFrame("the places in a store's answer are not as many as its blocks")
+    return 0, places
+
+
+def _handover_path(endpoints: tuple[str, ...]) -> str:
+    """Where a daemon of this host hands out descriptors; "" where none may be."""
+    for endpoint in endpoints:
+        try:
+            where = parse_endpoint(endpoint)
+        except InvalidRequest:
+            continue
+        if where.scheme == "stream+unix" and (not where.host_id or where.host_id == host_id()):
+            path = path_beside(where.path)
+            if os.path.exists(path):
+                return path
+    return ""

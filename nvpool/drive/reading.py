@@ -1,0 +1,82 @@
+"""Reads of whole blocks through a descriptor of a data file or device: by the store that owns it, and by clients of its host
+that it was passed to.
+
+What the kernel has in memory is read at once (preadv with RWF_NOWAIT, Linux 4.14); what it has not, waits: through io_uring
+where the compiled module and the kernel allow it (one submission a batch, completion by eventfd), else through a few threads
+that get a share of the batch each. Knows no chunks and checks no checksums. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
+from nvpool.drive import uring as _ring
+from nvpool.drive.uring import UringReader
+
+_compiled_read_now = getattr(_ring._uring, "read_now", None)
+READ_THREADS = 8
+"""Shares of a batch that wait at once where io_uring is not to be had."""
+
+
+def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> list[int]:
+    """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait."""
+    missed = []
+    preadv, nowait = os.preadv, os.RWF_NOWAIT
+    for at, offset in enumerate(offsets):
+        position = positions[at]
+        length = lengths[at]
+        try:
+            if preadv(fd, (into[position:position + length],), offset, nowait) != length:
+                missed.append(at)
+        except OSError:  # EAGAIN: not in memory. Anything else shows again, and is told, when we wait for it.
+            missed.append(at)
+    return missed
+
+
+read_now = _compiled_read_now or read_now_plain
+
+
+def reader_for(fd: int, *, uring: bool = True) -> UringReader | ThreadReader:
+    """What waits for reads here: `read` and `begin` take any descriptor, `close` waits for what is under way."""
+    return (UringReader.probe(fd) if uring else None) or ThreadReader()
+
+
+class ThreadReader:
+    """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
+
+    name = "executor"
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
+
+    async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+        return await asyncio.shield(self.begin(fd, offsets, lengths, positions, into))
+
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview) -> asyncio.Future[list[NvpoolError | None]]:
+        """As `read`, without a task of the caller's. Not to be cancelled: threads write into the buffer until it is done."""
+        return asyncio.ensure_future(self._shares(fd, offsets, lengths, positions, into))
+
+    async def _shares(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+        count = len(offsets)
+        share = max(1, -(-count // READ_THREADS))
+        loop = asyncio.get_running_loop()
+        parts = [loop.run_in_executor(self._threads, self._share, fd, offsets[at:at + share], lengths[at:at + share],
+                                      positions[at:at + share], into) for at in range(0, count, share)]
+        return [one for part in await asyncio.gather(*parts) for one in part]
+
+    @staticmethod
+    def _share(fd: int, offsets, lengths, positions, into) -> list[NvpoolError | None]:
+        outcome: list[NvpoolError | None] = []
+        for offset, length, position in zip(offsets, lengths, positions, strict=True):
+            try:
+                got = os.preadv(fd, [into[position:position + length]], offset)
+                outcome.append(None if got == length else DriveFailed(f"{got} of {length} bytes read at {offset}"))
+            except OSError as error:
+                outcome.append(from_os_error(error, f"reading {length} bytes at {offset}"))
+        return outcome
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=True)

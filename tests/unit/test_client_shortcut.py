@@ -1,0 +1,543 @@
+"""The short cut with real block stores behind unix sockets: right bytes or none, whatever others do to the file meanwhile."""
+
+import asyncio
+import grp
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from nvpool.base.errors import AccessDenied, ChecksumMismatch, NotSupported, Unreachable
+from nvpool.base.units import MIB
+from nvpool.client import shortcut
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.store import chunkstore
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.handover import Handover, path_beside, peer_of, take
+
+ME = Caller(0, 0)
+BLOCK = 4096
+QUICK = ClientOptions(deadline_s=10.0)
+
+
+class Host:
+    """A pool whose daemons listen at unix sockets, with clients that are on their host."""
+
+    def __init__(self, **pool_options):
+        self.directory = tempfile.mkdtemp(prefix="shortcut-", dir="/tmp")
+        self.pool = LocalPool(self.directory, endpoints=lambda role, number: f"stream+unix://{self.directory}/{role}{number}.sock",
+                              **pool_options)
+
+    async def __aenter__(self):
+        await self.pool.__aenter__()
+        self.client = await self.pool.client("reader", QUICK)
+        self.vfs = self.client.vfs
+        self.short = self.vfs.chunks.short
+        return self
+
+    async def __aexit__(self, *failure):
+        await self.pool.__aexit__(*failure)
+        subprocess.run(["rm", "-rf", self.directory], check=True)  # noqa: ASYNC221
+
+    async def writer(self):
+        """Another client."""
+        return (await self.pool.client("writer", QUICK)).vfs
+
+    async def file(self, content: bytes, vfs=None, name=b"file"):
+        vfs = vfs or self.vfs
+        _, handle = await vfs.create(1, name, 0o644, os.O_RDWR, ME)
+        for at in range(0, len(content), MIB):
+            await vfs.write(handle, at, content[at:at + MIB])
+        await vfs.flush(handle)
+        return handle
+
+    async def located(self, handle, count=1):
+        """Read until that many chunks of the file are located."""
+        async with asyncio.timeout(10):
+            while len(handle.file.located) < count:
+                for index in range(count):
+                    await self.vfs.read(handle, index * MIB + 8, 100)
+                await asyncio.sleep(0.01)
+
+    async def at_once(self, handle, offset, length):
+        """The bytes by the short cut, in the kernel's memory by then."""
+        async with asyncio.timeout(10):
+            while (found := self.vfs.read_now(handle, offset, length)) is None:
+                await self.vfs.read(handle, offset, length)
+                await asyncio.sleep(0.005)
+        return bytes(found)
+
+    def place_of(self, handle, block):
+        located = handle.file.located[block >> 8]
+        store = self.pool.stores[located.source.target].store
+        return store, (located.base + (block & 255)) if located.base else located.places[block & 255]
+
+
+def hosted(**pool_options):
+    def wrap(test):
+        def run():
+            async def main():
+                async with Host(**pool_options) as host:
+                    await test(host)
+
+            before = set(os.listdir("/proc/self/fd"))
+            asyncio.run(asyncio.wait_for(main(), 90))
+            assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
+
+        run.__name__ = test.__name__
+        return run
+    return wrap
+
+
+def some(count, seed=1):
+    return random.Random(seed).randbytes(count)
+
+
+def evict(path):
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@hosted()
+async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host):
+    content = some(3 * MIB + 1234)
+    handle = await host.file(content)
+    await host.located(handle, 4)
+    chance = random.Random(2)
+    for _ in range(300):
+        offset = chance.randrange(len(content))
+        length = chance.choice([1, 4096, 10_000, 131072, MIB])
+        assert await host.at_once(handle, offset, length) == content[offset:offset + length]
+    for offset, length in ((0, 4096), (MIB - 1, 2), (MIB - 4096, 8192), (2 * MIB, MIB), (3 * MIB, 4096),
+                           (len(content) - 1, 99)):
+        assert await host.at_once(handle, offset, length) == content[offset:offset + length]
+    assert host.vfs.read_now(handle, len(content), 10) in (None, b"")
+    assert host.vfs.read_now(handle, 0, 0) is None
+    assert host.short.counters["hits"] > 300 and not host.short.counters["mismatches"]
+    places = list(range(0, MIB, BLOCK))
+    chance.shuffle(places)
+    for at in places:
+        await host.at_once(handle, at, BLOCK)
+    sent = host.vfs.chunks.counters["messages"]
+    for at in places:
+        assert host.vfs.read_now(handle, at, BLOCK) == content[at:at + BLOCK]
+    assert host.vfs.chunks.counters["messages"] == sent
+
+
+@hosted()
+async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(host):
+    content = some(4 * MIB)
+    handle = await host.file(content)
+    await host.vfs.fsync(handle, False)
+    await host.located(handle, 4)
+    for service in host.pool.stores.values():
+        evict(service.store.path)
+    sent, cold = host.vfs.chunks.counters["messages"], host.short.counters["cold"]
+    offsets = [at * BLOCK for at in random.Random(3).sample(range(1024), 60)]
+    for offset, part in zip(offsets, await asyncio.gather(*[host.vfs.read(handle, at, 5000) for at in offsets]), strict=True):
+        assert bytes(part) == content[offset:offset + 5000]
+    assert host.vfs.chunks.counters["messages"] == sent
+    assert host.short.counters["cold"] > cold, "tmpfs has no drive below it" if host.directory.startswith("/dev/shm") else ""
+    into = memoryview(bytearray(64 * BLOCK))
+    evict(next(iter(host.pool.stores.values())).store.path)
+    await host.vfs.read_many([(handle, at * 16 * BLOCK + at % 3 * 100, BLOCK) for at in range(64)], into)
+    for at in range(64):
+        offset = at * 16 * BLOCK + at % 3 * 100
+        assert into[at * BLOCK:at * BLOCK + BLOCK] == content[offset:offset + BLOCK]
+
+
+@hosted()
+async def test_read_many_takes_what_is_in_memory_and_asks_for_the_rest(host):
+    content = some(4 * MIB + 100)
+    handle = await host.file(content)
+    _, unknown = None, await host.file(content[:BLOCK * 3], name=b"unknown")
+    await host.located(handle, 3)
+    chance = random.Random(4)
+    for _ in range(30):
+        reads = []
+        for _ in range(200):
+            length = chance.choice([BLOCK, BLOCK, 100, 5000, 8 * BLOCK])
+            reads.append((handle, chance.randrange(len(content) // BLOCK) * BLOCK + chance.choice([0, 0, 77]), length))
+        reads.append((unknown, 4096, 5000))
+        into = bytearray(sum(length for _, _, length in reads))
+        lengths = await host.vfs.read_many(reads, memoryview(into))
+        place = 0
+        for (which, offset, asked), length in zip(reads, lengths, strict=True):
+            expected = (content if which is handle else content[:3 * BLOCK])[offset:offset + asked]
+            assert length == len(expected) and into[place:place + length] == expected
+            place += asked
+    assert host.short.counters["hits"] > 1000
+
+
+@hosted()
+async def test_a_write_of_another_client_is_seen_by_the_next_read_without_opening_anew(host):
+    other = await host.writer()
+    content = some(2 * MIB)
+    handle = await host.file(content)
+    theirs = await other.open(handle.inode, os.O_RDWR, ME)
+    await host.located(handle, 2)
+    for round_number in range(50):
+        offset = random.Random(round_number).randrange(2 * MIB - 6000)
+        await host.at_once(handle, offset, 3000)
+        new = some(3000, 100 + round_number)
+        await other.write(theirs, offset, new)
+        await other.flush(theirs)
+        found = host.vfs.read_now(handle, offset, 3000)
+        assert found is None or found == new
+        assert bytes(await host.vfs.read(handle, offset, 3000)) == new
+    assert host.short.counters["late"]
+
+
+@hosted()
+async def test_own_writes_are_read_whether_they_are_stored_or_not(host):
+    content = bytearray(some(2 * MIB))
+    handle = await host.file(bytes(content))
+    await host.located(handle, 2)
+    chance = random.Random(7)
+    for _ in range(200):
+        offset = chance.randrange(2 * MIB - 9000)
+        new = chance.randbytes(chance.choice([10, 4096, 9000]))
+        await host.vfs.write(handle, offset, new)
+        content[offset:offset + len(new)] = new
+        if chance.random() < 0.5:
+            await host.vfs.flush(handle)
+        for _ in range(3):
+            at = max(0, offset + chance.randrange(-5000, 5000))
+            found = host.vfs.read_now(handle, at, 4000)
+            if found is None:
+                found = await host.vfs.read(handle, at, 4000)
+            assert found == content[at:at + 4000]
+
+
+@hosted()
+async def test_cut_bytes_are_never_seen_again_though_the_reader_knows_an_old_size(host):
+    other = await host.writer()
+    for round_number in range(12):
+        content = some(2 * MIB, round_number)
+        handle = await host.file(content, name=b"cut-%d" % round_number)
+        await host.located(handle, 2)
+        await host.at_once(handle, MIB, BLOCK)
+        size = random.Random(round_number).choice([0, 10, BLOCK, MIB, MIB + 50])
+        await other.setattr(handle.inode, size=size, caller=ME)
+        for offset in (0, BLOCK, MIB - BLOCK, MIB, MIB + BLOCK):
+            for found in (host.vfs.read_now(handle, offset, BLOCK), await host.vfs.read(handle, offset, BLOCK)):
+                if found is not None:
+                    assert not bytes(found)[max(0, size - offset):].strip(b"\0"), "cut"
+                    kept = max(0, min(BLOCK, size - offset))
+                    assert bytes(found)[:kept] == content[offset:offset + kept]
+
+
+@hosted()
+async def test_an_unlinked_file_that_is_open_is_read_on_and_its_places_are_not_used_by_others_meanwhile(host):
+    other = await host.writer()
+    content = some(2 * MIB)
+    handle = await host.file(content)
+    await host.located(handle, 2)
+    await other.unlink(1, b"file", ME)
+    filler = await host.file(some(4 * MIB, 9), other, b"filler")
+    for at in range(0, 2 * MIB, 64 * BLOCK):
+        assert await host.at_once(handle, at, BLOCK) == content[at:at + BLOCK]
+    await host.vfs.release(handle)
+    assert not handle.file.located and bytes(await other.read(filler, MIB, 100)) == some(4 * MIB, 9)[MIB:MIB + 100]
+
+
+@hosted()
+async def test_a_flipped_byte_is_an_error_and_known_to_the_store_and_never_the_wrong_byte(host):
+    content = some(MIB)
+    handle = await host.file(content)
+    await host.vfs.fsync(handle, False)
+    await host.located(handle)
+    assert await host.at_once(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK:6 * BLOCK]
+    store, place = host.place_of(handle, 5)
+    fd = os.open(store.path, os.O_RDWR)
+    os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
+    os.close(fd)
+    assert host.vfs.read_now(handle, 5 * BLOCK, BLOCK) is None
+    for _ in range(3):
+        with pytest.raises(ChecksumMismatch):
+            await host.vfs.read(handle, 5 * BLOCK, BLOCK)
+        with pytest.raises(ChecksumMismatch):
+            await host.vfs.read_many([(handle, 5 * BLOCK, BLOCK)], memoryview(bytearray(BLOCK)))
+    assert [(bad.inode, bad.block) for bad in store.bad_blocks()] == [(handle.inode, 5)]
+    assert bytes(await host.vfs.read(handle, 6 * BLOCK, BLOCK)) == content[6 * BLOCK:7 * BLOCK]
+    assert not handle.file.located, "a chunk with a bad block is not lent"
+    await host.vfs.write(handle, 5 * BLOCK, content[:BLOCK])
+    await host.vfs.flush(handle)
+    assert bytes(await host.vfs.read(handle, 5 * BLOCK, BLOCK)) == content[:BLOCK]
+
+
+@hosted()
+async def test_what_is_read_when_the_lifetime_has_ended_is_thrown_away(host):
+    content = some(MIB)
+    handle = await host.file(content)
+    await host.located(handle)
+    await host.at_once(handle, 0, BLOCK)
+    located = handle.file.located[0]
+    real, ended = host.short._now_s, located.until
+
+    def stopped_in_between():  # SIGSTOP, suspend: the read was in time, what comes after it is not
+        return ended + 0.001
+
+    host.short._now_s = stopped_in_between
+    assert host.vfs.read_now(handle, 0, BLOCK) is None and host.vfs.read_now(handle, 0, 2 * BLOCK) is None
+    host.short._now_s = real
+    assert not handle.file.located
+    assert bytes(await host.vfs.read(handle, 0, BLOCK)) == content[:BLOCK]
+    assert located.until == 0.0 and ended <= real() + chunkstore.LEND_S
+
+
+@hosted()
+async def test_what_is_used_is_renewed_in_time_and_what_is_not_is_forgotten(host):
+    content = some(2 * MIB)
+    handle = await host.file(content)
+    await host.located(handle, 2)
+    deadline = host.short._now_s() + chunkstore.LEND_S + 1.5
+    while host.short._now_s() < deadline:
+        assert await host.at_once(handle, 0, BLOCK) == content[:BLOCK]
+        await asyncio.sleep(0.1)
+    assert host.short.counters["late"] == 0
+    assert 1 not in handle.file.located and 0 in handle.file.located
+    assert host.short._bytes == handle.file.located[0].bytes
+
+
+@hosted()
+async def test_a_store_that_dies_and_comes_back_is_read_through_and_then_lends_again(host):
+    content = bytearray(some(2 * MIB))
+    handle = await host.file(bytes(content))
+    await host.located(handle, 2)
+    for round_number in range(3):
+        for target in list(host.pool.stores):
+            service = host.pool.stores.pop(target)
+            await host.pool._hang_up("target", target, 0.0)
+            service._tending.cancel()
+            service._handover.close()
+            await service.store.abandon()  # as kill -9 leaves it
+            await host.pool.start_store(target)
+        new = some(5000, round_number + 50)
+        other = await host.writer()
+        theirs = await other.open(handle.inode, os.O_RDWR, ME)
+        await other.write(theirs, 100, new)
+        await other.flush(theirs)
+        content[100:5100] = new
+        assert bytes(await host.vfs.read(handle, 100, 5000)) == new
+        async with asyncio.timeout(20):
+            hits = host.short.counters["hits"]
+            while host.short.counters["hits"] == hits:
+                assert bytes(await host.vfs.read(handle, BLOCK, BLOCK)) == content[BLOCK:2 * BLOCK]
+                await asyncio.sleep(0.05)
+    assert not host.short.counters["mismatches"]
+
+
+@hosted()
+async def test_locations_keep_to_their_memory(host):
+    content = some(8 * MIB)
+    handle = await host.file(content)
+    host.short._bytes_max = 5000
+    for at in list(range(0, 8 * MIB, 64 * BLOCK)) * 3:
+        assert bytes(await host.vfs.read(handle, at + 5, 50)) == content[at + 5:at + 55]
+        await asyncio.sleep(0.001)
+        assert host.short._bytes <= 5000 and len(handle.file.located) <= 3
+    assert host.short.counters["located"] > 5
+
+
+@hosted()
+async def test_a_sequential_reader_finds_the_next_chunks_located(host):
+    content = some(12 * MIB)
+    handle = await host.file(content)
+    for _ in range(2):
+        found = bytearray()
+        while len(found) < len(content):
+            part = host.vfs.read_now(handle, len(found), 128 << 10)
+            found += part if part is not None else await host.vfs.read(handle, len(found), 128 << 10)
+            await asyncio.sleep(0)
+        assert found == content
+    assert host.short.counters["hits"] > 20
+
+
+@hosted()
+async def test_holes_and_what_is_behind_what_was_known_are_asked_for(host):
+    other = await host.writer()
+    handle = await host.file(some(3 * BLOCK))
+    await host.vfs.write(handle, 10 * BLOCK, b"end" * 2000)
+    await host.vfs.flush(handle)
+    await host.located(handle)
+    assert host.vfs.read_now(handle, 5 * BLOCK, BLOCK) is None
+    assert bytes(await host.vfs.read(handle, 5 * BLOCK, BLOCK)) == bytes(BLOCK)
+    theirs = await other.open(handle.inode, os.O_RDWR, ME)
+    await other.write(theirs, 20 * BLOCK, b"behind")
+    await other.flush(theirs)
+    again = await host.vfs.open(handle.inode, os.O_RDONLY, ME)
+    assert bytes(await host.vfs.read(again, 20 * BLOCK, 100)) == b"behind"
+
+
+@pytest.mark.parametrize("how", ["client", "store", "direct"])
+def test_each_side_can_switch_it_off(how, monkeypatch):
+    options = {"store": {"lend_s": 0.0}, "direct": {"direct": True}}.get(how, {})
+    if options:
+        opened = chunkstore.open_chunk_store
+        monkeypatch.setattr(chunkstore, "open_chunk_store",
+                            lambda path, target, clock: opened(path, target, chunkstore.StoreOptions(**options), clock=clock))
+
+    async def main():
+        async with Host() as host:
+            if how == "client":
+                host.vfs = (await host.pool.client("plain", QUICK._replace(short_cut=False))).vfs
+            handle = await host.file(some(MIB))
+            for at in range(0, MIB, 16 * BLOCK):
+                assert host.vfs.read_now(handle, at, 100) is None
+                assert bytes(await host.vfs.read(handle, at, 100)) == some(MIB)[at:at + 100]
+            assert not handle.file.located and not host.vfs.chunks.short._sources
+            path = path_beside(f"{host.directory}/target1.sock")
+            assert (os.path.basename(path) in os.listdir(host.directory)) == (how == "client")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
+    """Every block says which it is and how often it was written. What is read is not older than what was acknowledged when the
+    read began."""
+    async def main():
+        async with Host(capacities=(24 * MIB,)) as host:
+            other = await host.writer()
+            blocks, chance = 512, random.Random(11)
+
+            def block(number, count):
+                return (struct.pack("<QQ", number, count) * 256)[:BLOCK]
+
+            handle = await host.file(b"".join(block(number, 0) for number in range(blocks)))
+            theirs = await other.open(handle.inode, os.O_RDWR, ME)
+            acknowledged, begun = [0] * blocks, [0] * blocks
+            stop = asyncio.get_running_loop().time() + 6.0
+
+            async def write():
+                while asyncio.get_running_loop().time() < stop:
+                    first, count = chance.randrange(blocks), chance.choice([1, 1, 3, 40])
+                    numbers = range(first, min(first + count, blocks))
+                    for number in numbers:
+                        begun[number] += 1
+                    now = [begun[number] for number in numbers]
+                    await other.write(theirs, first * BLOCK, b"".join(map(block, numbers, now)))
+                    await other.flush(theirs)
+                    for number, generation in zip(numbers, now, strict=True):
+                        acknowledged[number] = generation
+
+            async def read():
+                while asyncio.get_running_loop().time() < stop:
+                    first, count = chance.randrange(blocks), chance.choice([1, 1, 1, 5])
+                    numbers = range(first, min(first + count, blocks))
+                    least = [acknowledged[number] for number in numbers]
+                    found = host.vfs.read_now(handle, first * BLOCK, len(numbers) * BLOCK)
+                    if found is None:
+                        found = await host.vfs.read(handle, first * BLOCK, len(numbers) * BLOCK)
+                    for at, (number, low) in enumerate(zip(numbers, least, strict=True)):
+                        part = bytes(found[at * BLOCK:at * BLOCK + BLOCK])
+                        its_number, generation = struct.unpack_from("<QQ", part)
+                        assert its_number == number and part == block(number, generation)
+                        assert low <= generation <= begun[number], (low, generation, begun[number])
+                    if not chance.randrange(20):
+                        await asyncio.sleep(0)
+
+            await asyncio.gather(write(), *[read() for _ in range(4)])
+            counters = host.short.counters
+            assert counters["hits"] > 200 and counters["late"] > 10 and not counters["mismatches"], counters
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+# -- who may ----------------------------------------------------------------------------------------------------------------
+
+
+def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
+    """What a process of another user gets at `path`."""
+    program = ("import asyncio, os, sys; from nvpool.wire.handover import take\n"
+               f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
+               "try:\n  said, fds = asyncio.run(take(sys.argv[1], 5)); print('given', said.decode(), len(fds))\n"
+               "except Exception as error: print(type(error).__name__)")
+    return subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=30,
+                          check=True).stdout.strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_descriptors_are_for_root_and_the_group_that_the_pool_names_and_for_nobody_else():
+    group = grp.getgrnam("daemon").gr_gid
+
+    async def main(directory):
+        path = f"{directory}/target.fd"
+        os.chmod(directory, 0o755)
+        handover = Handover(path, lambda: (b"hello", [os.open("/dev/null", os.O_RDONLY)]), group=group)
+        handover.start()
+        try:
+            assert os.stat(path).st_mode & 0o777 == 0o660 and os.stat(path).st_gid == group
+            assert await asyncio.to_thread(asker, path) == "given hello 1"
+            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by the mode of the socket"
+            os.chmod(path, 0o666)
+            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by who it is"
+            assert await asyncio.to_thread(asker, path, 65534, 65534, (group,)) == "given hello 1"
+            assert await asyncio.to_thread(asker, path, 65534, group) == "given hello 1"
+        finally:
+            handover.close()
+        assert not os.listdir(directory)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        asyncio.run(asyncio.wait_for(main(directory), 120))
+
+
+def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart(tmp_path):
+    async def main():
+        with pytest.raises(NotSupported):
+            await take(str(tmp_path / "none.fd"), 1.0)
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(tmp_path / "silent.fd"))
+            silent.listen(8)
+            with pytest.raises(Unreachable):
+                await take(str(tmp_path / "silent.fd"), 0.1)
+        with pytest.raises(Unreachable):
+            await take(str(tmp_path / "silent.fd"), 1.0)
+
+        def refuse():
+            raise NotSupported("nothing is lent here")
+
+        handover = Handover(str(tmp_path / "refusing.fd"), refuse)
+        handover.start()
+        with pytest.raises(NotSupported):
+            await take(handover.path, 1.0)
+        handover.allows = lambda uid, groups: False
+        with pytest.raises(AccessDenied):
+            await take(handover.path, 1.0)
+        handover.close()
+        one, other = socket.socketpair()
+        with one, other:
+            assert peer_of(one)[0] == os.geteuid() and os.getegid() in peer_of(one)[1]
+            with pytest.raises(NotSupported):
+                read, _ = os.pipe()
+                os.close(_)
+                shortcut.Source(1, b"nonsense", [read])
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_what_is_given_can_only_be_read():
+    async def main():
+        async with Host() as host:
+            said, (data, table) = await take(f"{host.directory}/target1.fd", 2.0)
+            for fd in (data, table):
+                assert not os.get_inheritable(fd)
+                with pytest.raises(OSError):
+                    os.pwrite(fd, b"x", 0)
+            with pytest.raises(OSError):
+                os.ftruncate(table, 0)
+            again = os.open(f"/proc/self/fd/{table}", os.O_RDWR)  # root may, and the seal stands all the same
+            with pytest.raises(OSError):
+                os.pwrite(again, b"x", 0)
+            for fd in (data, table, again):
+                os.close(fd)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
