@@ -431,7 +431,7 @@ class BlockChunkStore:
                 "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
                 "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES, "chunks": -1,
                 "device": self.path, "kind": self.kind, "read_path": self.device.read_path,
-                "direct": self.device.direct,
+                "direct": self.device.direct, "writes": self.device.writes,
                 "counters": {name: float(value) for name, value in counters.items()}}
 
     # -- the rest ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -30,6 +31,8 @@ from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.store import uring
 from nvpool.store.uring import UringReader
+
+log = logging.getLogger(__name__)
 
 _compiled_read_now = getattr(uring._uring, "read_now", None)
 READ_THREADS = 8
@@ -46,6 +49,8 @@ class Device(Protocol):
     read_path: str
     """For `status`: how reads that must wait are done."""
     direct: bool
+    writes: str
+    """For `status`: whether large writes go past the page cache (`direct`) or, the drive taking no such, into it (`cached`)."""
 
     def buffer(self, byte_count: int) -> memoryview:
         """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
@@ -139,6 +144,8 @@ class FileDevice:
         except OSError as error:
             raise from_os_error(error, f"opening {path}") from None
         self._direct_fd = self.fd if direct else _open_direct(path)
+        if self._direct_fd < 0:
+            log.info("%s has no direct writes; large ones go through the page cache", self.path)
         self._aligned = BufferPool(lambda size: mmap.mmap(-1, size), kept_bytes_max=8 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
         self._reader = UringReader.probe(self.fd) if uring else None
@@ -150,6 +157,10 @@ class FileDevice:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
         self._run_start = self._run_end = 0
         self._starting: list = []
+
+    @property
+    def writes(self) -> str:
+        return "direct" if self._direct_fd >= 0 else "cached"
 
     def read_now(self, offsets, lengths, positions, into) -> list[int]:
         if self.direct:
@@ -201,6 +212,8 @@ class FileDevice:
                 done = os.pwritev(fd, buffers[:_IOV_MAX], offset)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self.fd:
+                    log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
+                                "cache, which costs processor time", self.path, error.strerror)
                     fd, self._direct_fd = self.fd, self._close_direct()  # a drive that wants more than 4 KiB alignment
                     continue
                 raise from_os_error(error, f"writing to {self.path} at {offset}") from None
@@ -287,7 +300,7 @@ class MemoryDevice:
     Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the coming calls; `cold` makes read_now miss.
     """
 
-    read_path = "memory"
+    read_path = writes = "memory"
     direct = False
 
     def __init__(self, byte_count: int):

@@ -266,7 +266,7 @@ class MemoryChunkStore:
         return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
                 "capacity_bytes": self._limit * BLOCK_BYTES, "used_bytes": self._used * BLOCK_BYTES,
                 "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory", "direct": False,
-                "counters": {"bad_blocks": float(len(self._bad))}}
+                "writes": "memory", "counters": {"bad_blocks": float(len(self._bad))}}
 
     async def tend(self) -> None:
         pass
