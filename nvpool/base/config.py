@@ -53,8 +53,9 @@ class Supervisor(msgspec.Struct, frozen=True):
 class Processors(msgspec.Struct, frozen=True):
     """What daemons and mounts ask of the kernel's power management."""
 
-    awake: Annotated[bool, Meta(
-        description="keep processors from sleeping deeply while requests come (/dev/cpu_dma_latency)")] = True
+    awake: Annotated[Literal["auto", "always", "never"], Meta(
+        description="keep all processors of this machine from sleeping deeply while many requests come: shorter waits for more "
+                    "power (/dev/cpu_dma_latency); auto: not in guests with more than 16")] = "auto"
 
 
 class Journal(msgspec.Struct, frozen=True):

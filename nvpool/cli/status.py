@@ -16,9 +16,9 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
   processes   role (supervisor, meta, store, mount, holder), pid (0: it does not run), state (starting, serving, restarting,
               draining, fenced, silent: it runs but does not answer, stopped), restarts, since_ms, endpoints, counters;
-              of a shard inodes, sessions, to_collect; of a target drive, path, used_bytes, read_path, direct, and
-              bad_blocks: inode, index (of the chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty:
-              the file has no name any more);
+              of a shard inodes, sessions, to_collect; of a target drive, path, used_bytes, read_path, direct, writes (how
+              large ones go: direct, or cached where the drive takes no direct ones), and bad_blocks: inode, index (of the
+              chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
               of a mount mountpoint, engine (kernel, pyfuse3)
   drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
   problems    sentences; none when all is well
@@ -74,7 +74,8 @@ def _what(process: dict[str, Any]) -> str:
     if process["role"] == "meta" and "inodes" in process:
         return f"{process['inodes']:,} inodes, {process['sessions']} sessions"
     if process["role"] == "store" and "read_path" in process:
-        return f"{process['kind']}, {process['read_path']}{', O_DIRECT' if process.get('direct') else ''}"
+        how = ", O_DIRECT" if process.get("direct") else ", cached writes" if process.get("writes") == "cached" else ""
+        return f"{process['kind']}, {process['read_path']}{how}"
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
     if process.get("mountpoint"):

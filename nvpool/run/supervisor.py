@@ -315,6 +315,7 @@ class Supervisor:
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
+                     "writes": reply.writes,
                      "counters": dict(reply.counters),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}

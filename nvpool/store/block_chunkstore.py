@@ -6,7 +6,7 @@ chunk's new version and the request. What fails before that change has done noth
 
 Order of durable steps:
 
-    data is written before the change that names it is applied                      (write_now)
+    data is written before the change that names it is applied                      (write_now, place)
     data is synced before the index commits to LMDB what names it                   (before_checkpoint)
     a flush syncs data, then the journal                                            (flush)
     freed blocks are given out again when the change that freed them is flushed, its data included, and no read that began
@@ -50,6 +50,7 @@ from nvpool.store.chunkstore import (
     BadBlock,
     ChunkDescription,
     MustWait,
+    Placed,
     ReadBatch,
     ScrubStep,
     StoreOptions,
@@ -189,8 +190,42 @@ class BlockChunkStore:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
+    def places_first(self, offset: int, length: int) -> bool:
+        return length >= self.device.past_bytes > 0 and not (offset | length) & BLOCK_BYTES - 1 and \
+            0 <= offset <= CHUNK_BYTES_MAX - length
+
+    async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
+        transaction, count = Transaction(), len(buffer) >> 12
+        for _ in range(_WAITS_MAX):
+            self._refuse_when_fenced()
+            try:
+                grows = 0 in self._places(self.index.chunk(inode, index), offset >> 12, count)
+                runs = self.allocator.allocate(transaction, count, grows=grows)
+                break
+            except Waiting:
+                await self.make_room()
+        else:
+            raise Busy("the store did not find room for the write")
+        placed = Placed(transaction, runs)
+        writing = self.device.write_past(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+        try:
+            await asyncio.shield(writing)
+        except BaseException:
+            if writing.done():
+                self.drop_placed(placed)
+            else:  # nobody else may have these blocks while the drive is still writing them
+                writing.add_done_callback(lambda done: (done.cancelled() or done.exception(), self.drop_placed(placed)))
+            raise
+        self._written += len(buffer)
+        return placed
+
+    def drop_placed(self, placed: Placed) -> None:
+        transaction, placed.transaction = placed.transaction, None
+        if transaction is not None:
+            self.allocator.drop(transaction)
+
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None) -> int:
         if self.fenced_because or self._closed:
             self._refuse()
         kv = self.kv
@@ -210,16 +245,21 @@ class BlockChunkStore:
         first = offset >> 12
         count = len(sums) >> 2
 
-        transaction = Transaction()
         segments: list[tuple[int, Segment, int, int]] = []
         allocator = self.allocator
         old = self._places(chunk, first, count)
+        if placed is not None:
+            transaction, runs = placed.transaction, placed.runs
+            placed.transaction = None
+        else:
+            transaction = Transaction()
+            try:
+                runs = allocator.allocate(transaction, count, grows=0 in old)
+            except Waiting:
+                raise MustWait(self.make_room) from None
         try:
-            runs = allocator.allocate(transaction, count, grows=0 in old)
-        except Waiting:
-            raise MustWait(self.make_room) from None
-        try:
-            self.write_runs(runs, buffers)
+            if placed is None:
+                self.write_runs(runs, buffers)
             transaction.free_places(old)
             places = array("Q")
             for place, blocks in runs:
@@ -248,13 +288,18 @@ class BlockChunkStore:
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                     request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
-        for _ in range(_WAITS_MAX):
-            try:
-                return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                      version=version)
-            except MustWait as wait:
-                await wait.until()
-        raise Busy("the store did not find room for the write")
+        placed = await self.place(inode, index, offset, buffer) if self.places_first(offset, len(buffer)) else None
+        try:
+            for _ in range(_WAITS_MAX):
+                try:
+                    return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
+                                          version=version, placed=placed)
+                except MustWait as wait:
+                    await wait.until()
+            raise Busy("the store did not find room for the write")
+        finally:
+            if placed is not None:
+                self.drop_placed(placed)
 
     def next_version(self, chunk: Chunk, record: InodeRecord, epoch: int, given: int) -> int:
         floor = max(chunk.version, record.floor)
@@ -465,7 +510,7 @@ class BlockChunkStore:
                 "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
                 "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES, "chunks": -1,
                 "device": self.path, "kind": self.kind, "read_path": self.device.read_path,
-                "direct": self.device.direct,
+                "direct": self.device.direct, "writes": self.device.writes,
                 "counters": {name: float(value) for name, value in counters.items()}}
 
     # -- the rest ----------------------------------------------------------------------------------------------------

@@ -88,6 +88,16 @@ class MustWait(Exception):
         self.until = until
 
 
+class Placed:
+    """Blocks on the drive that nothing names yet; see ChunkStore.place."""
+
+    __slots__ = ("transaction", "runs")
+
+    def __init__(self, transaction, runs):
+        self.transaction = transaction
+        self.runs = runs
+
+
 class ReadBatch:
     """The outcome of a batch. `results`, `checksums` and `payload` are as ReadReply in data.proto says, once nothing is
     missing: while `missed` is not empty, await `finish_read`."""
@@ -158,15 +168,26 @@ class ChunkStore(Protocol):
     async def finish_read(self, batch: ReadBatch) -> None:
         """Wait for the drive until `batch` is complete. Called once when `missed` is not empty."""
 
+    def places_first(self, offset: int, length: int) -> bool:
+        """Whether such a write had better be placed before it is made: it is large, and of whole blocks."""
+
+    async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
+        """Bring the bytes to free blocks of the drive without holding up the loop, for a `write_now` that names them. The
+        caller gives the result to that and then, in any case, to `drop_placed`. NoSpace, Busy, DriveFailed, Fenced: nothing was
+        done. May be cancelled."""
+
+    def drop_placed(self, placed: Placed) -> None:
+        """The blocks are free again, unless a write names them."""
+
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None) -> int:
         """Make `buffer` part of the chunk; return its new version. offset is in bytes from the start of the chunk and need not
         be aligned; `checksums` has the packed CRC32C of each piece into which block borders divide the buffer.
 
         On return the bytes survive the death of this process. If this raises, or the process dies, the chunk holds the old
         bytes or the new, never a mixture. A request that was done already, or whose slot has done a later one to this chunk,
         is answered with the chunk's version and changes nothing. `epoch` is the chain's; `version` is given by the head of a
-        chain to its successors.
+        chain to its successors. `placed`: where `place` has put this buffer.
 
         MustWait           nothing was done: await its `until()`, then repeat
         StaleCut           the file was cut since: refresh, send again what still applies
@@ -213,7 +234,7 @@ class ChunkStore(Protocol):
 
     def status(self) -> dict:
         """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, direct (whether
-        opened with O_DIRECT), counters."""
+        opened with O_DIRECT), writes (how large ones go: direct, cached), counters."""
 
     async def tend(self) -> None:
         """One step of background work: give held space back. Called every second or so; tests call it themselves."""

@@ -2,8 +2,8 @@
 
 Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
 what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
-the kernel allow it, else through a few threads (drive/reading). Small writes go to the page cache and return, large ones past
-it to the drive (DIRECT_WRITE_BYTES); `sync` is fdatasync, in a thread.
+the kernel allow it, else through a few threads (drive/reading). Small writes go to the page cache and return;
+large ones may go past it to the drive, in a thread (`write_past`); `sync` is fdatasync, in a thread.
 
 With `direct` the file is opened with O_DIRECT: nothing is ever in memory, all writes go to the drive while the loop waits for
 them, buffers are page-aligned.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -29,18 +30,24 @@ from nvpool.base.errors import DriveFailed, NotSupported, NvpoolError, from_os_e
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.drive import reading
 
+log = logging.getLogger(__name__)
+
 _IOV_MAX = 1024
-DIRECT_WRITE_BYTES = 128 * 1024
-"""From here on a write goes past the page cache where the file system allows it. The loop waits for either: 1 MiB took 0.8 ms
-to the drive, with the processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the
-sync then writes all the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps the two coherent,
-and no block is read and written at a time: what is written is free until the index names it."""
+PAST_BYTES = 128 * 1024
+"""From here on a write goes past the page cache where the file system allows it: 1 MiB took 0.8 ms to the drive, with the
+processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the sync then writes all
+the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and
+written at a time: what is written is free until the index names it."""
+_PAST_THREADS = 4
+"""Writes past the cache at once: one leaves most of a drive idle."""
 
 
 class Device(Protocol):
     read_path: str
     """For `status`: how reads that must wait are done."""
     direct: bool
+    writes: str
+    """For `status`: whether large writes go past the page cache (`direct`) or, the drive taking no such, into it (`cached`)."""
 
     def buffer(self, byte_count: int) -> memoryview:
         """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
@@ -60,6 +67,14 @@ class Device(Protocol):
 
     def lend(self) -> int:
         """A new descriptor for reading, through the page cache, for another process: the caller closes it. NotSupported."""
+
+    past_bytes: int
+    """From which size on `write_past` is to be had; 0: never."""
+
+    def write_past(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
+        """Write whole blocks to these (offset, length), one after the other, without holding up the loop; the buffer is the
+        caller's again when this returns. The future fails as `write` does, and can not be cancelled: until it is done the
+        ranges are being written."""
 
     async def sync(self) -> None:
         """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
@@ -106,7 +121,10 @@ class FileDevice:
         except OSError as error:
             raise from_os_error(error, f"opening {path}") from None
         self._direct_fd = self.fd if direct else _open_direct(path)
-        self._aligned = BufferPool(lambda size: mmap.mmap(-1, size), kept_bytes_max=8 * MIB)
+        if self._direct_fd < 0:
+            log.info("%s has no direct writes; large ones go through the page cache", self.path)
+        self.past_bytes = PAST_BYTES if self._direct_fd >= 0 else 0
+        self._aligned = BufferPool(lambda size: mmap.mmap(-1, size), kept_bytes_max=16 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
         self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
@@ -114,8 +132,13 @@ class FileDevice:
         self.buffer = self._pool.take
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
+        self._past = ThreadPoolExecutor(_PAST_THREADS, thread_name_prefix="device-write")
         self._run_start = self._run_end = 0
         self._starting: list = []
+
+    @property
+    def writes(self) -> str:
+        return "direct" if self.past_bytes else "cached"
 
     def read_now(self, offsets, lengths, positions, into) -> list[int]:
         if self.direct:
@@ -135,23 +158,30 @@ class FileDevice:
         raise DriveFailed(f"{self.path} ends before byte {offset + length}")
 
     def write(self, buffers: list, offset: int) -> None:
-        size = sum(map(len, buffers))
-        fd = self.fd
-        if self.direct or size >= DIRECT_WRITE_BYTES and self._direct_fd >= 0:
-            fd = self._direct_fd
-            aligned = self._aligned.take(size)
-            at = 0
-            for buffer in buffers:
-                aligned[at:at + len(buffer)] = buffer
-                at += len(buffer)
-            buffers = [aligned]
         start = offset
+        if self.direct:
+            buffers = [self._in_line(buffers)]
+        offset = self._write_all(self.fd, buffers, offset)
+        if not self.direct:
+            self._note_run(start, offset)
+
+    def _in_line(self, buffers: list) -> memoryview:
+        aligned = self._aligned.take(sum(map(len, buffers)))
+        at = 0
+        for buffer in buffers:
+            aligned[at:at + len(buffer)] = buffer
+            at += len(buffer)
+        return aligned
+
+    def _write_all(self, fd: int, buffers: list, offset: int) -> int:
         while buffers:
             try:
                 done = os.pwritev(fd, buffers[:_IOV_MAX], offset)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self.fd:
-                    fd, self._direct_fd = self.fd, self._close_direct()  # a drive that wants more than 4 KiB alignment
+                    log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
+                                "cache, which costs processor time", self.path, error.strerror)
+                    fd, self.past_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
                     continue
                 raise from_os_error(error, f"writing to {self.path} at {offset}") from None
             offset += done
@@ -163,13 +193,16 @@ class FileDevice:
                     rest.append(memoryview(buffer)[done:])
                     done = 0
             buffers = rest
-        if fd == self.fd and not self.direct:
-            self._note_run(start, offset)
+        return offset
 
-    def _close_direct(self) -> int:
-        if self._direct_fd not in (-1, self.fd):
-            os.close(self._direct_fd)
-        return -1
+    def write_past(self, buffer, ranges) -> asyncio.Future:
+        return asyncio.get_running_loop().run_in_executor(self._past, self._write_ranges, self._in_line([buffer]), ranges)
+
+    def _write_ranges(self, buffer: memoryview, ranges) -> None:
+        at = 0
+        for offset, length in ranges:
+            self._write_all(self._direct_fd, [buffer[at:at + length]], offset)
+            at += length
 
     def _note_run(self, start: int, end: int) -> None:
         """What is written in one stretch begins its way to the drive now, so that the sync at its end finds little to do: the
@@ -210,7 +243,10 @@ class FileDevice:
         await self._reader.close()
         self._thread.shutdown()
         self._starter.shutdown()
-        self._direct_fd = self._close_direct()
+        self._past.shutdown()
+        if self._direct_fd not in (-1, self.fd):
+            os.close(self._direct_fd)
+            self._direct_fd = -1
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -245,8 +281,9 @@ class MemoryDevice:
     Faults for tests: `fail_writes` and `fail_syncs` hold errno numbers for the coming calls; `cold` makes read_now miss.
     """
 
-    read_path = "memory"
+    read_path = writes = "memory"
     direct = False
+    past_bytes = PAST_BYTES
 
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
@@ -309,6 +346,15 @@ class MemoryDevice:
             self._now[number] = joined[at:at + BLOCK_BYTES]
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
+
+    def write_past(self, buffer, ranges) -> asyncio.Future:
+        async def later(content: bytes) -> None:
+            at = 0
+            for offset, length in ranges:
+                await asyncio.sleep(0)
+                self.write([content[at:at + length]], offset)
+                at += length
+        return asyncio.ensure_future(later(bytes(buffer)))
 
     async def sync(self) -> None:
         asked, self._unsynced = self._unsynced, {}

@@ -114,7 +114,7 @@ class MemoryChunkStore:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: None = None) -> int:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -147,6 +147,12 @@ class MemoryChunkStore:
         for number in blocks:
             self._bad.pop((inode, index, number), None)
         return new_version
+
+    def places_first(self, offset: int, length: int) -> bool:
+        return False
+
+    def drop_placed(self, placed) -> None:
+        pass
 
     async def write(self, *arguments, **named) -> int:
         return self.write_now(*arguments, **named)
@@ -271,7 +277,7 @@ class MemoryChunkStore:
         return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
                 "capacity_bytes": self._limit * BLOCK_BYTES, "used_bytes": self._used * BLOCK_BYTES,
                 "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory", "direct": False,
-                "counters": {"bad_blocks": float(len(self._bad))}}
+                "writes": "memory", "counters": {"bad_blocks": float(len(self._bad))}}
 
     async def tend(self) -> None:
         pass

@@ -11,7 +11,7 @@ from nvpool.base.errors import WrongTarget
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
-from nvpool.store.chunkstore import ChunkStore
+from nvpool.store.chunkstore import ChunkStore, Placed
 
 
 class Replica:
@@ -30,7 +30,7 @@ class Replica:
         self._chain_epochs = epochs or None
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                  request: RequestId | None, version: int = 0) -> int:
+                  request: RequestId | None, version: int = 0, placed: Placed | None = None) -> int:
         """See ChunkStore.write_now. WrongTarget when the chunk's chain is not ours: fetch the map, choose again."""
         epoch = 1
         if self._chain_epochs is not None:
@@ -38,4 +38,4 @@ class Replica:
             if not epoch:
                 raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                     version=version)
+                                     version=version, placed=placed)

@@ -15,6 +15,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -37,7 +38,7 @@ from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
-from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, ReadBatch
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, Placed, ReadBatch
 from nvpool.store.lend import encode_said
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.replica import Replica
@@ -310,16 +311,19 @@ class StoreService:
             self._later(call, self._finish_write(call, work, until))
 
     async def _finish_write(self, call: Call, work: _Writes, until) -> None:
-        while until is not None:
-            if call.cancelled:
-                return
-            await until()
-            if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
-                return
-            if call.deadline_s < self._clock.boottime_s():
-                work.refuse_rest(DeadlineExceeded.wire_code)
-                break
-            until = work.go_on()
+        try:
+            while until is not None:
+                if call.cancelled:
+                    return
+                await until()
+                if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
+                    return
+                if call.deadline_s < self._clock.boottime_s():
+                    work.refuse_rest(DeadlineExceeded.wire_code)
+                    break
+                until = work.go_on()
+        finally:
+            work.drop_placed()
         self._answer_write(call, work)
 
     def _answer_write(self, call: Call, work: _Writes) -> None:
@@ -416,6 +420,8 @@ class _Writes:
                                  f"{piece * 4}")
         self._places, self._pieces = places, pieces
         self._done = 0
+        self._placed: Placed | None = None
+        self._placed_for = -1
         self._refused: dict[tuple[int, int], int] = {}
         self._session = request.session
         now_ms = service._clock.wall_ns() // 1_000_000
@@ -442,17 +448,34 @@ class _Writes:
                     self._check_grant(grant_number, inode, cut)
                     begin, end = self._places[number]
                     first, last = self._pieces[number]
+                    if self._placed_for != number and self._service.store.places_first(offset, end - begin):
+                        return partial(self._place, number)
                     version = replica.write_now(inode, index, offset, self._payload[begin:end], request.checksums[first:last],
                                                 cut=cut, request=RequestId(session, slot, sequence) if session else None,
-                                                version=versions[number] if versions else 0)
+                                                version=versions[number] if versions else 0, placed=self._placed)
             except MustWait as wait:
                 return wait.until
             except NvpoolError as error:
                 status = self._refused[inode, index] = error.wire_code
+            self.drop_placed()
             RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
             self._done += 1
             written += self._headers[number][5]
         return None
+
+    async def _place(self, number: int) -> None:
+        self._placed_for = number
+        inode, _, _, index, offset, *_ = self._headers[number]
+        begin, end = self._places[number]
+        try:
+            self._placed = await self._service.store.place(inode, index, offset, self._payload[begin:end])
+        except NvpoolError as error:
+            self._refused[inode, index] = error.wire_code
+
+    def drop_placed(self) -> None:
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            self._service.store.drop_placed(placed)
 
     def refuse_rest(self, code: int) -> None:
         for number in range(self._done, len(self._headers)):

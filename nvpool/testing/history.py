@@ -78,7 +78,7 @@ class Worker(threading.Thread):
         return f"f{self.count}"
 
     def bytes(self) -> tuple[int, int]:
-        return self.chance.getrandbits(40), self.chance.choice((1, 600, 4096, 10_000, 70_000, 300_000))
+        return self.chance.getrandbits(40), self.chance.choice((1, 600, 4096, 10_000, 70_000, 300_000, 75 * 4096, 160 * 4096))
 
     def create(self, _name: str) -> str:
         name, (seed, length) = self.fresh(), self.bytes()

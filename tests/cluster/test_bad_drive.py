@@ -3,6 +3,7 @@ told, nothing is half done, daemons begin again from what the drive holds, and e
 
 import asyncio
 import errno
+import os
 import time
 from itertools import count
 from typing import NamedTuple
@@ -16,8 +17,6 @@ from nvpool.testing.faults.preload import ALLOCATE, FAIL, LIE, READ, SHORT, SYNC
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool, opened, problems_of
 
-pytestmark = pytest.mark.xdist_group("bad drive")
-
 CONFIG = """
 [journal]
 sync_interval_s = 0.05
@@ -28,7 +27,8 @@ restart_delay_max_s = 0.3
 reads = "executor"
 """
 DEADLINE_S = 1.0
-BYTES = 40_000
+SMALL_BYTES, LARGE_BYTES = 40_000, 75 * 4096
+"""Of the files with even and odd seeds: through the page cache, and past it."""
 TOLD = {errno.EIO, errno.ENOSPC, errno.ETIMEDOUT}
 
 
@@ -67,6 +67,15 @@ LONG = {
 }
 
 
+def writes_of(pool):
+    """How the targets make large writes; nothing on a file system that has no direct ones."""
+    try:
+        os.close(os.open(pool.path / "targets/1/data", os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return set()
+    return {process["writes"] for process in pool.status()["processes"] if process["role"] == "store"}
+
+
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
     top = tmp_path_factory.mktemp("bad")
@@ -80,9 +89,13 @@ def bad(tmp_path_factory):
             faults.close()
 
 
+def content_of(seed):
+    return content(seed, LARGE_BYTES if seed % 2 else SMALL_BYTES)
+
+
 def write(pool, path, seed):
     with pool.open(path, "wb", buffering=0) as file:
-        file.write(content(seed, BYTES))
+        file.write(content_of(seed))
         file.fsync()
 
 
@@ -139,7 +152,7 @@ def suffer(pool, faults, case, name, turns=8):
     faults.disarm()
     pool.until(lambda: pool.serving() or start_again(pool, faults), "all processes serve", 30)
     for path, seed in held.items():
-        assert client.read_bytes(path) == content(seed, BYTES), path
+        assert client.read_bytes(path) == content_of(seed), path
     for path in uncertain:
         if client.exists(path):
             client.read_bytes(path)  # whatever of it is there can be read
@@ -147,8 +160,9 @@ def suffer(pool, faults, case, name, turns=8):
     for path in [*held, *uncertain]:
         if client.exists(path):
             client.remove(path)
-    assert client.list(top) == ["after"] and client.read_bytes(f"{top}/after") == content(300, BYTES)
+    assert client.list(top) == ["after"] and client.read_bytes(f"{top}/after") == content_of(300)
     assert pool.fsck() == []
+    assert writes_of(pool) <= {"direct"}, "what went wrong did not happen to direct writes"
     client.close()
 
 
@@ -218,5 +232,5 @@ async def read_after_the_lie(directory):
                 assert error.errno == errno.EIO and f"(file /{name})" in problems
                 lost += 1
             else:
-                assert name == "honest2" or found == content(1 if name == "honest" else int(name[1:]), BYTES), name
+                assert name == "honest2" or found == content_of(1 if name == "honest" else int(name[1:])), name
         return lost

@@ -16,7 +16,6 @@ from nvpool.cli.reach import ask
 from nvpool.logic.poolmap import decode_map
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
-pytestmark = pytest.mark.xdist_group("supervisor")
 ROOT = os.geteuid() == 0
 MOUNTS = ROOT and os.path.exists("/dev/fuse")
 

@@ -15,8 +15,6 @@ import pytest
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool
 
-pytestmark = pytest.mark.xdist_group("damage")
-
 CONFIG = """
 [journal]
 sync_interval_s = 0.02

@@ -14,7 +14,6 @@ from nvpool.base.units import MIB
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool, end_process
 
-pytestmark = pytest.mark.xdist_group("full")
 needs_root = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
                                 reason="needs root and loop devices")
 

@@ -22,8 +22,6 @@ from nvpool.wire.frame import CANCEL, HELLO, REQUEST, pack_head
 from nvpool.wire.transport import Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
 
-pytestmark = pytest.mark.xdist_group("fuzz")
-
 META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_RENEW_SESSION: meta_pb2.RenewSessionRequest,
         wire_pb2.META_CLOSE_SESSION: meta_pb2.CloseSessionRequest, wire_pb2.META_LOOKUP: meta_pb2.LookupRequest,
         wire_pb2.META_GETATTR: meta_pb2.GetAttrRequest, wire_pb2.META_SETATTR: meta_pb2.SetAttrRequest,

@@ -15,7 +15,7 @@ import pytest
 from nvpool.testing.history import content
 from nvpool.testing.real_pool import RealPool, end_process
 
-pytestmark = [pytest.mark.mount, pytest.mark.xdist_group("gone"),
+pytestmark = [pytest.mark.mount,
               pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                  reason="a mount needs /dev/fuse and root")]
 
@@ -67,17 +67,16 @@ with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
 """
 
 
-@pytest.fixture(scope="module")
-def mounted(tmp_path_factory):
-    top = tmp_path_factory.mktemp("gone")
-    mountpoint = top / "m"
+@pytest.fixture
+def mounted(tmp_path):
+    mountpoint = tmp_path / "m"
     mountpoint.mkdir()
-    with RealPool(top / "pool") as pool:
+    with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
         nvpool("mount", pool.path, mountpoint, "--deadline-s", DEADLINE_S)
         (mountpoint / "sub").mkdir()
-        numbered = [f"{kind}-{turn}" for kind in ("unlink", "rename") for turn in range(5)]
+        numbered = [f"{kind}-{turn}" for kind in ("unlink", "rename") for turn in range(2)]
         for name in ("stat", "read", "write", "truncate", *numbered):
             (mountpoint / "sub" / name).write_bytes(content(1, BYTES))
         os.sync()
@@ -132,7 +131,7 @@ def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
     os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(1.1)  # what the kernel remembers of attributes is over
-        found = call_everything(mountpoint, 2)
+        found = call_everything(mountpoint, 0)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert {code for name, code in found.items() if name not in ("read", "statfs")} <= {errno.EIO, errno.ETIMEDOUT}, found
@@ -143,11 +142,13 @@ def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
 
 def test_when_everything_is_dead_calls_end_and_the_mount_goes_away_and_comes_back(mounted):
     pool, mountpoint = mounted
+    (mountpoint / "sub" / "back").write_bytes(content(6, BYTES))
+    os.sync()  # a name may be a tenth of a second old when its shard is killed
     written = os.open(mountpoint / "sub" / "written", os.O_WRONLY | os.O_CREAT)
     try:
         pool.end_daemons()
         os.write(written, bytes(100))
-        found = call_everything(mountpoint, 3)
+        found = call_everything(mountpoint, 0)
         assert set(found.values()) - {0} <= {errno.EIO, errno.ETIMEDOUT}, found
         assert all(found[name] for name in ("stat", "list", "read", "write", "create", "unlink")), found
         begun = time.monotonic()
@@ -170,7 +171,7 @@ def test_when_everything_is_dead_calls_end_and_the_mount_goes_away_and_comes_bac
 def test_a_daemon_that_is_killed_faster_than_it_starts_is_an_error_and_no_hang(mounted):
     pool, mountpoint = mounted
     end = time.monotonic() + 3 * DEADLINE_S
-    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), "4"], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), "0"], stdout=subprocess.PIPE, text=True)
     while time.monotonic() < end:
         for name in ("target-1", "target-2"):
             state = pool.directory.state_of(name)

@@ -17,8 +17,6 @@ from nvpool.testing.faults.preload import Faults
 from nvpool.testing.history import History, read_tree
 from nvpool.testing.real_pool import RealPool, opened, problems_of
 
-pytestmark = pytest.mark.xdist_group("power loss")
-
 
 async def look(directory, history):
     """(problems of fsck, tree) of a rebuilt pool."""
@@ -35,6 +33,14 @@ def cut_power(loss, history, at_ns, seed, into):
         problems, tree = asyncio.run(look(into, history))
         wrong = history.judge(tree, at_ns)
         assert not problems and not wrong, f"power lost at {at_ns}, seed {seed}: {problems} {wrong}"
+
+
+def direct_or_not(directory):
+    try:
+        os.close(os.open(directory / "pool" / "targets" / "1" / "data", os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return "cached"
+    return "direct"
 
 
 def record_a_history(tmp_path, seed, seconds, workers, kills=0):
@@ -54,6 +60,8 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
             finally:
                 load.kill()
             assert load.returncode == 0, said + pool.said()
+            assert all(process["writes"] == direct_or_not(tmp_path) for process in pool.wait()["processes"]
+                       if process["role"] == "store"), "large writes did not go past the page cache as they do without faults"
         finally:
             faults.close()
     history = History(out)

@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CAN_MOUNT = os.path.exists("/dev/fuse") and os.geteuid() == 0
-pytestmark = pytest.mark.xdist_group("quickstart")
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ from nvpool.base.host import identity_of
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import decode_map
 
-pytestmark = pytest.mark.xdist_group("supervisor")
-
 SIZES = ("--size", "128M", "--size", "192M")
 
 

@@ -102,6 +102,30 @@ def test_writes_fail_or_come_short_on_request_and_only_on_the_named_file(faults)
     assert out.split() == ["4", "ENOSPC", "4", "2", "4"]
 
 
+def test_direct_writes_of_whole_blocks_pass_come_short_and_fail_between_blocks(faults):
+    out = run(faults, """
+        import mmap, sys
+        try: f = os.open("big", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        except OSError: sys.exit(print("none"))
+        m = mmap.mmap(-1, 33 * 4096); m.write(b"d" * len(m))
+        print(os.pwritev(f, [m], 0), os.write(f, m)); os.fdatasync(f)
+    """)
+    if out == "none\n":
+        pytest.skip("no direct writes on this file system")
+    assert out.split() == ["135168", "135168"]
+    assert all((s / "big").read_bytes() == b"d" * 33 * 4096 for s in states(faults, 3))
+    faults.arm(on=WRITE, action=SHORT, path="big", count=1)
+    faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="big", slot=1)
+    out = run(faults, """
+        import mmap
+        f, m = os.open("big", os.O_RDWR | os.O_DIRECT), mmap.mmap(-1, 33 * 4096)
+        print(os.pwritev(f, [m], 0))
+        try: os.pwritev(f, [memoryview(m)[65536:]], 65536)
+        except OSError as e: print(errno.errorcode[e.errno])
+    """)
+    assert out.split() == ["65536", "ENOSPC"]
+
+
 def test_lmdb_survives_power_loss_at_any_moment_of_its_commits(faults):
     run(faults, """
         import lmdb, time

@@ -1,4 +1,4 @@
-"""Processors are kept awake while requests come, and only then."""
+"""Processors are kept awake while many requests come, and only then."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from nvpool.run.awake import LINGER_S, NO_LIMIT_US, SHALLOW_US, Awake
+from nvpool.run.awake import AUTO_PROCESSORS_MAX, BURST_MIN, LINGER_S, NO_LIMIT_US, SHALLOW_US, Awake
 
 
 @pytest.fixture
@@ -20,6 +20,11 @@ def limits(device) -> list[int]:
     return [limit for limit, in struct.iter_unpack("=i", device.read_bytes())]
 
 
+def burst(awake: Awake, count: int = BURST_MIN) -> None:
+    for _ in range(count):
+        awake.touch()
+
+
 async def until_quiet(awake: Awake) -> None:
     for _ in range(1000):
         if awake._timer is None:
@@ -28,56 +33,73 @@ async def until_quiet(awake: Awake) -> None:
     raise AssertionError("processors are kept awake for ever")
 
 
-def test_a_burst_of_requests_keeps_processors_awake_until_it_is_over(device, tmp_path):
-    async def burst():
-        awake = Awake(True, device, tmp_path / "no-driver")
-        assert limits(device) == []
-        for _ in range(100):
-            awake.touch()
-        assert limits(device) == [SHALLOW_US]
+def test_many_requests_keep_processors_awake_until_they_are_over(device, tmp_path):
+    async def work():
+        awake = Awake("auto", device, tmp_path / "no-driver")
+        burst(awake, 100)
         await until_quiet(awake)
-        awake.touch()
-        awake.touch()
+        assert limits(device) == [SHALLOW_US, NO_LIMIT_US]
+        burst(awake)
+        awake._look()
+        burst(awake)
+        awake._look()
         awake.close()
 
-    asyncio.run(burst())
+    asyncio.run(work())
     assert limits(device) == [SHALLOW_US, NO_LIMIT_US, SHALLOW_US]  # the last is taken back by the closing itself
 
 
-def test_in_a_guest_no_halt_is_shallow_enough(device, tmp_path):
-    (tmp_path / "driver").write_text("haltpoll\n")
-
-    async def burst():
-        awake = Awake(True, device, tmp_path / "driver")
-        awake.touch()
+def test_a_request_now_and_then_asks_nothing_of_the_kernel(device, tmp_path):
+    async def work():
+        awake = Awake("auto", device, tmp_path / "no-driver")
+        for _ in range(5):
+            awake.touch()
+            await until_quiet(awake)
         awake.close()
 
-    asyncio.run(burst())
-    assert limits(device) == [0]
+    asyncio.run(work())
+    assert limits(device) == []
 
 
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("wanted, processors, asked", [
+    ("auto", AUTO_PROCESSORS_MAX, [0]), ("auto", AUTO_PROCESSORS_MAX + 1, []), ("always", AUTO_PROCESSORS_MAX + 1, [0])])
+def test_in_a_guest_no_halt_is_shallow_enough_and_a_large_one_is_asked_first(device, tmp_path, wanted, processors, asked):
+    (tmp_path / "driver").write_text("haltpoll\n")
+
+    async def work():
+        awake = Awake(wanted, device, tmp_path / "driver", processors)
+        burst(awake)
+        if awake._timer is not None:
+            awake._look()
+        awake.close()
+
+    asyncio.run(work())
+    assert limits(device) == asked
+
+
+@pytest.mark.parametrize("wanted", ["auto", "never"])
 def test_without_the_device_or_the_wish_requests_are_served_all_the_same(tmp_path, wanted, device):
-    async def burst():
-        awake = Awake(wanted, tmp_path / "none" if wanted else device, tmp_path / "no-driver")
-        awake.touch()
+    async def work():
+        awake = Awake(wanted, tmp_path / "none" if wanted == "auto" else device, tmp_path / "no-driver")
+        burst(awake)
         assert awake._timer is None
         awake.close()
 
-    asyncio.run(burst())
+    asyncio.run(work())
     assert limits(device) == []
 
 
 def test_a_wish_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
-    async def burst():
-        awake = Awake(True, device, tmp_path / "no-driver")
+    async def work():
+        awake = Awake("auto", device, tmp_path / "no-driver")
         os.close(awake._descriptor)
         awake._descriptor = os.open(device, os.O_RDONLY)
-        awake.touch()
+        burst(awake)
+        awake._look()
         assert awake._descriptor == -1
         awake.touch()
         assert awake._timer is None
         awake.close()
 
-    asyncio.run(burst())
+    asyncio.run(work())
     assert "can not be kept awake" in caplog.text

@@ -1,21 +1,27 @@
 """Two ways to the same drive, through the page cache and past it, show the same bytes."""
 
+import asyncio
 import os
 
 import pytest
 
-from nvpool.store.device import DIRECT_WRITE_BYTES, FileDevice
+from nvpool.store.device import PAST_BYTES, FileDevice
 
 
-@pytest.fixture
-def device(tmp_path):
-    path = tmp_path / "data"
-    with path.open("wb") as file:
-        file.truncate(8 << 20)
-    device = FileDevice(str(path))
-    yield device
-    device._direct_fd = device._close_direct()
-    os.close(device.fd)
+def with_device(tmp_path, work) -> None:
+    async def run():
+        path = tmp_path / "data"
+        with path.open("wb") as file:
+            file.truncate(8 << 20)
+        device = FileDevice(str(path))
+        try:
+            if not device.past_bytes:
+                pytest.skip("this file system knows no O_DIRECT")
+            await work(device)
+        finally:
+            await device.close()
+
+    asyncio.run(run())
 
 
 def read(device: FileDevice, offset: int, length: int) -> bytes:
@@ -24,24 +30,43 @@ def read(device: FileDevice, offset: int, length: int) -> bytes:
     return bytes(device.read_whole(offset, length) if missed else into)
 
 
-def test_a_large_write_past_the_page_cache_replaces_what_was_cached(device):
-    for size in (DIRECT_WRITE_BYTES, 1 << 20):
-        old, new = os.urandom(size), os.urandom(size)
-        for at in range(0, size, 4096):
-            device.write([old[at:at + 4096]], at)
-        assert read(device, 0, size) == old
-        device.write([new[:size // 2], memoryview(new)[size // 2:]], 0)
-        assert read(device, 0, size) == new
-        device.write([old[:4096]], 4096)
-        assert read(device, 0, size) == new[:4096] + old[:4096] + new[8192:]
+def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
+    async def work(device):
+        for size in (PAST_BYTES, 1 << 20):
+            old, new = os.urandom(size), os.urandom(size)
+            for at in range(0, size, 4096):
+                device.write([old[at:at + 4096]], at)
+            assert read(device, 0, size) == old
+            await device.write_past(new, [(0, size // 2), (size // 2, size // 2)])
+            assert read(device, 0, size) == new
+            device.write([old[:4096]], 4096)
+            assert read(device, 0, size) == new[:4096] + old[:4096] + new[8192:]
+        assert device.writes == "direct"
+
+    with_device(tmp_path, work)
 
 
-def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it(device):
-    if device._direct_fd < 0:
-        pytest.skip("this file system knows no O_DIRECT")
-    content = os.urandom(DIRECT_WRITE_BYTES)
-    device.write([content], 100)  # refused with EINVAL past the cache, as all writes are by a drive with larger blocks
-    assert device._direct_fd == -1
-    assert read(device, 100, len(content)) == content
-    device.write([content], 4096)
-    assert read(device, 4096, len(content)) == content
+def test_the_buffer_of_a_large_write_is_the_callers_again_at_once(tmp_path):
+    async def work(device):
+        contents = [bytes([number]) * PAST_BYTES for number in range(16)]
+        buffer = bytearray(PAST_BYTES)
+        writing = []
+        for number, content in enumerate(contents):
+            buffer[:] = content
+            writing.append(device.write_past(buffer, [(number * PAST_BYTES, PAST_BYTES)]))
+        buffer[:] = bytes(PAST_BYTES)
+        await asyncio.gather(*writing)
+        assert read(device, 0, 16 * PAST_BYTES) == b"".join(contents)
+
+    with_device(tmp_path, work)
+
+
+def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_that_is_said_once(tmp_path, caplog):
+    async def work(device):
+        content = os.urandom(PAST_BYTES)
+        await device.write_past(content, [(100, PAST_BYTES)])  # EINVAL, as for all writes to a drive with larger blocks
+        assert device.writes == "cached" and device.past_bytes == 0
+        assert read(device, 100, len(content)) == content
+
+    with_device(tmp_path, work)
+    assert len(caplog.records) == 1 and "page cache" in caplog.text

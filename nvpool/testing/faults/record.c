@@ -43,6 +43,7 @@ struct rule {
 };
 #define RULES 16
 #define FDS 65536
+#define PAGE 4096
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char root[PATH_MAX];
@@ -50,7 +51,7 @@ static size_t root_bytes;
 static int log_fd = -1, ready, log_pid;
 static char log_dir[PATH_MAX];
 static struct rule *rules;
-static struct file { char *path; uint64_t device, inode; int dsync; } files[FDS];
+static struct file { char *path; uint64_t device, inode; int dsync, direct; } files[FDS];
 
 #define REAL(name) ({ static __typeof__(&name) f; if (!f) f = (__typeof__(&name))dlsym(RTLD_NEXT, #name); f; })
 
@@ -152,7 +153,7 @@ static int opened(int fd, char *path, int flags, int existed) {
     struct stat s;
     if (fd < 0 || fd >= FDS || fstat(fd, &s)) { free(path); return fd; }
     forget(fd);
-    files[fd] = (struct file){path, s.st_dev, s.st_ino, (flags & (O_DSYNC | O_SYNC)) != 0};
+    files[fd] = (struct file){path, s.st_dev, s.st_ino, (flags & (O_DSYNC | O_SYNC)) != 0, (flags & O_DIRECT) != 0};
     if (!S_ISDIR(s.st_mode)) put(OPEN, &files[fd], path, 0, s.st_size, (existed ? 0 : 1) | (flags & O_TRUNC ? 2 : 0), 0, 0);
     return fd;
 }
@@ -218,9 +219,13 @@ static ssize_t do_write(int fd, const struct iovec *v, int n, off_t at, int rw_f
     ssize_t done = -1;
     int action = fault(ON_WRITE, f->path);
     if (action != FAIL) {
-        char *joined = malloc(total ? total : 1), *p = joined;
+        char *joined; /* aligned as O_DIRECT wants it: the program's own buffers are, and must not fail for our copy */
+        if (posix_memalign((void **)&joined, PAGE, total ? total : 1)) abort();
+        char *p = joined;
         for (int i = 0; i < n; i++) { memcpy(p, v[i].iov_base, v[i].iov_len); p += v[i].iov_len; }
-        size_t want = action == SHORT && total > 1 ? total / 2 : total;
+        size_t want = total;
+        if (action == SHORT && f->direct) want = total >= 2 * PAGE ? total / 2 / PAGE * PAGE : total; /* ends between blocks */
+        else if (action == SHORT && total > 1) want = total / 2;
         off_t place = at;
         if (at < 0) {
             done = syscall(SYS_write, fd, joined, want);
