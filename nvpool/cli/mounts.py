@@ -161,7 +161,7 @@ def mountpoints_of(directory: PoolDirectory) -> list[str]:
     """Where this machine has the pool of `directory` mounted, the deepest first: below it, and wherever a mount announced
     itself."""
     places = {str(mount.point) for mount in mounts_below(directory.path) if mount.ours}
-    for state in directory.states("mount-").values():
+    for state in (*directory.states("mount-").values(), *directory.dead_mounts().values()):
         if state.mountpoint and (found := mount_at(state.mountpoint)) is not None and found.ours:
             places.add(str(found.point))
     return sorted(places, key=len, reverse=True)

@@ -269,6 +269,9 @@ class Supervisor:
             if state.role in ("mount", "holder"):
                 processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
                                   "since_ms": state.since_ms, "mountpoint": state.mountpoint})
+        dead = self._directory.dead_mounts()
+        processes += [{"role": "mount", "name": name, "pid": 0, "state": "dead", "since_ms": state.since_ms,
+                       "mountpoint": state.mountpoint} for name, state in dead.items()]
         in_chains = {t for table in pool_map.tables for chain in table.chains for t in chain.targets}
         drives = []
         for drive in pool_map.drives:
@@ -278,11 +281,15 @@ class Supervisor:
                            "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting")]
+        problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
+        degraded = bool(problems)
+        problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
+                     f"umount {state.mountpoint}" for state in dead.values()]
         return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
-                         "software": f"nvpool {VERSION}", "state": "degraded" if problems else "serving"},
+                         "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
                 "processes": processes, "drives": drives, "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
@@ -315,7 +322,7 @@ class Supervisor:
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
-                     "writes": reply.writes,
+                     "writes": reply.writes, "host_full": reply.host_full,
                      "counters": dict(reply.counters),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}

@@ -163,6 +163,20 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
     assert not is_mounted(mine.place)
 
 
+def test_the_status_tells_of_a_mount_that_died_until_it_is_cleaned_up(own, mine):
+    mine.process.kill()
+    mine.process.wait()
+    for _ in range(2):
+        seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+        dead, = (process for process in seen["processes"] if process["state"] == "dead")
+        assert (dead["role"], dead["pid"], dead["mountpoint"]) == ("mount", 0, str(mine.place))
+        assert any(f"nvpool umount {mine.place}" in problem for problem in seen["problems"])
+        assert seen["pool"]["state"] == "serving", "a dead client is no fault of the pool"
+    nvpool("umount", mine.place)
+    seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+    assert not seen["problems"] and not any(process["state"] == "dead" for process in seen["processes"])
+
+
 def test_a_read_only_mount_takes_no_changes(own, tmp_path):
     made = own.mount(tmp_path / "m", "--read-only")
     with pytest.raises(OSError) as refused_:
