@@ -24,7 +24,7 @@ from nvpool.base.units import KIB, MIB
 from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs import Caller, attributes
 from nvpool.logic.poolmap import changed, encode_map
 from nvpool.meta.service import MetaOptions
 from nvpool.testing.plain_store import PlainStore
@@ -635,4 +635,27 @@ def test_df_shows_what_fits_before_the_first_target_is_full():
             assert 0.9 * 256 * MIB < total <= 256 * MIB
             assert 0 < found.blocks_available <= found.blocks_free < found.blocks_total
             assert found.name_bytes_max == 255
+    run(main())
+
+
+def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_told_nothing(monkeypatch):
+    def silent(call):
+        return 60.0
+
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=1.0)) as case:
+            before = await case.vfs.statfs()
+            monkeypatch.setattr(attributes, "STATFS_AGE_S", 0.0)
+            monkeypatch.setattr(attributes, "STATFS_SILENT_S", 0.1)
+            case.vfs._statfs = None
+            case.stores[0].fault = silent
+            assert await case.vfs.statfs() == before
+            other = await case.pool.client("second", FAST._replace(deadline_s=0.3))
+            with pytest.raises(Unavailable):
+                await other.vfs.statfs()
+            monkeypatch.setattr(attributes, "STATFS_KEPT_S", 0.0)
+            with pytest.raises(Unavailable):
+                await case.vfs.statfs()
+            case.stores[0].fault = None
+            assert await case.vfs.statfs() == before and await other.vfs.statfs() == before
     run(main())
