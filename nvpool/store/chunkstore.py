@@ -205,7 +205,8 @@ class ChunkStore(Protocol):
 
     def status(self) -> dict:
         """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, direct (whether
-        opened with O_DIRECT), writes (how large ones go: direct, cached), counters."""
+        opened with O_DIRECT), writes (how large ones go: direct, cached), host_full (a sentence when the file system below it
+        is full), counters."""
 
     async def tend(self) -> None:
         """One step of background work: give held space back. Called every second or so; tests call it themselves."""
