@@ -280,7 +280,7 @@ class Supervisor:
                            "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
                            "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
-                    if p["state"] not in ("serving", "starting")]
+                    if p["state"] not in ("serving", "starting") or p.get("reason")]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         degraded = bool(problems)
@@ -302,7 +302,7 @@ class Supervisor:
                     "endpoints": endpoints, "counters": {}}
         return {"role": role, "name": name, "pid": child.pid, "state": child.state, "restarts": child.restarts,
                 "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
-                "counters": {}}
+                "counters": {}} | ({"reason": child.reason} if child.reason else {})
 
     async def _shard_status(self, shard) -> dict:
         seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints) | {"shard": shard.id}

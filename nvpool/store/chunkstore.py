@@ -281,7 +281,8 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
             raise BadConfiguration(f"{path} is no directory: name a target by its directory, where `data` links to the device")
         text = (path / "FORMAT").read_text()
         if text != FORMAT_TEXT:
-            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}")
+            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
+                              "use the version of nvpool that made it")
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         raise NotFound(f"{path} is no chunk store") from None

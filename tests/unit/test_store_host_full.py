@@ -28,7 +28,7 @@ def host(tmp_path):
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     yield place
-    subprocess.run(["umount", place], check=True)
+    subprocess.run(["umount", "--lazy", place], check=True)  # a store that a failed test left open must not keep it
 
 
 def eat_all_room(place):
