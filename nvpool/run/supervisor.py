@@ -8,6 +8,7 @@ daemons end before the stores that they need. Never touches chunks or metadata r
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -22,7 +23,17 @@ from google.protobuf.message import DecodeError
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied, Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
+from nvpool.base.errors import (
+    AccessDenied,
+    Bug,
+    Busy,
+    InvalidRequest,
+    NvpoolError,
+    Refused,
+    StaleEpoch,
+    TooManyOpen,
+    Unavailable,
+)
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
@@ -185,6 +196,8 @@ class Supervisor:
             call.reply(await answer)
         except asyncio.CancelledError:
             call.fail(Unavailable("the supervisor stops", may_be_applied=True))
+        except (OSError, TooManyOpen) as error:
+            call.fail(_without_descriptors() if error.errno in (errno.EMFILE, errno.ENFILE) else error)
         except Exception as error:
             call.fail(error)
 
@@ -341,6 +354,11 @@ class Supervisor:
         except NvpoolError as error:
             seen["state"], seen["reason"] = "silent", str(error)
             return None
+
+
+def _without_descriptors() -> Busy:
+    return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "
+                "ulimit -Hn) and start it again", retry_after_s=1.0)
 
 
 def _told(store: dict, bad: dict) -> str:
