@@ -24,7 +24,7 @@ class OpenInode:
 
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
                  "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
-                 "renewal")
+                 "renewal", "looking", "looking_s")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -46,6 +46,8 @@ class OpenInode:
         self.written = None     # the writer's state, from the first write on
         self.ahead: set = set()  # handles with read-ahead, to be told of writes
         self.renewal = None     # one question for a new grant at a time
+        self.looking = None     # the oldest question for attributes that is out, and since when
+        self.looking_s = NEVER_S
 
     @property
     def size(self) -> int:

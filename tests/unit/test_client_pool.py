@@ -659,3 +659,24 @@ def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_t
             case.stores[0].fault = None
             assert await case.vfs.statfs() == before and await other.vfs.statfs() == before
     run(main())
+
+
+def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent():
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=20.0)) as case:
+            content = os.urandom(2 * MIB + 100)
+            handle = await case.file(content)
+            other = await case.file(b"other", b"other")
+            await case.vfs.release(other)
+            await case.pool.stop_shard()
+            async with asyncio.timeout(15):
+                assert await case.vfs.read(handle, MIB, 4096) == content[MIB:MIB + 4096]
+                assert await case.vfs.read(handle, 2 * MIB, 4096) == content[2 * MIB:], "across the end that is known"
+                assert (await case.vfs.getattr(handle.inode)).size == len(content)
+                into = bytearray(4096)
+                assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
+            with pytest.raises(TimeoutError):  # one that is not open waits
+                await asyncio.wait_for(case.vfs.getattr(other.inode), 2)
+            await case.pool.start_shard()
+            assert (await case.vfs.getattr(other.inode)).size == 5
+    run(main())

@@ -43,6 +43,9 @@ class Attributes(Core):
         """What stat shows: own writes included, in size and time."""
         await self._settle(inode)
         attr = self.cache.attr(inode, self.options.fresh_s)
+        if attr is None and (file := self.cache.open.get(inode)) is not None:
+            await self._look(file)  # a kernel asks before it reads what is open
+            attr = file.attr
         return self._merged(attr if attr is not None else await self._fetch_attr(inode))
 
     async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
