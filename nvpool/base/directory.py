@@ -29,7 +29,8 @@ from pathlib import Path
 import msgspec
 
 from nvpool.base.errors import AccessDenied, InUse, InvalidRequest, NotFound, WrongFormat, from_os_error
-from nvpool.base.host import Identity, own_identity, runs
+from nvpool.base.host import Identity, boot_id, own_identity, runs
+from nvpool.base.mounts import mounts
 from nvpool.base.units import KIB
 
 FORMAT_TEXT = "nvpool pool 1\n"
@@ -261,17 +262,30 @@ class PoolDirectory:
             return None
 
     def states(self, prefix: str = "") -> dict[str, ProcessState]:
-        """Announced states of the processes that still run, by name. Removes those of mounts and holders that are gone."""
-        found = {}
-        for path in sorted(self.run.glob(f"{prefix}*.json")):
-            state = self.state_of(path.stem)
-            if state is None:
-                continue
-            if runs(state.identity):
-                found[path.stem] = state
-            elif state.role in ("mount", "holder"):
-                path.unlink(missing_ok=True)
-        return found
+        """Announced states of the processes that still run, by name. Removes those of mounts and holders that are gone; of a
+        mount whose dead mount point is still there, `dead_mounts` tells."""
+        found = {path.stem: state for path in sorted(self.run.glob(f"{prefix}*.json"))
+                 if (state := self.state_of(path.stem)) is not None}
+        running = {name: state for name, state in found.items() if runs(state.identity)}
+        gone = {name: state for name, state in found.items() if name not in running and state.role in ("mount", "holder")}
+        for name in gone.keys() - _still_mounted(gone, running).keys():
+            (self.run / f"{name}.json").unlink(missing_ok=True)
+        return running
+
+    def dead_mounts(self) -> dict[str, ProcessState]:
+        """Announced mounts whose process is gone (kill -9) while their mount points are still mounted: all that is done there
+        ends in ENOTCONN until somebody unmounts. Touches none of them."""
+        running = self.states("mount-")
+        found = {path.stem: self.state_of(path.stem) for path in sorted(self.run.glob("mount-*.json"))}
+        return _still_mounted({name: state for name, state in found.items() if state is not None and name not in running},
+                              running)
+
+
+def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessState]) -> dict[str, ProcessState]:
+    if not gone:
+        return {}
+    places = {str(mount.point) for mount in mounts() if mount.ours} - {state.mountpoint for state in running.values()}
+    return {name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()}
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",

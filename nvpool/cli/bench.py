@@ -44,7 +44,8 @@ def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: 
     if mountpoint is None:
         try:
             seen = asyncio.run(status_of(pool))
-            mountpoint = next((process["mountpoint"] for process in seen["processes"] if process.get("mountpoint")), None)
+            mountpoint = next((process["mountpoint"] for process in seen["processes"]
+                               if process["pid"] and process.get("mountpoint")), None)
         except Unavailable as error:
             say(f"note: no status, so no mount is measured: {error}")
     directory = directory_of(pool)

@@ -6,6 +6,7 @@ what is not nvpool's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -18,6 +19,15 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
 from nvpool.base.mounts import look_at, mount_at, mounts_below, place_of
+
+_BY_ITSELF_S = 1.0
+"""For a daemon to end because its mount is gone; where a copy of the mount lives on elsewhere, it does not."""
+
+_DETACH = """import ctypes, os, sys
+if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), 2 | 8):  # MNT_DETACH, UMOUNT_NOFOLLOW
+    sys.exit(os.strerror(ctypes.get_errno()))
+"""
+"""umount(8) looks at the mount first, also when lazy, and so waits for what does not answer."""
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
@@ -90,10 +100,11 @@ def _errors(log: Path, start: int) -> list[str]:
 def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     """Unmount the nvpool mount at `mountpoint`; True when it had to be taken out of sight while it was in use or dead.
 
-    Returns when its daemon has stored everything and ended, or after wait_s with DeadlineExceeded (the name is free then).
-    InUse when
-    files are open there and `lazy` is not set, NotFound when nothing of ours is mounted.
+    Returns when its daemon has stored everything and ended, or after wait_s (and the LOOK_S that a look at a hung mount takes)
+    with DeadlineExceeded; the name is free then. Also where another mount name space has a copy of the mount: the daemon is
+    asked to end. InUse when files are open there and `lazy` is not set, NotFound when nothing of ours is mounted.
     """
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     place = str(place_of(mountpoint))
     found = mount_at(place)
     if found is None:
@@ -101,44 +112,59 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     if not found.ours:
         raise InvalidRequest(f"{mountpoint} is a mount of type {found.type}, not of nvpool; nothing was done")
     daemons = _daemons_of(place)
-    if not lazy and look_at(place) != "alive":
-        lazy = True
-        for pidfd in daemons:
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
     try:
-        _umount(place, lazy)
-        deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
-        for pidfd in daemons:
-            left = max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s())
-            if not lazy and not select.select([pidfd], [], [], left)[0]:
-                raise DeadlineExceeded(f"{mountpoint} is unmounted, but its daemon has not ended within {wait_s:.0f} s: "
-                                       f"it may still be sending writes")
+        if not lazy and look_at(place) != "alive":
+            lazy = True
+            _ask_to_end(daemons)
+        _umount(place, lazy, deadline_s)
+        if not lazy and not _ended_by(daemons, min(deadline_s, SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S)):
+            _ask_to_end(daemons)
+            if not _ended_by(daemons, deadline_s):
+                raise DeadlineExceeded(f"{mountpoint} is unmounted, but its daemon (process {', '.join(map(str, daemons))}) "
+                                       f"has not ended within {wait_s:.0f} s: it may still be sending writes")
     finally:
-        for pidfd in daemons:
+        for pidfd in daemons.values():
             os.close(pidfd)
     return lazy
 
 
-def _umount(place: str, lazy: bool) -> None:
-    if os.geteuid() == 0:
-        command = ["umount", *(["-l"] if lazy else []), place]
-    else:
+def _ask_to_end(daemons: dict[int, int]) -> None:
+    for pidfd in daemons.values():
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+
+
+def _ended_by(daemons: dict[int, int], deadline_s: float) -> bool:
+    return all(select.select([pidfd], [], [], max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))[0]
+               for pidfd in daemons.values())
+
+
+def _umount(place: str, lazy: bool, deadline_s: float) -> None:
+    if os.geteuid():
         command = ["fusermount3", "-u", *(["-z"] if lazy else []), place]
+    elif lazy:
+        command = [sys.executable, "-I", "-S", "-c", _DETACH, place]
+    else:
+        command = ["umount", place]
+    running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+        _, said = running.communicate(timeout=max(1.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{place} could not be unmounted within 60 s; try: nvpool umount --lazy {place}") from None
-    if done.returncode and (mounted := mount_at(place)) is not None and mounted.ours:
-        if "busy" in done.stderr:
+        running.kill()  # not waited for: it can not die while the kernel writes pages back through the daemon
+        if (mounted := mount_at(place)) is not None and mounted.ours:
+            raise Unavailable(f"{place} could not be unmounted in time; try: nvpool umount --lazy {place}") from None
+        return
+    if running.returncode and (mounted := mount_at(place)) is not None and mounted.ours:
+        if "busy" in said:
             raise InUse(f"{place} is in use; close what is open there (fuser -vm {place} lists it), or: nvpool umount --lazy "
                         f"{place}")
         hint = "; only root and who mounted it may unmount it" if os.geteuid() else ""
-        raise Refused(f"{place} could not be unmounted: {done.stderr.strip()}{hint}")
+        raise Refused(f"{place} could not be unmounted: {said.strip()}{hint}")
 
 
-def _daemons_of(place: str) -> list[int]:
-    """pidfds of the mount daemons that serve `place`."""
-    found = []
+def _daemons_of(place: str) -> dict[int, int]:
+    """The mount daemons that serve `place`: pid -> pidfd."""
+    found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -151,7 +177,7 @@ def _daemons_of(place: str) -> list[int]:
         except OSError:
             words = []
         if b"nvpool.run.mount_daemon" in words and os.fsencode(place) in words:
-            found.append(pidfd)
+            found[int(entry)] = pidfd
         else:
             os.close(pidfd)
     return found
@@ -161,7 +187,7 @@ def mountpoints_of(directory: PoolDirectory) -> list[str]:
     """Where this machine has the pool of `directory` mounted, the deepest first: below it, and wherever a mount announced
     itself."""
     places = {str(mount.point) for mount in mounts_below(directory.path) if mount.ours}
-    for state in directory.states("mount-").values():
+    for state in (*directory.states("mount-").values(), *directory.dead_mounts().values()):
         if state.mountpoint and (found := mount_at(state.mountpoint)) is not None and found.ours:
             places.add(str(found.point))
     return sorted(places, key=len, reverse=True)

@@ -45,7 +45,7 @@ _MAKE_S = 300.0
 _DRAIN_S = 40.0
 """Longer than the supervisor gives its children (supervisor.drain_s, and five seconds for the kill)."""
 
-_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug}
+_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {1: Refused, 2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug}
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
         # Looked at each time: whoever held the lock a moment ago may have been a process that was just being killed.
         if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
             if started == _STARTS_MAX:
-                raise Unavailable(f"the supervisor ended at once:{_last_errors(directory)}")
+                family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
+                raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
             supervisor = _spawn_supervisor(directory)
             started += 1
         try:
@@ -101,9 +102,9 @@ def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen:
                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
 
 
-def _last_errors(directory: PoolDirectory) -> str:
+def _last_errors(directory: PoolDirectory, logs: str = "*.log") -> str:
     told = []
-    for path in sorted(directory.log.glob("*.log")):
+    for path in sorted(directory.log.glob(logs)):
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))
             lines = file.read().decode(errors="replace").splitlines()
@@ -114,9 +115,11 @@ def _last_errors(directory: PoolDirectory) -> str:
 def stop(directory: PoolDirectory) -> Flock:
     """End every process of the pool on this node, in order; the lock of the directory, so that none comes back.
 
-    Handles what a crash leaves too: children without a supervisor, and a supervisor that one of them is just starting.
-    Unavailable when something does not end even when it is killed.
+    Handles what a crash leaves too: children without a supervisor, and a supervisor that one of them is just starting; and
+    mounts that this name space does not see any more. Unavailable when something does not end even when it is killed.
     """
+    for state in directory.states("mount-").values():  # first: they want to store what was written
+        _end(state.identity, _DRAIN_S)
     deadline_s = SYSTEM_CLOCK.boottime_s() + 2 * _DRAIN_S
     while SYSTEM_CLOCK.boottime_s() < deadline_s:
         holder = directory.supervisor()

@@ -26,7 +26,8 @@ class OpenInode:
 
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
                  "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
-                 "renewal", "located", "changes", "credit", "missed")
+                 "renewal", "located", "changes", "credit", "missed",
+                 "looking", "looking_s")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -52,6 +53,8 @@ class OpenInode:
         self.changes = 0        # grows when nothing of that holds any longer
         self.credit = 64        # chunks that may be located before reads have to hit
         self.missed = False     # a read has gone to a store: the first one of many files is the only one
+        self.looking = None     # the oldest question for attributes that is out, and since when
+        self.looking_s = NEVER_S
 
     @property
     def size(self) -> int:

@@ -10,7 +10,8 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
 * attributes: where an open finds a `change` that the kernel was not told of, its cached attributes (the size!) are invalidated
   before the open is answered. So what another node closed is seen at the next open, whatever the kernel keeps.
-* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service.
+* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
+  kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
 * listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
   this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
 
@@ -22,6 +23,7 @@ found. For the same reason a file without a name can be opened only while it is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -134,6 +136,7 @@ class FuseOps:
         self.options = options or FuseOptions()
         self._clock = clock
         self._files: dict[int, object] = {}
+        self._appending: dict[int, Caller] = {}  # handle -> who opened it
         self._directories: dict[int, _OpenDirectory] = {}
         self._last_handle = 0
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
@@ -257,14 +260,14 @@ class FuseOps:
             raise NotFound(f"inode {inode:#x} has no name any more")
         if self._told.get(inode) != attr.change:
             self.invalidate_attributes(inode)
-        return self._opened(file, flags)
+        return self._opened(file, flags, caller)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
         try:
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
             self._changes += 1
-        return self._telling(attr), self._opened(file, flags)
+        return self._telling(attr), self._opened(file, flags, caller)
 
     async def _drop_set_ids(self, file) -> None:
         mode = _without_set_ids(file.attr.mode)
@@ -272,7 +275,7 @@ class FuseOps:
             await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
             self.invalidate_attributes(file.inode)
 
-    def _opened(self, file, flags: int) -> Opened:
+    def _opened(self, file, flags: int, caller: Caller) -> Opened:
         attr = file.attr
         seen = self._seen
         before = seen.pop(attr.inode, None)
@@ -284,7 +287,10 @@ class FuseOps:
         self._last_handle = handle = self._last_handle + 1
         self._files[handle] = file
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
-        return Opened(handle, bool(flags & os.O_APPEND and not reads_only),
+        appending = bool(flags & os.O_APPEND) and not reads_only
+        if appending:
+            self._appending[handle] = caller
+        return Opened(handle, appending,
                       self.options.writeback or before is not None and before[0] == attr.change,
                       reads_only and not self.record_locks)
 
@@ -310,9 +316,27 @@ class FuseOps:
         if drop_set_ids and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file)
         try:
+            if handle in self._appending:
+                return await self._append(file, buffer, self._appending[handle])
             return await self._vfs.write(file, offset, buffer)
         finally:
             self._changes += 1
+
+    async def _append(self, file, buffer, caller: Caller) -> int:
+        """A write at the end that leaves the file no more privileges than one through the kernel's pages does."""
+        await self._take_privileges(file, caller)
+        written = await self._vfs.write(file, 0, buffer)
+        await self._take_privileges(file, caller)  # given on another node: the answer that told the place told of them too
+        return written
+
+    async def _take_privileges(self, file, caller: Caller) -> None:
+        """Before bytes of somebody are in a program: set-id bits go unless root writes (capabilities(7), CAP_FSETID; who opened
+        stands for who writes), file capabilities always."""
+        if caller.uid:
+            await self._drop_set_ids(file)
+        if file.attr.flags & HAS_XATTRS:
+            with contextlib.suppress(errors.NoAttribute):
+                await self._vfs.removexattr(file.inode, CAPABILITY, caller)
 
     async def flush(self, handle: int) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here."""
@@ -329,6 +353,7 @@ class FuseOps:
 
     async def release(self, handle: int) -> None:
         """The last descriptor of it is closed. The number is not used again."""
+        self._appending.pop(handle, None)
         await self._vfs.release(self._files.pop(handle))
 
     # -- directories -------------------------------------------------------------------------------------------------

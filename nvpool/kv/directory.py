@@ -52,7 +52,8 @@ class EngineDirectory:
             if (path / "FORMAT").exists():
                 text = (path / "FORMAT").read_bytes()
                 if text != FORMAT.encode():
-                    raise WrongFormat(f"{path} has the format {text[:40]!r}; this nvpool knows only {FORMAT.strip()!r}")
+                    raise WrongFormat(f"{path} has the format {text[:40]!r}; this nvpool knows only {FORMAT.strip()!r}; "
+                                      "use the version of nvpool that made it")
                 if not (path / "data.mdb").exists():
                     raise CorruptRecord(f"{path}/data.mdb is missing: restore the directory from its backup or dump")
                 return True

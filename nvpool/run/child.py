@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from nvpool.base.clock import Clock
 from nvpool.base.config import Supervisor as Timing
@@ -22,6 +24,8 @@ from nvpool.base.errors import NvpoolError
 from nvpool.base.host import Identity, runs
 from nvpool.run.daemon import EXIT_IN_USE, spawn
 
+_LOG_BYTES = 64 << 10
+"""Of the end of a log: the last error and the traceback behind it."""
 _READY_POLL_S = 0.05
 _READY_POLL_S_MAX = 1.0
 
@@ -40,6 +44,8 @@ class Child:
         self.adopted = False
         self.since_ms = 0
         self.last_end = ""
+        self.reason = ""
+        """What the last process said of its end in its log, until one serves."""
         self._directory = directory
         self._arguments = arguments
         self._before_start = before_start
@@ -155,7 +161,7 @@ class Child:
                 if self.state == "starting":
                     state = self._directory.state_of(self.name)
                     if state is not None and state.pid == self.pid:
-                        self.state, self.since_ms = "serving", state.since_ms
+                        self.state, self.since_ms, self.reason = "serving", state.since_ms, ""
                         continue
                     timeout, poll_s = poll_s, min(poll_s * 1.5, _READY_POLL_S_MAX)
                 await asyncio.wait([ended, asked], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -192,10 +198,22 @@ class Child:
             code = self._popen.wait()
         self.last_end = "it was adopted, so nobody knows how" if code is None else f"exit code {code}" if code >= 0 \
             else f"killed by {signal.Signals(-code).name}"
+        self.reason = last_error(self._directory.log / f"{self.name}.log", self.pid)
         self._unwatch()
         os.close(self._pidfd)
         self._pidfd, self._identity, self._popen = -1, None, None
         return code
+
+
+def last_error(log_file: Path, pid: int) -> str:
+    """The last error that this process wrote into its log; empty where there is none to be read."""
+    try:
+        with open(log_file, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            told = re.findall(rf" ERROR +\S+\[{pid}\] (.*)".encode(), file.read())
+    except OSError:
+        return ""
+    return told[-1].decode(errors="replace") if told else ""
 
 
 async def _either(event: asyncio.Event, wait_s: float) -> None:

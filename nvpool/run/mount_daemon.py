@@ -23,6 +23,7 @@ from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, NvpoolError
 from nvpool.base.host import host_id
+from nvpool.base.mounts import Mount, mount_at
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import configured
 from nvpool.client.session import Client
@@ -112,6 +113,7 @@ class _Mounted:
         self._config = config
         self._place = place
         self._stop = stop
+        self._mount: Mount | None = None
 
     async def serve(self) -> None:
         arguments, section = self._arguments, self._config.client
@@ -134,7 +136,8 @@ class _Mounted:
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
         name = f"mount-{announcement('mount', now_ms=0).pid}"
         try:
-            set_read_ahead(engine.mount(), arguments.read_ahead)
+            self._mount = engine.mount()
+            set_read_ahead(self._mount, arguments.read_ahead)
             if self._directory is not None:
                 self._directory.announce(name, announcement(
                     "mount", mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}", engine=engine.name,
@@ -170,6 +173,9 @@ class _Mounted:
         hurry.cancel()
 
     def _unmount(self) -> None:
+        there = mount_at(self._place)
+        if there is None or self._mount is None or there.device != self._mount.device:
+            return  # it is gone from here, and another name space has a copy
         try:
             unmount(self._place)
         except InUse:

@@ -16,7 +16,7 @@ import sys
 
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Fenced, NvpoolError
+from nvpool.base.errors import Fenced, NvpoolError, WrongFormat
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             lock = Flock.inherited(arguments.inherit_lock, directory.lock)
         else:
             lock = Flock.take(directory.lock, f"the pool directory {directory.path}")
+            check_formats(directory)
     except NvpoolError as error:
         log.error("%s", error)
         return daemon.exit_code(error)
@@ -57,6 +58,31 @@ def main(argv: list[str] | None = None) -> int:
         return daemon.run(lambda stop: _serve(directory, config, stop))
     finally:
         lock.release()
+
+
+def check_formats(directory: PoolDirectory) -> None:
+    """WrongFormat when a part of the pool on this node was made by another version: then nothing is started, since its daemon
+    would end again and again. What is missing is left to its daemon: a drive that is gone must not keep the others from work.
+    """
+    from nvpool.kv.directory import FORMAT
+    from nvpool.run.served import read_map
+    from nvpool.store.chunkstore import FORMAT_TEXT
+    try:
+        pool_map = read_map(directory)
+    except NvpoolError:
+        return  # it is published anew from the coordinator's records
+    paths = {drive.id: drive.path for drive in pool_map.drives}
+    stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets if target.state != "gone"]
+    parts = [(directory.map, FORMAT), *((directory.shard(shard.id), FORMAT) for shard in pool_map.shards),
+             *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]
+    for path, known in parts:
+        try:
+            found = (path / "FORMAT").read_bytes()
+        except OSError:
+            continue
+        if found != known.encode():
+            raise WrongFormat(f"{path} has the format {found[:40].decode(errors='replace').strip()!r}, this nvpool knows "
+                              f"{known.strip()!r}; use the version of nvpool that made it. Nothing was started")
 
 
 async def _serve(directory: PoolDirectory, config, stop) -> None:

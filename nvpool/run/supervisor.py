@@ -8,6 +8,7 @@ daemons end before the stores that they need. Never touches chunks or metadata r
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -22,7 +23,17 @@ from google.protobuf.message import DecodeError
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import AccessDenied, Bug, Busy, InvalidRequest, NvpoolError, Refused, StaleEpoch, Unavailable
+from nvpool.base.errors import (
+    AccessDenied,
+    Bug,
+    Busy,
+    InvalidRequest,
+    NvpoolError,
+    Refused,
+    StaleEpoch,
+    TooManyOpen,
+    Unavailable,
+)
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
@@ -185,6 +196,8 @@ class Supervisor:
             call.reply(await answer)
         except asyncio.CancelledError:
             call.fail(Unavailable("the supervisor stops", may_be_applied=True))
+        except (OSError, TooManyOpen) as error:
+            call.fail(_without_descriptors() if error.errno in (errno.EMFILE, errno.ENFILE) else error)
         except Exception as error:
             call.fail(error)
 
@@ -269,6 +282,9 @@ class Supervisor:
             if state.role in ("mount", "holder"):
                 processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
                                   "since_ms": state.since_ms, "mountpoint": state.mountpoint, "engine": state.engine})
+        dead = self._directory.dead_mounts()
+        processes += [{"role": "mount", "name": name, "pid": 0, "state": "dead", "since_ms": state.since_ms,
+                       "mountpoint": state.mountpoint} for name, state in dead.items()]
         in_chains = {t for table in pool_map.tables for chain in table.chains for t in chain.targets}
         drives = []
         for drive in pool_map.drives:
@@ -277,12 +293,16 @@ class Supervisor:
                            "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
                            "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
-                    if p["state"] not in ("serving", "starting")]
+                    if p["state"] not in ("serving", "starting") or p.get("reason")]
+        problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
+        degraded = bool(problems)
+        problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
+                     f"umount {state.mountpoint}" for state in dead.values()]
         return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
-                         "software": f"nvpool {VERSION}", "state": "degraded" if problems else "serving"},
+                         "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
                 "processes": processes, "drives": drives, "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
@@ -295,7 +315,7 @@ class Supervisor:
                     "endpoints": endpoints, "counters": {}}
         return {"role": role, "name": name, "pid": child.pid, "state": child.state, "restarts": child.restarts,
                 "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
-                "counters": {}}
+                "counters": {}} | ({"reason": child.reason} if child.reason else {})
 
     async def _shard_status(self, shard) -> dict:
         seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints) | {"shard": shard.id}
@@ -315,7 +335,7 @@ class Supervisor:
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
-                     "writes": reply.writes,
+                     "writes": reply.writes, "host_full": reply.host_full,
                      "counters": dict(reply.counters),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}
@@ -334,6 +354,11 @@ class Supervisor:
         except NvpoolError as error:
             seen["state"], seen["reason"] = "silent", str(error)
             return None
+
+
+def _without_descriptors() -> Busy:
+    return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "
+                "ulimit -Hn) and start it again", retry_after_s=1.0)
 
 
 def _told(store: dict, bad: dict) -> str:

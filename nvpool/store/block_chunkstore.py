@@ -34,6 +34,7 @@ from nvpool.base.errors import (
     Busy,
     Fenced,
     InvalidRequest,
+    NoSpace,
     NvpoolError,
     StaleCut,
     StaleEpoch,
@@ -56,6 +57,7 @@ from nvpool.store.chunkstore import (
     StoreOptions,
 )
 from nvpool.store.device import Device, FileDevice
+from nvpool.store.hostroom import HostRoom
 from nvpool.store.index import Chunk, Index
 from nvpool.store.lend import Lender, Located, located
 from nvpool.store.merge import Merger
@@ -109,6 +111,12 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
         raise
     store.lock = lock
     store.kind = "block" if device.is_block else "directory"
+    if not device.is_block:
+        store.room = HostRoom(path / "reserve", f"target {store.target}")
+        try:
+            store.room.keep()
+        except NoSpace:
+            store.room.refused()
     return store
 
 
@@ -125,6 +133,7 @@ class BlockChunkStore:
         self.lock = -1
         self.path = ""
         self.kind = "memory"
+        self.room = HostRoom(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
         self._closed = False
@@ -415,8 +424,9 @@ class BlockChunkStore:
     async def _release(self) -> None:
         """Give out again what durable changes have freed. Under the flush lock."""
         limit, now_s = min(self._durable, self.readings.oldest()), self.clock.boottime_s()
-        if self.options.give_back and self.kind == "directory":
-            large = [run for run in self.allocator.releasable(limit, now_s) if run[1] >= DISCARD_BLOCKS_MIN]
+        if self.kind == "directory" and (self.options.give_back or self.room.missing):
+            least = 1 if self.room.missing else DISCARD_BLOCKS_MIN
+            large = [run for run in self.allocator.releasable(limit, now_s) if run[1] >= least]
             if large:
                 await self.device.discard([(place << 12, count << 12) for place, count in large])
         past = self.allocator.release(limit, now_s)
@@ -510,12 +520,17 @@ class BlockChunkStore:
                 "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
                 "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES, "chunks": -1,
                 "device": self.path, "kind": self.kind, "read_path": self.device.read_path,
-                "direct": self.device.direct, "writes": self.device.writes,
+                "direct": self.device.direct, "writes": self.device.writes, "host_full": self.room.told,
                 "counters": {name: float(value) for name, value in counters.items()}}
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     async def tend(self) -> None:
+        if self.device.lacks_room:
+            self.device.lacks_room = False
+            self.room.refused()
+        if self.room.full or self.room.missing:
+            await asyncio.get_running_loop().run_in_executor(None, self.room.tend)
         allocator = self.allocator
         idle = self._tended == self._written
         self._tended = self._written

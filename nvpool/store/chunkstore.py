@@ -234,7 +234,8 @@ class ChunkStore(Protocol):
 
     def status(self) -> dict:
         """state, fenced_because, capacity_bytes, used_bytes, chunks (-1: not counted), device, kind, read_path, direct (whether
-        opened with O_DIRECT), writes (how large ones go: direct, cached), counters."""
+        opened with O_DIRECT), writes (how large ones go: direct, cached), host_full (a sentence when the file system below it
+        is full), counters."""
 
     async def tend(self) -> None:
         """One step of background work: give held space back. Called every second or so; tests call it themselves."""
@@ -309,7 +310,8 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
             raise BadConfiguration(f"{path} is no directory: name a target by its directory, where `data` links to the device")
         text = (path / "FORMAT").read_text()
         if text != FORMAT_TEXT:
-            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}")
+            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
+                              "use the version of nvpool that made it")
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         raise NotFound(f"{path} is no chunk store") from None

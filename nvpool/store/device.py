@@ -46,6 +46,8 @@ class Device(Protocol):
     read_path: str
     """For `status`: how reads that must wait are done."""
     direct: bool
+    lacks_room: bool
+    """A write has met a full file system since this was last set to False."""
     writes: str
     """For `status`: whether large writes go past the page cache (`direct`) or, the drive taking no such, into it (`cached`)."""
 
@@ -116,6 +118,7 @@ class FileDevice:
         """Opens it for reading and writing. NotFound, AccessDenied, DriveFailed."""
         self.path = os.path.realpath(path)
         self.direct = direct
+        self.lacks_room = False
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
         except OSError as error:
@@ -183,6 +186,7 @@ class FileDevice:
                                 "cache, which costs processor time", self.path, error.strerror)
                     fd, self.past_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
                     continue
+                self.lacks_room |= error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise from_os_error(error, f"writing to {self.path} at {offset}") from None
             offset += done
             rest = []
@@ -294,6 +298,7 @@ class MemoryDevice:
         self.fail_syncs: deque[int] = deque()
         self.fail_reads: set[int] = set()
         self.cold = False
+        self.lacks_room = False
         self.closed = False
 
     def buffer(self, byte_count: int) -> memoryview:

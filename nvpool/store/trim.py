@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -209,7 +210,7 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int, 
         try:
             if tail is not None:
                 # On the drive before it is named: after a loss of power the old block must not come back for it.
-                store.write_runs([(place, 1)], [tail])
+                store.room.with_reserve(partial(store.write_runs, [(place, 1)], [tail]))
                 await store.sync_data()
                 if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:
                     store.allocator.drop(transaction)

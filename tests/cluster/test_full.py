@@ -148,6 +148,10 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
                 file.fsync()
         eat_all_room(place)
         filled, refused = fill(client, "/e", MIB)
+        client.truncate("/d/3", 500_001)
+        held.pop("/d/3")
+        assert client.read_bytes("/d/3") == content(3, PIECE)[:500_001]
+        pool.until(lambda: any("make room there" in problem for problem in pool.status()["problems"]), "status says so", 10)
         for path in filled:
             client.remove(path)
         for name in ("target-1", "target-2", "meta-1", "supervisor"):

@@ -140,6 +140,23 @@ def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
     assert pool.pid("meta-1") == pid and pool.fsck() == []
 
 
+def test_an_open_file_is_read_on_while_its_shard_stands_still(mounted):
+    pool, mountpoint = mounted
+    file = os.open(mountpoint / "sub" / "read", os.O_RDONLY | os.O_DIRECT)
+    pid = pool.pid("meta-1")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for place in range(3):
+            time.sleep(1.2)  # what the kernel remembers of attributes is over: it asks for them before it reads
+            begun = time.monotonic()
+            assert os.pread(file, 4096, place * 4096) == content(1, BYTES)[place * 4096:place * 4096 + 4096]
+            assert time.monotonic() - begun < 3
+        assert os.fstat(file).st_size == BYTES
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        os.close(file)
+
+
 def test_when_everything_is_dead_calls_end_and_the_mount_goes_away_and_comes_back(mounted):
     pool, mountpoint = mounted
     (mountpoint / "sub" / "back").write_bytes(content(6, BYTES))

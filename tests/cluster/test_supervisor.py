@@ -309,7 +309,8 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
     (lambda d: d.format.write_text("nvpool pool 2\n"), "nvpool pool 2"),
     (lambda d: d.node_toml.write_text("[log]\nlevl = 'info'\n"), "line 2: log.levl is not known here; did you mean level?"),
     (lambda d: d.node_toml.unlink(), "nvpool config sample"),
-    (lambda d: shutil.rmtree(d.map), "map")])
+    (lambda d: shutil.rmtree(d.map), "map"),
+    (lambda d: (d.target(1) / "FORMAT").write_text("nvpool chunk store 7\n"), "use the version of nvpool that made it")])
 def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, said):
     made = {"verb": "pool", "directory": str(own), "name": "x", "chunk_bytes": 1 << 20, "replicas": 1, "config": "",
             "drives": [{"path": str(own / "targets" / "1"), "capacity_bytes": 128 << 20}], "throw_away": True}
@@ -320,3 +321,23 @@ def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, s
                           text=True, timeout=60, check=False)
     assert done.returncode in (1, 2, 4) and said in done.stderr, done
     assert "Traceback" not in done.stderr and processes_of(own) == []
+
+
+@pytest.mark.parametrize("part, daemon", [("targets/2/index", "target-2"), ("meta/shard-1", "meta-1")])
+def test_a_part_of_another_version_is_told_in_the_status_and_refused_at_the_next_start(pool, part, daemon):
+    path = pool / part / "FORMAT"
+    right = path.read_text()
+    wrong = right.replace("1", "7")
+    path.write_text(wrong)
+    try:
+        kill(pids(pool)[daemon])
+        said = until(lambda: next((p for p in status(pool)["problems"] if wrong.strip() in p), None), "the status says why")
+        assert said.startswith(f"{daemon} is ") and "use the version of nvpool that made it" in said
+        kill_all(pool)
+        told = nvpool("dev", "up", pool, code=1).stderr
+        assert wrong.strip() in told and "use the version" in told and processes_of(pool) == []
+        assert wrong.strip() in nvpool("serve", pool, code=1).stderr
+    finally:
+        path.write_text(right)
+    nvpool("dev", "up", pool)
+    assert status(pool)["problems"] == []

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 
-from nvpool.base.mounts import look_at
+from nvpool.base.mounts import LOOK_S, look_at
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 
@@ -160,6 +160,59 @@ def test_umount_ends_the_daemon_and_loses_nothing(own, mine):
     assert again.end() == 0
 
 
+@contextlib.contextmanager
+def copied(place):
+    """Another mount name space, with a copy of the mount."""
+    other = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "100"])
+    try:
+        wait_until(lambda: b"sleep" in Path(f"/proc/{other.pid}/cmdline").read_bytes()[:6], "the other name space")
+        assert str(place) in Path(f"/proc/{other.pid}/mountinfo").read_text()
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_umount_ends_the_daemon_although_another_name_space_has_a_copy_of_the_mount(own, mine):
+    (mine.place / "copied").write_bytes(b"c" * 50_000)
+    with copied(mine.place):
+        nvpool("umount", "--wait", "30", mine.place)
+        assert mine.process.wait(1) == 0
+    again = own.mount(mine.place)
+    assert (again.place / "copied").read_bytes() == b"c" * 50_000
+    assert again.end() == 0
+
+
+def test_dev_down_ends_a_mount_that_is_seen_by_another_name_space_only(tmp_path):
+    made = Pool(tmp_path / "pool")
+    there = made.mount(tmp_path / "m", "--drain-s", "1")
+    with copied(there.place):
+        subprocess.run(["umount", there.place], check=True, timeout=20)
+        assert there.process.poll() is None
+        made.mounts.clear()
+        made.close()
+        assert there.process.wait(1) == 0
+
+
+def test_umount_takes_no_longer_than_it_was_told_when_all_daemons_stand_still(tmp_path):
+    made = Pool(tmp_path / "pool")
+    here = made.mount(tmp_path / "m")
+    found = [process["pid"] for process in processes(made) if process["role"] != "mount"]
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(1.1)  # what the kernel remembers is over
+        begun = time.monotonic()
+        nvpool("umount", "--wait", "2", here.place)
+        assert time.monotonic() - begun < 2 + LOOK_S + 3 and not is_mounted(here.place)
+    finally:
+        for pid in found:
+            os.kill(pid, signal.SIGCONT)
+    assert here.process.wait(20) == 0
+    made.mounts.clear()
+    made.close()
+
+
 def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(own, mine):
     (mine.place / "closed").write_bytes(b"k" * 70_000)
     mine.process.kill()
@@ -178,6 +231,20 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
         again.terminate()
         assert again.wait(20) == 0
     assert not is_mounted(mine.place)
+
+
+def test_the_status_tells_of_a_mount_that_died_until_it_is_cleaned_up(own, mine):
+    mine.process.kill()
+    mine.process.wait()
+    for _ in range(2):
+        seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+        dead, = (process for process in seen["processes"] if process["state"] == "dead")
+        assert (dead["role"], dead["pid"], dead["mountpoint"]) == ("mount", 0, str(mine.place))
+        assert any(f"nvpool umount {mine.place}" in problem for problem in seen["problems"])
+        assert seen["pool"]["state"] == "serving", "a dead client is no fault of the pool"
+    nvpool("umount", mine.place)
+    seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+    assert not seen["problems"] and not any(process["state"] == "dead" for process in seen["processes"])
 
 
 def test_a_read_only_mount_takes_no_changes(own, tmp_path):

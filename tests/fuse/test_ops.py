@@ -240,3 +240,27 @@ def test_a_released_number_is_never_given_again(fs):
     fs.release(first.handle)
     assert fs.open(attr.inode, os.O_RDONLY, ME).handle != first.handle
     assert stat.S_ISREG(fs.getattr(attr.inode).mode)
+
+
+@pytest.mark.parametrize(("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o2666), (0, 0o6777, 0o6777)])
+def test_an_append_takes_set_id_bits_away_unless_root_makes_it(fs, uid, mode, left):
+    attr, made = fs.create(ROOT, b"f", 0o777, os.O_WRONLY | os.O_CREAT, ME)
+    fs.release(made.handle)
+    fs.setattr(attr.inode, ME, None, mode=mode)
+    told = []
+    fs.ops.invalidate_attributes = told.append
+    opened = fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, Caller(uid, uid))
+    told.clear()
+    fs.write(opened.handle, 0, b"changed")
+    assert stat.S_IMODE(fs.getattr(attr.inode).mode) == left
+    assert bool(told) == (left != mode), "the kernel forgets the mode that it knew"
+    fs.release(opened.handle)
+
+
+def test_an_append_takes_file_capabilities_away(fs):
+    attr, made = fs.create(ROOT, b"f", 0o755, os.O_WRONLY | os.O_CREAT | os.O_APPEND, ME)
+    fs.setxattr(attr.inode, b"security.capability", b"all", 0, ME)
+    fs.setxattr(attr.inode, b"user.a", b"kept", 0, ME)
+    fs.write(made.handle, 0, b"changed")
+    fs.write(made.handle, 0, b"again")
+    assert fs.listxattr(attr.inode) == [b"user.a"]

@@ -357,7 +357,7 @@ def test_a_set_gid_directory_gives_its_group_to_what_is_made_in_it(here):
     assert not os.stat(here / "f").st_mode & stat.S_ISGID
 
 
-@pytest.mark.parametrize("call", ["write", "truncate", "chown", "ftruncate", "pwrite_direct"])
+@pytest.mark.parametrize("call", ["write", "append", "truncate", "chown", "ftruncate", "pwrite_direct"])
 def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
     file = touch(here / "f", b"program")
     os.chown(file, ALICE, ALICE)
@@ -366,6 +366,7 @@ def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
     def write(flags=0):
         fd = os.open(file, os.O_WRONLY | flags)
         os.write(fd, b"changed")
+        os.fsync(fd)
         os.close(fd)
 
     def ftruncate():
@@ -376,8 +377,8 @@ def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
     if call == "chown":
         assert alice(lambda: os.chown(file, -1, STAFF), STAFF) == 0
     else:
-        assert bob({"write": write, "truncate": lambda: os.truncate(file, 1), "ftruncate": ftruncate,
-                    "pwrite_direct": lambda: write(os.O_SYNC)}[call]) == 0
+        assert bob({"write": write, "append": lambda: write(os.O_APPEND), "truncate": lambda: os.truncate(file, 1),
+                    "ftruncate": ftruncate, "pwrite_direct": lambda: write(os.O_SYNC)}[call]) == 0
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o777
 
 

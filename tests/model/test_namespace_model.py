@@ -168,9 +168,9 @@ class NamespaceMachine(RuleBasedStateMachine):
             await vfs.rename(source, name, place, new, RENAME_NOREPLACE if keep else 0, ME)
 
         def plain():
-            parents = [os.lstat(self.path(directory)), os.lstat(self.path(other))]
-            if not all(stat.S_ISDIR(parent.st_mode) for parent in parents):
-                raise NotADirectoryError(errno.ENOTDIR, "both parents are walked before any name is looked at")
+            for parent in (directory, other):
+                if not stat.S_ISDIR(os.lstat(self.path(parent)).st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, "both parents are walked before any name is looked at")
             if keep and not os.path.lexists(self.path(directory, name)):
                 os.lstat(self.path(directory, name))
             if keep and os.path.lexists(self.path(other, new)):

@@ -99,6 +99,33 @@ def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
     scenario(run)
 
 
+def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
+    directory.log.mkdir()
+    says = f"""if True:
+        import os, sys
+        from nvpool.run.daemon import start_log, log
+        from pathlib import Path
+        start_log("meta-1", "info", Path({str(directory.log)!r}) / "meta-1.log")
+        if not os.path.exists(sys.argv[1] + "/mended"):
+            log.error("not this one, %s", "mend it")
+            log.error("it has format 7; use the version that made it")
+            sys.exit(1)
+"""
+
+    async def run(stopping, hurry):
+        child = child_of(directory, says + SERVES + "    signal.pause()")
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.restarts, "it has ended")
+        assert child.reason == "it has format 7; use the version that made it"
+        (directory.path / "mended").touch()
+        await until(lambda: child.state == "serving", "it serves")
+        assert child.reason == ""
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+    scenario(run)
+
+
 def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory):
     async def run(stopping, hurry):
         running = started(SERVES + "    signal.pause()", str(directory.path))

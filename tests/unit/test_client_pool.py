@@ -24,7 +24,7 @@ from nvpool.base.units import KIB, MIB
 from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs import Caller, attributes
 from nvpool.logic.poolmap import changed, encode_map
 from nvpool.meta.service import MetaOptions
 from nvpool.testing.plain_store import PlainStore
@@ -661,4 +661,48 @@ def test_df_shows_what_fits_before_the_first_target_is_full():
             assert 0.9 * 256 * MIB < total <= 256 * MIB
             assert 0 < found.blocks_available <= found.blocks_free < found.blocks_total
             assert found.name_bytes_max == 255
+    run(main())
+
+
+def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_told_nothing(monkeypatch):
+    def silent(call):
+        return 60.0
+
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=1.0)) as case:
+            before = await case.vfs.statfs()
+            monkeypatch.setattr(attributes, "STATFS_AGE_S", 0.0)
+            monkeypatch.setattr(attributes, "STATFS_SILENT_S", 0.1)
+            case.vfs._statfs = None
+            case.stores[0].fault = silent
+            assert await case.vfs.statfs() == before
+            other = await case.pool.client("second", FAST._replace(deadline_s=0.3))
+            with pytest.raises(Unavailable):
+                await other.vfs.statfs()
+            monkeypatch.setattr(attributes, "STATFS_KEPT_S", 0.0)
+            with pytest.raises(Unavailable):
+                await case.vfs.statfs()
+            case.stores[0].fault = None
+            assert await case.vfs.statfs() == before and await other.vfs.statfs() == before
+    run(main())
+
+
+def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent():
+    async def main() -> None:
+        async with Case(FAST._replace(deadline_s=20.0)) as case:
+            content = os.urandom(2 * MIB + 100)
+            handle = await case.file(content)
+            other = await case.file(b"other", b"other")
+            await case.vfs.release(other)
+            await case.pool.stop_shard()
+            async with asyncio.timeout(15):
+                assert await case.vfs.read(handle, MIB, 4096) == content[MIB:MIB + 4096]
+                assert await case.vfs.read(handle, 2 * MIB, 4096) == content[2 * MIB:], "across the end that is known"
+                assert (await case.vfs.getattr(handle.inode)).size == len(content)
+                into = bytearray(4096)
+                assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
+            with pytest.raises(TimeoutError):  # one that is not open waits
+                await asyncio.wait_for(case.vfs.getattr(other.inode), 2)
+            await case.pool.start_shard()
+            assert (await case.vfs.getattr(other.inode)).size == 5
     run(main())

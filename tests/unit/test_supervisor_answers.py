@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, Fenced, InvalidRequest, NvpoolError
+from nvpool.base.errors import Bug, Busy, Fenced, InvalidRequest, NvpoolError
 from nvpool.base.host import identity_of
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
@@ -90,6 +91,24 @@ async def ask(supervisor, method, request) -> bytes:
     asked = Asked(method, request if isinstance(request, bytes) else request.SerializeToString())
     supervisor.handle(asked)
     return await asyncio.wait_for(asked.answer, 30)
+
+
+def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        one = os.open("/", os.O_RDONLY)
+        os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (one, hard))
+        try:
+            for method, request in (
+                    (wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest()),
+                    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "/x"}'))):
+                with pytest.raises(Busy, match="LimitNOFILE"):
+                    await ask(supervisor, method, request)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
+    scenario(tmp_path, monkeypatch, run)
 
 
 def test_a_stop_ends_the_processes_and_a_failure_leaves_them_running(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 
@@ -21,6 +22,10 @@ from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
 STATFS_AGE_S = 1.0
+STATFS_SILENT_S = 1.0
+"""For the answer of a target whose last figures are known: `df` is asked every few seconds by whoever watches a node."""
+STATFS_KEPT_S = 600.0
+"""For so long the last figures of a target that is silent stand for it. Later they would hide that it is gone."""
 FULL_SHARE = 0.98
 """Stores refuse to grow beyond this share of a drive (design: a reserve for removal, repair and the journals)."""
 
@@ -30,10 +35,17 @@ _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2,
 class Attributes(Core):
     _statfs: tuple[StatFs, float] | None = None
 
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self._space: dict[int, tuple[int, int, float]] = {}  # target -> capacity, free, when it said so
+
     async def getattr(self, inode: int) -> Attr:
         """What stat shows: own writes included, in size and time."""
         await self._settle(inode)
         attr = self.cache.attr(inode, self.options.fresh_s)
+        if attr is None and (file := self.cache.open.get(inode)) is not None:
+            await self._look(file)  # a kernel asks before it reads what is open
+            attr = file.attr
         return self._merged(attr if attr is not None else await self._fetch_attr(inode))
 
     async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
@@ -139,26 +151,16 @@ class Attributes(Core):
     # -- the pool ------------------------------------------------------------------------------------------------------
 
     async def statfs(self) -> StatFs:
-        """Sizes of the pool, at most a second old. A target that does not answer counts as full."""
+        """Sizes of the pool, at most a second old; of a target that is silent those that it last told, for STATFS_KEPT_S.
+        Unavailable where there are none: half of a pool is no pool that is full."""
         now_s = self.clock.boottime_s()
         if self._statfs is not None and self._statfs[1] > now_s:
             return self._statfs[0]
         pool_map = self.view.map
-        capacity: dict[int, int] = {}
-        free: dict[int, int] = {}
-        deadline_s = now_s + min(5.0, self.options.deadline_s)
-        for target in pool_map.targets:
-            if target.state == "gone":
-                continue
-            capacity[target.id], free[target.id] = target.capacity_bytes, 0
-            request = data_pb2.DataStatusRequest(target=target.id)
-            try:
-                raw = await self.chunks.ask_target(target.id, wire_pb2.DATA_STATUS, request, deadline_s)
-            except Unavailable:
-                continue
-            status = decoded(data_pb2.DataStatusReply, raw)
-            capacity[target.id] = status.capacity_bytes
-            free[target.id] = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
+        targets = [target.id for target in pool_map.targets if target.state != "gone"]
+        told = dict(zip(targets, await asyncio.gather(*map(self._space_of, targets)), strict=True))
+        capacity = {target: space[0] for target, space in told.items()}
+        free = {target: space[1] for target, space in told.items()}
         table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)
         available = 0
         if table is not None:
@@ -177,4 +179,22 @@ class Attributes(Core):
         found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
                        available // BLOCK_BYTES, BLOCK_BYTES, max(files_max, files), max(0, files_max - files), NAME_BYTES_MAX)
         self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S
+        return found
+
+    async def _space_of(self, target: int) -> tuple[int, int, float]:
+        now_s = self.clock.boottime_s()
+        known = self._space.get(target)
+        if known is not None and known[2] + STATFS_KEPT_S < now_s:
+            known = None
+        wait_s = min(5.0 if known is None else STATFS_SILENT_S, self.options.deadline_s)
+        try:
+            raw = await self.chunks.ask_target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
+                                               now_s + wait_s)
+        except Unavailable:
+            if known is None:
+                raise
+            return known
+        status = decoded(data_pb2.DataStatusReply, raw)
+        free = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
+        self._space[target] = found = status.capacity_bytes, free, self.clock.boottime_s()
         return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from nvpool.base import grants
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import NotFound, Unavailable
 from nvpool.client.batchread import BatchReader
 from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
@@ -18,6 +19,9 @@ from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
+
+SILENT_S = 1.0
+"""For an answer about a file that is open and can be read without one."""
 
 
 class Core:
@@ -36,7 +40,7 @@ class Core:
         self.cache.on_change = self.chunks.short.forget
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
-        self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
+        self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._look)
         self._renewals: set[asyncio.Task] = set()
 
     def hold_reads(self) -> None:
@@ -61,6 +65,34 @@ class Core:
         await asyncio.shield(file.renewal)
         if rights & ~file.grant_rights:
             await self._ask_attr(file, rights)
+
+    async def _look(self, file: OpenInode, rights: int = 0) -> None:
+        """New attributes of an open inode for who only looks. Where the service is silent, those that are known do after
+        SILENT_S, and at once while a question is out for longer; so a file that is open can be read as long as its grant
+        lasts. Fails as MetaClient.ask does without such a grant."""
+        now_s = self.clock.boottime_s()
+        asked = file.looking
+        if asked is None or asked.done() or file.looking_s + SILENT_S > now_s:
+            asked = asyncio.create_task(self._ask_attr(file, rights | file.grant_rights))
+            self._renewals.add(asked)
+            asked.add_done_callback(self._looked)
+            if file.looking is None or file.looking.done():
+                file.looking, file.looking_s = asked, now_s
+            await asyncio.wait([asked], timeout=SILENT_S)
+        try:
+            if asked.done() or not self._may_read(file):
+                await asyncio.shield(asked)
+        except Unavailable:
+            if not self._may_read(file):
+                raise
+
+    def _looked(self, task: asyncio.Task) -> None:
+        self._renewals.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited long enough has met it
+
+    def _may_read(self, file: OpenInode) -> bool:
+        return bool(file.grant) and grants.read(file.grant).ends_ms > self.clock.wall_ns() // 1_000_000
 
     async def _ask_attr(self, file: OpenInode, rights: int) -> None:
         request = meta_pb2.GetAttrRequest(inode=file.inode, rights=rights)

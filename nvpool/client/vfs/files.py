@@ -214,5 +214,5 @@ class Files(Names):
 
     async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
         if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
-            await self._refresh(file, 0)
+            await self._look(file)
         return max(0, min(length, file.size - offset))

@@ -257,7 +257,7 @@ class DataStatusRequest(_message.Message):
     def __init__(self, target: _Optional[int] = ...) -> None: ...
 
 class DataStatusReply(_message.Message):
-    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes")
+    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +279,7 @@ class DataStatusReply(_message.Message):
     FENCED_BECAUSE_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
+    HOST_FULL_FIELD_NUMBER: _ClassVar[int]
     target: int
     state: str
     capacity_bytes: int
@@ -293,4 +294,5 @@ class DataStatusReply(_message.Message):
     fenced_because: str
     direct: bool
     writes: str
-    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ...) -> None: ...
+    host_full: str
+    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ...) -> None: ...

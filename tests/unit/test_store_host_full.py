@@ -1,0 +1,112 @@
+"""The file system below a sparse data file is full: writes are refused, cuts and removals work, on and on, and it is said."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+
+import pytest
+
+from nvpool.base.checksum import block_checksums
+from nvpool.base.errors import NoSpace
+from nvpool.base.units import KIB, MIB
+from nvpool.store import hostroom
+from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.hostroom import HostRoom
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
+                                reason="needs root and loop devices")
+FILES = 60
+
+
+@pytest.fixture
+def host(tmp_path):
+    place, image = tmp_path / "fs", tmp_path / "image"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(200 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, place], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)  # a store that a failed test left open must not keep it
+
+
+def eat_all_room(place):
+    for number, size in enumerate((MIB, 4096, 1)):
+        with open(place / f"eaten-{number}", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(size))
+    assert os.statvfs(place).f_bavail == 0
+
+
+async def put(store, inode, byte_count, *, cut=0):
+    content = os.urandom(byte_count)
+    await store.write(inode, 0, 0, memoryview(content), block_checksums(content), cut=cut)
+    return content
+
+
+async def fill(store, inode):
+    with pytest.raises(NoSpace):
+        for number in range(inode, inode + 10_000):
+            await put(store, number, MIB)
+
+
+@pytest.mark.parametrize("direct", (False, True))
+def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever(host, monkeypatch, direct):
+    monkeypatch.setattr(hostroom, "RESERVE_BYTES", 64 * KIB)  # less than the cuts below write
+
+    async def run():
+        create_chunk_store(host / "t", 1, "pool", 512 * MIB)
+        options = StoreOptions(direct=direct)
+        store = await open_chunk_store(host / "t", options=options)
+        contents = {inode: await put(store, inode, 2 * 4096) for inode in range(1, FILES)}
+        await store.flush()
+        eat_all_room(host)
+        await fill(store, 1000)
+        await store.tend()
+        assert "make room" in store.status()["host_full"]
+        for inode in contents:
+            if inode == FILES // 2:  # what was set aside outlasts the process
+                await store.close()
+                store = await open_chunk_store(host / "t", options=options)
+            await store.cut(inode, 5000, 1, 20)
+            if inode % 20 == 0:
+                await store.tend()
+        assert store.room.missing or store.status()["host_full"]
+        for inode, content in contents.items():
+            assert await read(store, inode) == content[:5000] + bytes(3192)
+        await store.remove([*range(1, FILES), *range(1000, 1200)])
+        for number in range(3):
+            (host / f"eaten-{number}").unlink()
+        await store.tend()
+        assert store.status()["host_full"] == "" and not store.room.missing
+        assert (host / "t" / "reserve").stat().st_blocks * 512 >= 64 * KIB
+        await put(store, 1, MIB, cut=1)
+        await store.close()
+
+    asyncio.run(run())
+
+
+async def read(store, inode):
+    from nvpool.store.chunkstore import ALL_INODES
+    from nvpool.store.reads import READ
+    batch = store.read_now(READ.pack(inode, 0, 0, 2 * 4096, 0, 0), [ALL_INODES])
+    if batch.missed:
+        await store.finish_read(batch)
+    return b"".join(batch.payload)
+
+
+def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
+    room = HostRoom(tmp_path / "reserve", "a test")
+    room.keep()
+    tries = []
+
+    def write():
+        tries.append(1)
+        raise NoSpace
+
+    with pytest.raises(NoSpace):
+        room.with_reserve(write)
+    assert len(tries) == hostroom.RESERVE_BYTES // hostroom.PIECE_BYTES + 1 and "is full" in room.told
+    room.tend()
+    assert not room.missing and not room.told and (tmp_path / "reserve").stat().st_size == hostroom.RESERVE_BYTES
