@@ -148,6 +148,7 @@ class Locks(RuleBasedStateMachine):
         for session in self.service._sessions.by_number.values():
             session.expires_s = self.clock.now_s + 60
         self.run(self.service.run_once())
+        self.run(self.kv.sync())  # as above: without it a loss of power makes them wait once more
         self.dead.clear()
 
     @invariant()
