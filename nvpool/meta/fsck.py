@@ -45,7 +45,8 @@ class Problem(NamedTuple):
 
 def _is_numbered(kind: int, key: bytes) -> bool:
     number = records.inode_of_key(key)
-    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if kind == records.XATTR else key)
+    longer = kind in (records.XATTR, records.LOCK)
+    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if longer else key)
 
 
 class Fsck:
