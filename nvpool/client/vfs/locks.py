@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import NamedTuple
 
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
@@ -50,9 +51,14 @@ class Locks(Core):
     def __init__(self, *arguments, **fields) -> None:
         super().__init__(*arguments, **fields)
         self._owned: dict[_Key, _Owned] = {}
+        self._owners: Counter[int] = Counter()  # of an inode
         self._telling: set[asyncio.Task] = set()
         self.turns = LockTurns(self.meta)
         self.meta.on_lost = self._session_lost
+
+    def is_locked(self, inode: int) -> bool:
+        """Whether this client has locks on the file."""
+        return inode in self._owners
 
     # -- what callers ask ------------------------------------------------------------------------------------------------
 
@@ -164,6 +170,7 @@ class Locks(Core):
             owned = self._owned.get(key)
             if owned is None:
                 owned = self._owned[key] = _Owned()
+                self._owners[key.inode] += 1
             await owned.asking.acquire()
             if self._owned.get(key) is owned:
                 return owned
@@ -171,8 +178,14 @@ class Locks(Core):
 
     def _end(self, key: _Key, owned: _Owned) -> None:
         if not owned.spans and not owned.doubtful:
-            del self._owned[key]
+            self._forget(key)
         owned.asking.release()
+
+    def _forget(self, key: _Key) -> None:
+        del self._owned[key]
+        self._owners[key.inode] -= 1
+        if not self._owners[key.inode]:
+            del self._owners[key.inode]
 
     def _look_anew(self, file: OpenInode, attr) -> bool:
         self.cache.distrust()
@@ -287,7 +300,7 @@ class Locks(Core):
             owned.handles.clear()
             owned.doubtful.clear()
             if not owned.asking.locked():
-                del self._owned[key]
+                self._forget(key)
         for inode in lost:
             file = self.cache.open.pop(inode, None)  # who opens it from now on gets another one
             log.error("the session has ended, and with it the locks on inode %d: %s", inode,
