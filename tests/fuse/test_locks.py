@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import select
@@ -402,7 +403,6 @@ def test_locks_and_who_waits_for_them_outlive_the_death_of_the_shard(pool, here,
 
 
 def kill_shard(pool):
-    import json
     status = json.loads(nvpool("status", pool.directory, "--json").stdout)
     shard, = (process for process in status["processes"] if process["role"] == "meta")
     os.kill(shard["pid"], signal.SIGKILL)
@@ -538,6 +538,26 @@ def test_git_on_two_mounts_at_once_loses_no_commit(here, there, tmp_path):
         assert not checked.returncode and "error" not in checked.stderr, checked.stderr
         log = git("log", "--format=%s", "main", cwd=place / "repo").stdout.splitlines()
         assert sorted(log) == sorted(["begin", *(f"{who} {number}" for who in "abcd" for number in range(6))])
+
+
+def test_file_info_says_who_has_a_file_locked_and_who_waits(pool, here, both, mounted):
+    one, other = both
+    lock(one, fcntl.LOCK_SH, 10, 20)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    place = f"{pool.directory}:/{(here / 'f').relative_to(mounted.place)}"
+    with Child(WAIT, here / "f", "flock") as child:
+        assert child.hear() == "ready" and child.hear(0.3) is None
+        said = nvpool("file", "info", place).stdout
+        assert f"locked: shared (fcntl, bytes 20 to 29), process {os.getpid()} of mount" in said
+        assert f"locked: exclusive (flock), process {os.getpid()} of mount" in said
+        assert f"waited for: exclusive (flock), process {child.process.pid} of mount" in said
+        found = json.loads(nvpool("file", "info", place, "--json").stdout)["locks"]
+    assert sorted((one["kind"], one["mode"], one["first"], one["last"], one["waits"]) for one in found) == [
+        ("fcntl", "shared", 20, 29, False), ("flock", "exclusive", 0, None, False), ("flock", "exclusive", 0, None, True)]
+    lock(one, fcntl.LOCK_UN)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    counters = json.loads(nvpool("status", pool.directory, "--json").stdout)["processes"]
+    assert next(process["counters"]["locks"] for process in counters if process["role"] == "meta") == 0
 
 
 def test_what_can_not_be_locked_is_refused(here, both):

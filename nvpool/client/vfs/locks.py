@@ -71,6 +71,11 @@ class Locks(Core):
             return Span(lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0)
         return None
 
+    async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
+        """What all clients have locked of the file, or wait to; the first thousand."""
+        request = meta_pb2.LocksRequest(inode=inode)
+        return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
+
     async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
                     wait: bool = False) -> bool:
         """Lock or release the bytes start to end, both included, as fcntl(2). Whether others have changed the file since this
