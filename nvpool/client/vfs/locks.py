@@ -198,6 +198,7 @@ class Locks(Core):
         foreign, file.foreign = file.foreign, False
         if foreign:
             self.reader.changed(file)
+            self.cache.on_change(file)
         return foreign
 
     async def _publish(self, file: OpenInode) -> None:
