@@ -1,4 +1,4 @@
-"""Locks between the kernel and the Vfs: what the direct engine does with its three requests, and what the kernel must forget."""
+"""Locks between the kernel and the Vfs: what the direct engine does with the requests, and what the kernel has to forget."""
 
 import asyncio
 import errno

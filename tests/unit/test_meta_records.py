@@ -102,7 +102,8 @@ def test_bytes_that_are_no_record_are_called_corrupt(raw):
                    lambda: records.decode_intent(raw), lambda: records.decode_collect(raw),
                    lambda: records.decode_session(raw), lambda: records.decode_slot(raw),
                    lambda: records.decode_identity(raw), lambda: records.decode_bounds(raw),
-                   lambda: records.decode_lock(raw), lambda: records.lock_of_key(raw), lambda: records.decode_counts(raw), lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):
+                   lambda: records.decode_lock(raw), lambda: records.lock_of_key(raw), lambda: records.decode_counts(raw),
+                   lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):
         try:
             decode()
         except CorruptRecord:
