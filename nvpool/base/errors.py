@@ -263,6 +263,34 @@ class TooManySymlinks(Refused):
     wire_code = 127
 
 
+class WouldBlock(Refused):
+    """Another process holds the lock."""
+
+    errno = errno.EAGAIN
+    wire_code = 128
+
+
+class WouldDeadlock(Refused):
+    """Who holds the lock waits for one that the caller holds."""
+
+    errno = errno.EDEADLK
+    wire_code = 129
+
+
+class TooManyLocks(Refused):
+    """No more locks, or processes that wait for one. Release some."""
+
+    errno = errno.ENOLCK
+    wire_code = 130
+
+
+class LockLost(Refused):
+    """The locks on this file ended with the client's session, so the file may have been changed by others: open it anew."""
+
+    errno = errno.EIO
+    wire_code = 131
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 

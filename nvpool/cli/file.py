@@ -21,8 +21,9 @@ def file() -> None:
 
 @file.command(epilog="""
 --json prints one object: inode, kind, mode, uid, gid, size, links, partition, shard, map_epoch; of a file also chunk_bytes,
-chain_table, cut, allocated_bytes and chunks: index, offset, chain, chain_targets, copies (target, version, allocated_bytes,
-extents, cut, end, misplaced).
+chain_table, cut, allocated_bytes, locks: kind (fcntl, flock), mode (shared, exclusive), first and last byte (null: whatever
+the size becomes), client (empty: it has vanished), pid there, waits; and chunks: index, offset, chain, chain_targets, copies
+(target, version, allocated_bytes, extents, cut, end, misplaced).
 
 \b
 examples:
@@ -32,7 +33,7 @@ examples:
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @json_option
 def info(place: Place, as_json: bool) -> None:
-    """Show a file's inode, layout and chunks, and which targets have them."""
+    """Show a file's inode, layout, locks and chunks, and which targets have them."""
     found = asyncio.run(_describe(place))
     if as_json:
         print_json(found)
@@ -61,6 +62,11 @@ def _show(place: Place, found: dict[str, Any]) -> None:
     click.echo(f"{format_bytes(found['chunk_bytes'])} chunks, chain table {found['chain_table']}, cut {found['cut']}: "
                f"{len(found['chunks']):,} chunks{f' and {holes:,} holes' if holes > 0 else ''}, "
                f"{format_bytes(found['allocated_bytes'])} allocated")
+    for lock in found["locks"]:
+        last = "the end" if lock["last"] is None else lock["last"]
+        place = "" if lock["kind"] == "flock" else f", bytes {lock['first']} to {last}"
+        click.echo(f"{'waited for' if lock['waits'] else 'locked'}: {lock['mode']} ({lock['kind']}{place}), "
+                   f"process {lock['pid']} of {lock['client'] or 'a client that has vanished'}")
     click.echo()
     rows = [(chunk["index"], chunk["offset"], chunk["chain"], copy["target"], copy["version"],
              format_bytes(copy["allocated_bytes"]), copy["extents"], "misplaced" if copy["misplaced"] else "")

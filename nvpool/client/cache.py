@@ -27,7 +27,7 @@ class OpenInode:
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
                  "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
                  "renewal", "located", "changes", "credit", "missed",
-                 "looking", "looking_s")
+                 "looking", "looking_s", "foreign", "lost")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -55,6 +55,8 @@ class OpenInode:
         self.missed = False     # a read has gone to a store: the first one of many files is the only one
         self.looking = None     # the oldest question for attributes that is out, and since when
         self.looking_s = NEVER_S
+        self.foreign = False    # somebody else has changed it since who asks for locks last looked
+        self.lost = False       # our locks on it ended before we gave them back: whoever has it open must open it anew
 
     @property
     def size(self) -> int:
@@ -102,6 +104,7 @@ class Cache:
         self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
         self._whole: dict[int, WholeDirectory] = {}
         self._whole_names = 0
+        self._trusted_from_s = NEVER_S
         self._options = options
         self._clock = clock
         self.on_change: Callable[[OpenInode], None] = lambda file: None
@@ -113,10 +116,18 @@ class Cache:
         """The attributes, when they were true no longer than `age_s` ago."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
-        return attr if born_s + age_s > self._clock.boottime_s() else None
+        return attr if self._is_believed(born_s, age_s) else None
 
-    def put_attr(self, attr: Attr) -> None:
-        """Believe `attr`, unless what we have is newer: answers may overtake one another."""
+    def _is_believed(self, born_s: float, age_s: float) -> bool:
+        return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
+
+    def distrust(self) -> None:
+        """Believe nothing that was learned before now: what others did until they gave a lock back must be seen."""
+        self._trusted_from_s = self._clock.boottime_s()
+
+    def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
+        """Believe `attr`, unless what we have is newer: answers may overtake one another. `ours`: told in answer to a write of
+        ours, which is the change where it is the only one."""
         now_s = self._clock.boottime_s()
         whole = self._whole.get(attr.inode)
         if whole is not None:
@@ -129,6 +140,8 @@ class Cache:
             if attr.change >= opened.attr.change:
                 if attr.change != opened.attr.change:
                     self.on_change(opened)
+                if attr.change > opened.attr.change + ours:
+                    opened.foreign = True
                 opened.attr = attr
                 opened.attr_born_s = now_s
                 if attr.cut > opened.cut:
@@ -156,7 +169,7 @@ class Cache:
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
         """The inode of the name, 0 when it is known not to exist, None when nothing so young is known."""
         inode, born_s = self._entries.get((parent, name), (None, NEVER_S))
-        return inode if born_s + age_s > self._clock.boottime_s() else None
+        return inode if self._is_believed(born_s, age_s) else None
 
     def put_entry(self, parent: int, name: bytes, inode: int) -> None:
         """`inode` 0: the name does not exist."""
@@ -199,7 +212,7 @@ class Cache:
     def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
         """Whether the name was known not to be there no longer than `age_s` ago."""
         whole = self._whole.get(parent)
-        return whole is not None and name not in whole.names and whole.true_s + age_s > self._clock.boottime_s()
+        return whole is not None and name not in whole.names and self._is_believed(whole.true_s, age_s)
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

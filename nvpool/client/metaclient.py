@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
+from collections.abc import Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
     DeadlineExceeded,
     Disconnected,
+    LockLost,
     NvpoolError,
     StaleEpoch,
     StaleSession,
@@ -26,6 +28,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
+from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -64,6 +67,8 @@ class MetaClient:
         self._name = name
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
+        self.on_lost: Callable[[int], None] = lambda shard: None
+        """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -89,10 +94,12 @@ class MetaClient:
                 tries, reason = tries + 1, reason_of(error, reason)
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
-    async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY):
+    async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
+                     file: OpenInode | None = None):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
 
-        Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out.
+        Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out. LockLost when `file`, on whose
+        behalf it is, has lost its locks: it is not sent in a later session.
         """
         self.counters["changes"] += 1
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
@@ -111,6 +118,8 @@ class MetaClient:
                         state = None
                         if not now.session:
                             await self._ensure_session(now, deadline_s)
+                        if file is not None and file.lost:
+                            raise LockLost()
                         slot, sequence, generation = await self._take_slot(now, deadline_s)
                         state = now
                         change.session, change.slot, change.sequence = state.session, slot, sequence
@@ -154,8 +163,15 @@ class MetaClient:
         reply = await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)
         return reply.message
 
+    def shard_of(self, inode: int) -> int:
+        return self._view.map.shard_of_partition[partition_of(inode)]
+
+    def session_of(self, inode: int) -> int:
+        """The session at the inode's shard; 0: none at the moment."""
+        return self._shard_of(inode).session
+
     def _shard_of(self, inode: int) -> ShardSession:
-        return self._state(self._view.map.shard_of_partition[partition_of(inode)])
+        return self._state(self.shard_of(inode))
 
     def _state(self, shard: int) -> ShardSession:
         state = self._shards.get(shard)
@@ -255,6 +271,7 @@ class MetaClient:
         if session and state.session == session:
             state.session = 0
             state.generation += 1
+            self.on_lost(state.shard)
             state.slots.clear()
             state.released.clear()
             while state.waiting:
@@ -354,14 +371,14 @@ class MetaClient:
                 state.released.extend(released)
                 await asyncio.sleep(self._options.retry_last_s)
 
-    async def close(self, deadline_s: float) -> None:
-        """End the sessions, as far as shards answer by `deadline_s`."""
+    async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
+        """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
         for state in self._shards.values():
             for task in (state.renewal, state.releasing, state.opening):
                 if task is not None:
                     task.cancel()
-            if not state.session:
+            if not state.session or not say_so:
                 continue
             try:
                 request = meta_pb2.CloseSessionRequest(session=state.session)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Cancelled, DeadlineExceeded, NotFound, NvpoolError, StaleCut
+from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
@@ -250,6 +250,8 @@ class Writer:
                     await self._refresh(file, WRITE)
                     if file.cut == cut:
                         await asyncio.sleep(self._options.retry_first_s)
+            if file.lost:
+                raise LockLost()
             if file.cut == cut:
                 written.stored_end = max(written.stored_end, segment.end)
                 written.stored_bytes += length
@@ -496,8 +498,20 @@ class Writer:
             self._hold(written, -freed)
             self._tell(written)
 
-    async def close(self, deadline_s: float) -> None:
-        """Send and report all, as far as that is done by `deadline_s`; then stop."""
+    def lose(self, file: OpenInode) -> None:
+        """What is not stored must not be sent any more, and what is not reported must not be: the locks under which it was
+        written are gone. Told to whoever has the file open."""
+        written = file.written
+        if written is None:
+            return
+        if not written.clean:
+            written.error = written.error or LockLost()
+        written.stored_end, written.stored_bytes, written.wrote = 0, 0, False
+        self.forget(file)
+        written.find_end()
+
+    async def close(self, deadline_s: float) -> bool:
+        """Send and report all, as far as that is done by `deadline_s`; then stop. Whether all was sent."""
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 for written in list(self._files.values()):
@@ -505,10 +519,12 @@ class Writer:
                     await self._settle_quietly(written.file)
         except TimeoutError:
             pass
+        sent = not self._held
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=1.0)
+        return sent
 
     def held_bytes(self) -> int:
         return self._held

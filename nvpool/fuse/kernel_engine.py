@@ -9,7 +9,8 @@ the next request is read, without a task; what has to wait goes on when its futu
 none, so that reads which wait in the kernel together are asked for together (client/chunkclient gathers those of one turn).
 
 Signals: as with a local drive a call ends before a signal is looked at, except when its caller is dying anyway. So nobody meets
-an EINTR that ext4 would not give; but who waits for a store that is gone can be killed.
+an EINTR that ext4 would not give; but who waits for a store that is gone can be killed. Who waits for a lock is interrupted by
+any signal.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ _SIGKILL_BIT = 1 << 8
 
 FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.AUTO_INVAL_DATA | Init.DO_READDIRPLUS
          | Init.READDIRPLUS_AUTO | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES
-         | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
+         | Init.POSIX_LOCKS | Init.FLOCK_LOCKS | Init.CACHE_SYMLINKS
+         | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
 """What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
 kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end."""
 
@@ -120,6 +122,7 @@ class KernelEngine(KernelRequests):
         self._buffers = (self._buffer,)
         self._table = self._handlers()
         self._work: dict[int, tuple[Step, int, int]] = {}  # unique -> its step, its caller's pid, operation
+        self._lock_waits = 0  # of those in work: they may wait for ever, and must not keep out what they wait for
         self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
         self._reading = False
         self._taking = False
@@ -165,6 +168,7 @@ class KernelEngine(KernelRequests):
 
     def stop(self) -> None:
         self._stopped = True
+        self._end_lock_waits()
         self._end()
 
     def close(self) -> None:
@@ -213,7 +217,7 @@ class KernelEngine(KernelRequests):
                 try:
                     count = readv(fd, buffers)
                 except BlockingIOError:
-                    if self._work or not self._look_out():
+                    if len(self._work) > self._lock_waits or not self._look_out():
                         return  # what waits for reads is in work: they are sent now
                     continue
                 except OSError as error:
@@ -253,6 +257,7 @@ class KernelEngine(KernelRequests):
         for step, _, opcode in list(self._work.values()):
             if opcode in ONLY_LOOKS:
                 step.cancel()
+        self._end_lock_waits()
         self._end()
         return False
 
@@ -267,12 +272,18 @@ class KernelEngine(KernelRequests):
         step.on_end = partial(self._step_ended, unique, name, answer)
         header = requests.HEADER.unpack_from(self._buffer)
         self._work[unique] = step, header[6], header[1]
-        if len(self._work) >= IN_WORK_MAX:
+        if header[1] == Op.SETLKW:
+            self._lock_waits += 1
+        elif len(self._work) - self._lock_waits >= IN_WORK_MAX:
             self._stop_reading()
 
     def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
         work = self._work
-        del work[unique]
+        _, _, opcode = work.pop(unique)
+        if opcode == Op.SETLKW:
+            self._lock_waits -= 1
+            if self._stopped and isinstance(error, asyncio.CancelledError):
+                error = Unavailable("the mount ends")  # EINTR is for who has a signal to look at
         self._interrupted.pop(unique, None)
         if error is None:
             try:
@@ -285,7 +296,7 @@ class KernelEngine(KernelRequests):
             self._end()
         elif not self._reading:
             self._read_on()
-        elif not work and self._look_out():
+        elif len(work) == self._lock_waits and self._look_out():
             self._take()
 
     # -- interrupts ----------------------------------------------------------------------------------------------------
@@ -295,10 +306,18 @@ class KernelEngine(KernelRequests):
         found = self._work.get(unique)
         if found is None:
             return  # answered; what is interrupted was read before
+        if found[2] == Op.SETLKW:
+            found[0].cancel()
+            return
         if not self._interrupted:
             self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
         self._interrupted[unique] = found[1]
         self._cancel_if_dying(unique, found[1])
+
+    def _end_lock_waits(self) -> None:
+        for step, _, opcode in list(self._work.values()):
+            if opcode == Op.SETLKW:
+                step.cancel()
 
     def _look_for_dying(self) -> None:
         for unique, pid in list(self._interrupted.items()):

@@ -6,10 +6,11 @@ those that wait. Never decides what a request means.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from nvpool.fuse.ops import FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     FSYNC_DATA_ONLY,
+    LOCK_FLOCK,
     OPEN_KILL_SUIDGID,
     UNANSWERED,
     WRITE_KILL_SUIDGID,
@@ -44,6 +46,8 @@ class KernelRequests:
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
         self._spare: Step
         ops.invalidate_attributes = self._invalidate_attributes
+        ops.invalidate_pages = self._invalidate_pages
+        ops.invalidate_names = self._invalidate_names
 
     def _handlers(self) -> list[Callable[[int], None]]:
         """By operation; each is called with the length of the request."""
@@ -92,6 +96,21 @@ class KernelRequests:
     def _invalidate_attributes(self, inode: int) -> None:
         """Without pages the kernel marks the inode and returns."""
         self._send(replies.inval_inode(inode, -1, 0))
+
+    async def _invalidate_pages(self, inode: int) -> None:
+        await self._notify([replies.inval_inode(inode, 0, 0)])
+
+    async def _invalidate_names(self, names: Iterable[tuple[int, bytes]]) -> None:
+        await self._notify([replies.inval_entry(parent, name, expire_only=True) for parent, name in names])
+
+    async def _notify(self, notices: list[bytes]) -> None:
+        """In a thread: the kernel waits for pages that are being read and directories that are being changed, and those wait
+        for answers of ours."""
+        descriptor = os.dup(self._fd)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, _write_all, descriptor, notices)
+        finally:
+            os.close(descriptor)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +196,7 @@ class KernelRequests:
 
     def _on_flush(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "flush", self._ops.flush(fields[9]), self._done)
+        self._start(fields[2], "flush", self._ops.flush(fields[9], fields[12]), self._done)
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
@@ -296,6 +315,26 @@ class KernelRequests:
         unique, node, name, *caller = requests.decode_lookup(self._buffer, count)
         self._start(unique, "removexattr", self._ops.removexattr(node, name, Caller(*caller)), self._done)
 
+    def _on_getlk(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "getlk",
+                    self._ops.getlk(body.fh, body.owner, body.start, body.end, body.type, body.pid), self._lock)
+
+    def _lock(self, unique: int, found: tuple[int, int, int, int]) -> None:
+        kind, start, end, pid = found
+        self._send(replies.lock(unique, start, end, kind, pid))
+
+    def _on_setlk(self, count: int) -> None:
+        request, body, _ = self._decoded(count)
+        wait = request.opcode == Op.SETLKW
+        if body.lk_flags & LOCK_FLOCK:
+            locking = self._ops.flock(body.fh, body.owner, body.type, body.pid, wait)
+        else:
+            locking = self._ops.setlk(body.fh, body.owner, body.start, body.end, body.type, body.pid, wait)
+        self._start(request.unique, "setlk", locking, self._done)
+
+    _on_setlkw = _on_setlk
+
     def _on_access(self, count: int) -> None:
         request, body, caller = self._decoded(count)
         self._start(request.unique, "access", self._ops.access(request.node, body.mask, caller), self._done)
@@ -319,6 +358,17 @@ class KernelRequests:
         request = requests.decode(self._buffer, count)
         if request.opcode not in UNANSWERED:
             self._send(replies.failed(request.unique, errno.ENOSYS))
+
+
+def _write_all(descriptor: int, notices: list[bytes]) -> None:
+    for notice in notices:
+        try:
+            os.write(descriptor, notice)
+        except OSError as error:
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+                return
+            if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
+                log.error("the kernel has not taken a notice: %s", error)
 
 
 def _opening(opened) -> int:

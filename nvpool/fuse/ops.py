@@ -10,6 +10,7 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
 * attributes: where an open finds a `change` that the kernel was not told of, its cached attributes (the size!) are invalidated
   before the open is answered. So what another node closed is seen at the next open, whatever the kernel keeps.
+* locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
   kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
 * listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
@@ -34,6 +35,7 @@ from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound, NotSupported, NvpoolError
 from nvpool.client.vfs.contract import Caller
+from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -125,13 +127,11 @@ class _OpenDirectory:
         self.changes = -1
 
 
-class FuseOps:
+class FuseOps(LockOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
-    record_locks = False
-    """Whether locks of fcntl(2) are kept here: then every close of a descriptor has to be heard of, which ends its locks."""
-
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
+        super().__init__(vfs)
         self._vfs = vfs
         self.options = options or FuseOptions()
         self._clock = clock
@@ -167,6 +167,8 @@ class FuseOps:
         try:
             return self._telling(await self._vfs.lookup(parent, name))
         except NotFound:
+            if not self._tell_absent(parent, name):
+                raise
             return None
 
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
@@ -292,7 +294,9 @@ class FuseOps:
             self._appending[handle] = caller
         return Opened(handle, appending,
                       self.options.writeback or before is not None and before[0] == attr.change,
-                      reads_only and not self.record_locks)
+                      # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
+                      # any; one that is taken later through this descriptor ends with the open file instead.
+                      reads_only and not self._vfs.is_locked(attr.inode))
 
     def burst(self) -> None:
         """Several requests may follow at once, before `burst_over`: reads among them travel together."""
@@ -338,10 +342,11 @@ class FuseOps:
             with contextlib.suppress(errors.NoAttribute):
                 await self._vfs.removexattr(file.inode, CAPABILITY, caller)
 
-    async def flush(self, handle: int) -> None:
-        """close(2): what was written is at the stores and the size is known to all, or the error is told here."""
+    async def flush(self, handle: int, owner: int | None = None) -> None:
+        """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
+        of `owner` on the file end."""
         try:
-            await self._vfs.flush(self._files[handle])
+            await self._vfs.flush(self._files[handle], owner)
         finally:
             self._changes += 1
 
@@ -352,7 +357,7 @@ class FuseOps:
             self._changes += 1
 
     async def release(self, handle: int) -> None:
-        """The last descriptor of it is closed. The number is not used again."""
+        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again."""
         self._appending.pop(handle, None)
         await self._vfs.release(self._files.pop(handle))
 

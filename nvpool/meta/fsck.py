@@ -19,10 +19,12 @@ from nvpool.base.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolEr
 from nvpool.base.ids import ROOT_INODE, counter_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
+from nvpool.logic.lockranges import Span
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Sessions
+from nvpool.meta.locks import Owner
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.view import Draft, View
 
@@ -32,7 +34,7 @@ ROOTED_MAX = 1_000_000
 """Directories remembered as being below the root, so that a climb is short."""
 LOST_AND_FOUND = b"lost+found"
 NAMES, SUBDIRS, ENTRIES = range(3)
-_NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT))
+_NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
 
 
 class Problem(NamedTuple):
@@ -43,7 +45,8 @@ class Problem(NamedTuple):
 
 def _is_numbered(kind: int, key: bytes) -> bool:
     number = records.inode_of_key(key)
-    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if kind == records.XATTR else key)
+    longer = kind in (records.XATTR, records.LOCK)
+    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if longer else key)
 
 
 class Fsck:
@@ -76,7 +79,7 @@ class Fsck:
         self._checks: dict[int, Callable[[bytes, bytes], None]] = {
             records.INODE: self._inode, records.DENTRY: self._dentry, records.XATTR: self._xattr,
             records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
-            records.SESSION: self._session, records.SLOT: self._slot, records.COUNTS: self._counts,
+            records.LOCK: self._lock, records.SESSION: self._session, records.SLOT: self._slot, records.COUNTS: self._counts,
             records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds,
             records.DAMAGED: lambda key, raw: None}
 
@@ -340,6 +343,34 @@ class Fsck:
                 self._begin_cut(number, intent)
                 return []
             self._found("intent", f"inode {number} is to be cut, and nobody does it", begin)
+
+    def _lock(self, key: bytes, raw: bytes) -> None:
+        """A lock that nobody holds by our memory hinders nobody, until a restart takes it up."""
+        number = records.inode_of_key(key)
+        try:
+            kind, session, owner, start = records.lock_of_key(key)
+            end, mode, pid = records.decode_lock(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"{error} (inode {number})")
+            return
+        if self._kv.get(key) != raw:
+            return
+        inode, locks = self._current(number), self._view.locks
+        here, who = f"inode {number} from byte {start} to {end}", Owner(kind, session, owner)
+        if inode is None or not inode.is_file:
+            def forget() -> list:
+                locks.forget(number)
+                return [(key, None)]
+            self._found("lock", f"{here} is locked, and it is no file", forget)
+        elif Span(start, end, mode, pid) not in locks.spans_of(number, who):
+            self._found("lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)])
+        elif session not in self._sessions.by_number and session not in locks.dead:
+            def end() -> list:
+                locks.end_session(session)
+                return []
+            self._found("lock", f"{here} is locked by session {session:#x}, which does not live", end)
+        elif any(not other.waits for other in locks.in_the_way(number, who, start, end, mode)):
+            self._found("lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None)
 
     def _session(self, key: bytes, raw: bytes) -> None:
         try:

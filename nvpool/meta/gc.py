@@ -38,7 +38,7 @@ APPLY_BATCH = 128
 
 
 async def partitions_with_remains(kv: Kv) -> list[int]:
-    """The partitions that have orphans, a collect queue or intents, whose kinds lie beside one another; for a start.
+    """The partitions that have orphans, a collect queue, intents or locks, whose kinds lie beside one another; for a start.
     Empty partitions are jumped over: one scan for each that is not, 4,096 at most."""
     found, partition = [], 0
     while partition < PARTITION_COUNT:
@@ -46,7 +46,7 @@ async def partitions_with_remains(kv: Kv) -> list[int]:
         if not pairs:
             break
         owner, kind = records.partition_of_key(pairs[0][0]), records.kind_of(pairs[0][0])
-        if kind in (records.ORPHAN, records.COLLECT, records.INTENT):
+        if kind in (records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK):
             found.append(owner)
             partition = owner + 1
         else:

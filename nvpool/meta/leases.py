@@ -82,6 +82,11 @@ class Sessions:
             raise StaleSession(f"session {number:#x} is unknown or has ended; open a new one")
         return session
 
+    def client_of(self, number: int) -> str:
+        """Who opened the session; nothing where it has ended."""
+        session = self.by_number.get(number)
+        return session.client if session is not None else ""
+
     def slot(self, session: Session, index: int) -> Slot:
         if index >= SLOTS_PER_SESSION:
             raise InvalidRequest(f"a session has {SLOTS_PER_SESSION} slots; there is no slot {index}")

@@ -7,13 +7,16 @@ Pure, as decisions are: (view, request, now in ns) -> Draft; listings and the se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, NoAttribute, NotFound, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.logic.partition import EQUAL_MAX, cursor_behind, cursor_parts, partition_of_name
 from nvpool.meta import records
+from nvpool.meta.changes.lock import check_range
 from nvpool.meta.changes.xattr import XATTRS_MAX, check_name
+from nvpool.meta.locks import Owner
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.view import Draft, View, fill_attr
 from nvpool.wire import codec
@@ -21,6 +24,8 @@ from nvpool.wire.v1 import meta_pb2
 
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: with attributes a thousand of them hold the event loop for about ten milliseconds."""
+LOCKS_MAX = 1000
+"""In a reply: about fifty kilobytes."""
 WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 NAMES_LIMIT = 1000
@@ -74,6 +79,24 @@ def listxattr(view: View, request: meta_pb2.ListXattrRequest, now_ns: int) -> Dr
     reply = draft.reply = meta_pb2.ListXattrReply()
     if draft.inode(request.inode).flags & records.HAS_XATTRS:
         reply.names.extend(key[9:] for key, _ in view.scan(*records.xattr_range(request.inode), XATTRS_MAX))
+    return draft
+
+
+def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
+    """Those in the way of a lock, the first byte first; or all, a thousand at most."""
+    draft = Draft(view, now_ns)
+    draft.inode(request.inode)
+    if request.mode:
+        check_range(request)
+        owner = Owner(request.kind, request.session, request.owner)
+        found = sorted(view.locks.in_the_way(request.inode, owner, request.start, request.end, request.mode),
+                       key=lambda one: one.span.start)[:1]
+    else:
+        found = list(islice(view.locks.locks_on(request.inode), LOCKS_MAX + 1))
+    reply = draft.reply = meta_pb2.LocksReply(more=len(found) > LOCKS_MAX)
+    for owner, span, waits in found[:LOCKS_MAX]:
+        reply.locks.add(kind=owner.kind, session=owner.session, owner=owner.owner, start=span.start, end=span.end,
+                        mode=span.mode, pid=span.pid, client=view.locks.client_of(owner.session), waits=waits)
     return draft
 
 

@@ -14,11 +14,12 @@ from nvpool.base.errors import CorruptRecord
 from nvpool.base.ids import COUNTER_BITS, COUNTER_MASK
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION, SYMLINK_BYTES_MAX
 from nvpool.logic.layout import Layout
+from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
-"""Kinds of a partition's records. LOCK and OTHER (a second kind byte follows: volumes, quotas) are not in use yet."""
+"""Kinds of a partition's records. OTHER (a second kind byte follows: volumes, quotas) is not in use yet."""
 SHARD = 0x8000
 IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED = range(SHARD, SHARD + 6)
 """Kinds of the shard's own records."""
@@ -26,6 +27,7 @@ IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED = range(SHARD, SHARD + 6)
 _KIND_BITS = 3
 _DENTRY_KEY = struct.Struct(">HQ")
 _PREFIX = struct.Struct(">H")
+_LOCK_KEY = struct.Struct(">BQQQ")
 IDENTITY_KEY = _PREFIX.pack(IDENTITY)
 BOUNDS_KEY = _PREFIX.pack(BOUNDS)
 COUNTS_KEY = _PREFIX.pack(COUNTS)
@@ -91,6 +93,21 @@ def xattr_key(inode: int, name: bytes) -> bytes:
 
 def xattr_range(inode: int) -> tuple[bytes, bytes]:
     return numbered_key(XATTR, inode), numbered_key(XATTR, inode) + END_OF_KEYS
+
+
+def lock_key(inode: int, kind: int, session: int, owner: int, start: int) -> bytes:
+    """34 bytes: 9 as all of the inode's, kind u8, session u64, owner u64, first byte u64."""
+    return numbered_key(LOCK, inode) + _LOCK_KEY.pack(kind, session, owner, start)
+
+
+def lock_of_key(key: bytes) -> tuple[int, int, int, int]:
+    """(kind, session, owner, first byte)."""
+    if len(key) != 9 + _LOCK_KEY.size:
+        raise CorruptRecord(f"the key of a lock has {len(key)} bytes")
+    kind, session, owner, start = _LOCK_KEY.unpack_from(key, 9)
+    if kind not in (RECORD, WHOLE):
+        raise CorruptRecord(f"a lock of kind {kind}")
+    return kind, session, owner, start
 
 
 def session_key(session: int) -> bytes:
@@ -414,6 +431,7 @@ _SLOT = struct.Struct("<BQQ")
 _IDENTITY = struct.Struct("<BI16sB")
 _BOUNDS = struct.Struct("<BQQ")
 _COUNTS = struct.Struct("<BQ")
+_LOCK = struct.Struct("<BBQI")
 ORPHAN_VALUE = bytes((_VERSION,))
 XATTR_HEAD = bytes((_VERSION,))
 SESSION_SECRET_BYTES = 16
@@ -450,6 +468,18 @@ def decode_xattr(raw: bytes) -> bytes:
     if raw[:1] != XATTR_HEAD:
         raise CorruptRecord("an extended attribute can not be read")
     return raw[1:]
+
+
+def encode_lock(end: int, mode: int, pid: int) -> bytes:
+    return _LOCK.pack(_VERSION, mode, end, pid)
+
+
+def decode_lock(raw: bytes) -> tuple[int, int, int]:
+    """(last byte, mode, pid)."""
+    mode, end, pid = _fields(_LOCK, raw, "a lock")
+    if mode not in (SHARED, EXCLUSIVE) or end > LAST_BYTE:
+        raise CorruptRecord(f"a lock of mode {mode} to byte {end}")
+    return end, mode, pid
 
 
 def encode_session(record: SessionRecord) -> bytes:

@@ -8,6 +8,7 @@ from nvpool.meta import queries
 from nvpool.meta.changes.attributes import setattr as decide_setattr
 from nvpool.meta.changes.create import create
 from nvpool.meta.changes.link import link
+from nvpool.meta.changes.lock import lock
 from nvpool.meta.changes.open import open_inode, report, reserve
 from nvpool.meta.changes.rename import rename
 from nvpool.meta.changes.unlink import rmdir, unlink
@@ -23,6 +24,7 @@ CHANGES: dict[int, tuple[Any, Decision]] = {
     wire.META_RMDIR: (pb.UnlinkRequest, rmdir),
     wire.META_RENAME: (pb.RenameRequest, rename),
     wire.META_LINK: (pb.LinkRequest, link),
+    wire.META_LOCK: (pb.LockRequest, lock),
     wire.META_OPEN: (pb.OpenRequest, open_inode),
     wire.META_REPORT: (pb.ReportRequest, report),
     wire.META_RESERVE: (pb.ReserveRequest, reserve),
@@ -35,4 +37,5 @@ QUERIES: dict[int, tuple[Any, Decision]] = {
     wire.META_READLINK: (pb.ReadLinkRequest, queries.readlink),
     wire.META_GETXATTR: (pb.GetXattrRequest, queries.getxattr),
     wire.META_LISTXATTR: (pb.ListXattrRequest, queries.listxattr),
+    wire.META_LOCKS: (pb.LocksRequest, queries.locks),
 }

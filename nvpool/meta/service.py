@@ -12,10 +12,8 @@ with UnlinkRequest; the others have a message of their own name.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import stat
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -33,19 +31,18 @@ from nvpool.base.errors import (
     NvpoolError,
     Refused,
     StaleSequence,
-    WrongFormat,
 )
-from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
-from nvpool.logic.layout import Layout, layout_of
-from nvpool.logic.partition import NAME_KEY_BYTES
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import queries, records
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
+from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
+from nvpool.meta.locks import LockTable
+from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.routes import CHANGES, QUERIES
@@ -103,11 +100,14 @@ class MetaService:
             self._own(work)
 
     def _assemble(self) -> records.Identity:
-        identity = self._identity()
-        self._view = View(self._kv, identity, self._secret, self._options.grant_s)
+        identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
+        locks = LockTable(self._clock, self._options.grant_s + HOLD_BEYOND_GRANTS_S)
+        locks.client_of = self._sessions.client_of
+        self._locks = LockWaits(self._kv, locks, self._clock)
+        self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
-                                    self._sessions.holders.__contains__)
+                                    lambda inode: inode in self._sessions.holders or inode in locks.files)
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
@@ -124,32 +124,8 @@ class MetaService:
         remains = await partitions_with_remains(self._kv)
         self._collector.load(remains)
         self._cuts.resume(remains)
+        self._locks.load(remains, self._sessions.by_number)
         self._state = "serving"
-
-    def _identity(self) -> records.Identity:
-        raw = self._kv.get(records.IDENTITY_KEY)
-        if raw is None:
-            # Kept from here on: a new grant secret must not change where names are.
-            key = hashlib.blake2b(self._secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest()
-            identity = records.Identity(self._shard, key)
-            self._kv.apply(self._first_records(identity))
-            return identity
-        identity = records.decode_identity(raw)
-        if identity.shard != self._shard:
-            raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {self._shard}")
-        return identity
-
-    def _first_records(self, identity: records.Identity) -> list[tuple[bytes, bytes | None]]:
-        layout = Layout()
-        if self._map is not None:
-            settings = self._map.settings
-            layout = layout_of(settings.chunk_bytes, settings.replicas)
-        now = self._clock.wall_ns()
-        root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now, mtime_ns=now, ctime_ns=now,
-                             table=layout.table, chunk_bits=layout.chunk_bits, parent=ROOT_INODE)
-        return [(records.IDENTITY_KEY, records.encode_identity(identity)),
-                (records.inode_key(ROOT_INODE), records.encode_inode(root)),
-                (records.COUNTS_KEY, records.encode_counts(1))]
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Take a newer map; an older one is ignored."""
@@ -214,7 +190,7 @@ class MetaService:
                 await self._collector.sweep_all()
 
     async def end_leases(self) -> None:
-        """End the sessions whose lease is over; reserve numbers where they run low. Waits for the engine only."""
+        """End the sessions whose lease is over; give on locks; reserve numbers where they run low. Waits for the engine."""
         now_s = self._clock.boottime_s()
         for session in self._sessions.expired(now_s):
             while self._kv.full:
@@ -222,8 +198,9 @@ class MetaService:
             if session.expires_s >= now_s:
                 continue  # renewed while we waited
             _log.warning("session %#x (%s) has not been renewed and ends", session.number, session.client)
-            self._end_session(session, now_s + self._options.grant_s)
+            self._end_session(session, self._options.grant_s)
             await asyncio.sleep(0)
+        await self._locks.run_once()
         if self._numbers.low(self._view.next_number):
             await self._numbers.more()
 
@@ -266,6 +243,7 @@ class MetaService:
             wire.META_RENEW_SESSION: self._renew_session,
             wire.META_CLOSE_SESSION: self._close_session,
             wire.META_RELEASE: self._release,
+            wire.META_LOCK_WAIT: self._wait_for_lock,
             wire.META_LIST: self._list,
             wire.META_STATFS: self._statfs,
             wire.META_SYNC: self._sync,
@@ -357,6 +335,8 @@ class MetaService:
             self._sessions.close(session, draft.closed)
         for orphan in draft.orphans:
             self._collector.add(orphan)
+        if draft.then is not None:
+            draft.then()
         if draft.parent is not None:
             beside = type(draft.reply)()
             fill_attr(beside.parent, draft.parent)
@@ -380,7 +360,7 @@ class MetaService:
             call.fail(slot.error)
         elif slot.waits_for in self._view.cutting:
             self._answer_later(call, asyncio.shield(self._view.cutting[slot.waits_for]), slot.answer)
-        elif self._kv.sync_before_answer or getattr(request, "sync", False):
+        elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
             self._answer_later(call, self._kv.sync(), slot.answer)
         else:
             call.reply(slot.answer)
@@ -474,9 +454,10 @@ class MetaService:
             self._end_session(session, 0.0)
         call.reply(pb.CloseSessionReply().SerializeToString())
 
-    def _end_session(self, session: Session, hold_until_s: float) -> None:
+    def _end_session(self, session: Session, grants_live_s: float) -> None:
         self._kv.apply(self._sessions.ending(session), reclaims=True)
-        self._collector.hold(self._sessions.drop(session), hold_until_s)
+        self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
+        self._locks.end_session(session.number, said_so=not grants_live_s)
 
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
@@ -484,6 +465,11 @@ class MetaService:
         for inode in inodes_of(request.inodes):
             self._sessions.close(session, inode)
         call.reply(b"")
+
+    def _wait_for_lock(self, call: Call) -> None:
+        request = pb.LockWaitRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        self._locks.ask(call, request)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -561,7 +547,7 @@ class MetaService:
                 raise InUse("a load wants an empty shard that nobody has mounted")
             self._state = "loading"
             self._runs.end_all()
-            self._loading = Load(self._kv, self._identity())
+            self._loading = Load(self._kv, take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns()))
             await self._loading.begin()
         load = self._loading
         if load is None:
@@ -587,7 +573,7 @@ class MetaService:
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting))
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting), **self._locks.counters())
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())

@@ -24,6 +24,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.partition import name_hasher, partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
+from nvpool.meta.locks import LockTable
 from nvpool.meta.records import Inode, Intent
 from nvpool.wire.v1 import meta_pb2
 
@@ -41,7 +42,8 @@ class CutInProgress(Exception):
 class View:
     """Typed reads of one shard, as of now, and what decisions have to know beside the records."""
 
-    def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float) -> None:
+    def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
+        self.locks = locks
         self.get = kv.get
         self.scan = kv.scan
         self.shard = identity.shard
@@ -114,7 +116,7 @@ class Draft:
     """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
 
     __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
-                 "orphans", "adds", "sync", "parent")
+                 "orphans", "adds", "sync", "parent", "then")
 
     def __init__(self, view: View, now_ns: int) -> None:
         self.view = view
@@ -133,6 +135,8 @@ class Draft:
         self.adds = False
         """Whether it is to be refused when there is no room. What does not add records works always."""
         self.sync = False
+        self.then: Callable[[], None] | None = None
+        """What is to be done in memory when the effects are applied."""
         self.parent: Inode | None = None
         """Directory whose attributes go with the first answer (the kernel asks for them after each change of a name), but not
         into the kept one."""

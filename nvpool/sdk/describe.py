@@ -12,12 +12,15 @@ from typing import Any
 from nvpool.base.ids import partition_of, version_parts
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
+from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 from nvpool.sdk.asking import Asking
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 CHUNKS_AT_ONCE = 1000
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
          stat.S_IFSOCK: "socket", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
+LOCK_KINDS = {RECORD: "fcntl", WHOLE: "flock"}
+LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 
 async def chunks_on(asking: Asking, target: int, inode: int) -> AsyncIterator[data_pb2.ChunkDescription]:
@@ -33,8 +36,8 @@ async def chunks_on(asking: Asking, target: int, inode: int) -> AsyncIterator[da
 
 
 async def describe(client, attr) -> dict[str, Any]:
-    """All of `nvpool file info --json`: attributes, layout, shard and partition, and the chunks with the targets that have
-    them.
+    """All of `nvpool file info --json`: attributes, layout, shard and partition, locks, and the chunks with the targets that
+    have them.
 
     A chunk that no target has is a hole. Unreachable when a target does not answer.
     """
@@ -61,6 +64,10 @@ async def describe(client, attr) -> dict[str, Any]:
                 "target": target, "version": f"{epoch}.{counter}", "allocated_bytes": one.blocks * BLOCK_BYTES,
                 "extents": one.extents, "cut": one.cut, "end": one.end,
                 "misplaced": target not in table.chains[chain].targets})
+    found["locks"] = [
+        {"kind": LOCK_KINDS[lock.kind], "mode": LOCK_MODES[lock.mode], "first": lock.start,
+         "last": lock.end if lock.end < LAST_BYTE else None, "client": lock.client, "pid": lock.pid, "waits": lock.waits}
+        for lock in await client.vfs.locks_on(attr.inode)]
     found["chunks"] = [chunks[index] for index in sorted(chunks)]
     found["allocated_bytes"] = sum(copy["allocated_bytes"] for chunk in found["chunks"] for copy in chunk["copies"])
     return found

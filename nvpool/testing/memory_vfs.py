@@ -7,6 +7,7 @@ nothing else: no permissions beyond what the kernel checks, no durability, one n
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import NOW, RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
+from nvpool.logic.lockranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, Span
+from nvpool.meta.locks import LockTable, Owner, Waiter
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
 
 HAS_XATTRS = 1
@@ -36,13 +39,14 @@ class _Node:
 
 
 class FileHandle:
-    __slots__ = ("inode", "flags", "attr", "node")  # as in client/vfs/contract
+    __slots__ = ("inode", "flags", "attr", "node", "flocks")  # as in client/vfs/contract
 
     def __init__(self, node: _Node, flags: int) -> None:
         self.inode = node.attr.inode
         self.flags = flags
         self.attr = node.attr
         self.node = node
+        self.flocks: set[int] = set()
 
 
 class DirHandle(NamedTuple):
@@ -52,6 +56,9 @@ class DirHandle(NamedTuple):
 class MemoryVfs:
     def __init__(self, clock=SYSTEM_CLOCK) -> None:
         self._clock = clock
+        self._locks = LockTable(clock, 0.0)
+        self._locks.on_turn = self._give_turn
+        self._turns: dict[int, asyncio.Future] = {}
         self._last_inode = ROOT_INODE
         self._last_cursor = 3
         now = clock.wall_ns()
@@ -316,13 +323,54 @@ class MemoryVfs:
         self._touch(node)
         return len(buffer)
 
-    async def flush(self, handle: FileHandle) -> None:
-        pass
+    async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
+        if owner is not None and handle.inode in self._locks.files:
+            await self.setlk(handle, owner, 0, LAST_BYTE, UNLOCKED)
 
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
         pass
 
+    def is_locked(self, inode: int) -> bool:
+        return inode in self._locks.files
+
+    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
+        found = next(self._locks.in_the_way(handle.inode, Owner(RECORD, 0, owner), start, end, mode), None)
+        return found.span if found else None
+
+    async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
+                    wait: bool = False) -> bool:
+        return await self._lock(handle, Owner(RECORD, 0, owner), start, end, mode, pid, wait)
+
+    async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
+        handle.flocks.add(owner)
+        return await self._lock(handle, Owner(WHOLE, 0, owner), 0, LAST_BYTE, mode, pid, wait)
+
+    async def _lock(self, handle: FileHandle, owner: Owner, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+        ticket = 0
+        try:
+            while True:
+                step = self._locks.decide(handle.inode, owner, start, end, mode, pid, wait, ticket)
+                self._locks.commit(step)
+                if step.granted:
+                    return False
+                if not wait:
+                    raise errors.WouldBlock()
+                ticket = step.waiter.ticket
+                turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+                await turn
+        finally:
+            self._turns.pop(ticket, None)
+            waiter = self._locks.waiter(0, ticket)
+            if waiter is not None:
+                self._locks.give_up(waiter)
+
+    def _give_turn(self, waiter: Waiter) -> None:
+        if waiter.ticket in self._turns and not self._turns[waiter.ticket].done():
+            self._turns[waiter.ticket].set_result(None)
+
     async def release(self, handle: FileHandle) -> None:
+        for owner in list(handle.flocks):
+            await self.flock(handle, owner, UNLOCKED)
         handle.node.handles -= 1
         self._collect(handle.node)
 

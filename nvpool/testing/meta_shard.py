@@ -11,6 +11,7 @@ import stat
 from typing import Any
 
 from nvpool.base.errors import NvpoolError, Unreachable
+from nvpool.logic.lockranges import LAST_BYTE, RECORD
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
 from nvpool.meta.service import MetaService
@@ -69,7 +70,8 @@ class ShardClient:
                "LISTXATTR": pb.ListXattrReply, "READLINK": pb.ReadLinkReply, "OPEN_SESSION": pb.OpenSessionReply,
                "RENEW_SESSION": pb.RenewSessionReply, "CLOSE_SESSION": pb.CloseSessionReply, "SYNC": pb.SyncReply,
                "RELEASE": pb.ReleaseReply, "STATUS": pb.MetaStatusReply, "COLLECT": pb.CollectReply,
-               "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply}
+               "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply,
+               "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply}
 
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
         self.service = service
@@ -134,6 +136,16 @@ class ShardClient:
     async def report(self, inode: int, end: int, cut: int = 0, **fields) -> pb.Attr:
         fields.setdefault("wrote", True)
         return (await self.ask("REPORT", pb.ReportRequest(change=self.change(), inode=inode, end=end, cut=cut, **fields))).attr
+
+    async def lock(self, inode: int, mode: int, start: int = 0, end: int = LAST_BYTE, *, owner: int = 1, kind: int = RECORD,
+                   slot: int = 0, **fields) -> pb.LockReply:
+        return await self.ask("LOCK", pb.LockRequest(change=self.change(slot), inode=inode, kind=kind, owner=owner, start=start,
+                                                     end=end, mode=mode, **fields))
+
+    async def locks(self, inode: int, mode: int = 0, start: int = 0, end: int = LAST_BYTE, *, owner: int = 1,
+                    kind: int = RECORD) -> list[pb.HeldLock]:
+        return list((await self.ask("LOCKS", pb.LocksRequest(session=self.session, inode=inode, kind=kind, owner=owner,
+                                                             start=start, end=end, mode=mode))).locks)
 
     async def list(self, inode: int, limit: int = 0, attrs: bool = False) -> list[pb.DirEntry]:
         entries: list[pb.DirEntry] = []

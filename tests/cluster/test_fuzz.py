@@ -33,6 +33,8 @@ META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_R
         wire_pb2.META_LIST: meta_pb2.ListDirRequest, wire_pb2.META_STATFS: meta_pb2.StatFsRequest,
         wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest, wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
         wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest, wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
+        wire_pb2.META_LOCK: meta_pb2.LockRequest, wire_pb2.META_LOCK_WAIT: meta_pb2.LockWaitRequest,
+        wire_pb2.META_LOCKS: meta_pb2.LocksRequest,
         wire_pb2.META_SYNC: meta_pb2.SyncRequest, wire_pb2.META_DUMP: meta_pb2.DumpRequest,
         wire_pb2.META_FSCK: meta_pb2.FsckRequest, wire_pb2.META_NAMES: meta_pb2.NamesRequest,
         wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest, wire_pb2.META_COLLECT: meta_pb2.CollectRequest}

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -172,6 +173,9 @@ async def test_who_only_reads_is_not_waited_for_at_close(kernel):
     for flags, quiet in ((os.O_RDONLY, True), (os.O_RDWR, False), (os.O_WRONLY, False)):
         opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
         assert bool(opened.open_flags & Opening.NOFLUSH) == quiet
+    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 9, fcntl.F_WRLCK, 1, 0), node=inode)
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert not opened.open_flags & Opening.NOFLUSH, "its close ends the locks of the process"
     opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
     assert opened.open_flags & Opening.DIRECT_IO
 

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import re
+import sqlite3
 import time
 
 import pytest
@@ -25,7 +26,8 @@ def there(here, second, mounted):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0][:50] for text in EXAMPLES])
 def test_the_example_says_the_truth(here, there, example):
-    exec(compile(example, "SEMANTICS.md", "exec"), {"os": os, "time": time, "fcntl": fcntl, "here": here, "there": there})
+    known = {"os": os, "time": time, "fcntl": fcntl, "sqlite3": sqlite3, "here": here, "there": there}
+    exec(compile(example, "SEMANTICS.md", "exec"), known)
 
 
 def refused(call):

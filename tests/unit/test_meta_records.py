@@ -43,6 +43,7 @@ def golden_values() -> dict[str, str]:
         "key: orphan": records.numbered_key(records.ORPHAN, FILE).hex(),
         "key: collect": records.numbered_key(records.COLLECT, FILE).hex(),
         "key: intent": records.numbered_key(records.INTENT, FILE).hex(),
+        "key: lock": records.lock_key(FILE, 2, 1 << 48 | 5, 0xABCDEF0123456789, 4096).hex(),
         "key: identity": records.IDENTITY_KEY.hex(), "key: bounds": records.BOUNDS_KEY.hex(),
         "key: counts": records.COUNTS_KEY.hex(), "key: session": records.session_key(1 << 48 | 5).hex(),
         "key: slot": records.slot_key(1 << 48 | 5, 63).hex(), "key: damaged": records.damaged_key(b"abc").hex(),
@@ -50,6 +51,7 @@ def golden_values() -> dict[str, str]:
         "dentry: other partition": records.encode_dentry(8, FILE, 4).hex(),
         "intent": records.encode_intent(records.Intent(3, 1 << 33, 2, 20)).hex(),
         "collect": records.encode_collect(records.Collect(2, 22)).hex(),
+        "lock": records.encode_lock((1 << 63) - 1, 2, 4711).hex(),
         "session": records.encode_session(records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
         "slot": records.encode_slot(77, FILE, b"answer").hex(),
         "identity": records.encode_identity(records.Identity(1, bytes(range(16)))).hex(),
@@ -100,7 +102,8 @@ def test_bytes_that_are_no_record_are_called_corrupt(raw):
                    lambda: records.decode_intent(raw), lambda: records.decode_collect(raw),
                    lambda: records.decode_session(raw), lambda: records.decode_slot(raw),
                    lambda: records.decode_identity(raw), lambda: records.decode_bounds(raw),
-                   lambda: records.decode_counts(raw), lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):
+                   lambda: records.decode_lock(raw), lambda: records.lock_of_key(raw), lambda: records.decode_counts(raw),
+                   lambda: records.decode_xattr(raw), lambda: records.decode_orphan(raw)):
         try:
             decode()
         except CorruptRecord:
@@ -117,7 +120,8 @@ def test_a_dentry_names_the_inode_it_was_made_for(owner, counter, home, kind):
 def test_every_key_of_a_partition_lies_in_its_range(owner, counter):
     inode = inode_number(owner, counter)
     keys = [records.inode_key(inode), records.dentry_key(owner, inode, HASH, b"n" * 255), records.xattr_key(inode, b"user.x"),
-            *(records.numbered_key(kind, inode) for kind in (records.ORPHAN, records.COLLECT, records.INTENT))]
+            *(records.numbered_key(kind, inode) for kind in (records.ORPHAN, records.COLLECT, records.INTENT)),
+            records.lock_key(inode, 2, 2**64 - 1, 2**64 - 1, 2**63 - 1)]
     for key in keys:
         assert records.prefix(owner, 0) <= key < records.prefix(owner + 1, 0) and len(key) <= 511
         assert records.partition_of_key(key) == owner

@@ -6,7 +6,7 @@ import asyncio
 import os
 import stat
 
-from nvpool.base.errors import AccessDenied, InvalidRequest, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
 from nvpool.base.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -74,6 +74,8 @@ class Attributes(Core):
             valid |= _CTIME
             request.ctime_ns = ctime_ns
         file = self.cache.open.get(inode)
+        if handle is not None and handle.file.lost:
+            raise LockLost()
         if size is not None:
             if size < 0:
                 raise InvalidRequest(f"a size of {size} bytes")
@@ -95,7 +97,7 @@ class Attributes(Core):
         try:
             if size > file.attr.size:
                 await self.writer.settle(file)
-            attr = self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+            attr = self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file))
         finally:
             self.writer.end_cut(file)
             self.reader.changed(file)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NotFound, Unavailable
+from nvpool.base.errors import LockLost, NotFound, Unavailable
 from nvpool.client.batchread import BatchReader
 from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
@@ -42,6 +43,8 @@ class Core:
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._look)
         self._renewals: set[asyncio.Task] = set()
+        self.on_lost: Callable[[int], None] = lambda inode: None
+        """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
 
     def hold_reads(self) -> None:
         """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
@@ -58,7 +61,7 @@ class Core:
     # -- attributes and grants of open inodes --------------------------------------------------------------------------
 
     async def _refresh(self, file: OpenInode, rights: int) -> None:
-        """New attributes of an open inode, and a grant with `rights` besides those it has. One question at a time."""
+        """New attributes of an open inode, and a grant with `rights` besides those it has. One question at a time. LockLost."""
         rights |= file.grant_rights
         if file.renewal is None or file.renewal.done():
             file.renewal = asyncio.create_task(self._ask_attr(file, rights))
@@ -96,7 +99,11 @@ class Core:
 
     async def _ask_attr(self, file: OpenInode, rights: int) -> None:
         request = meta_pb2.GetAttrRequest(inode=file.inode, rights=rights)
+        if file.lost:
+            raise LockLost()
         entry = await self.meta.ask(file.inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        if file.lost:
+            raise LockLost()  # the question found out: a grant of the new session must not carry what was written in the old
         self._take(entry, file)
 
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
@@ -112,9 +119,9 @@ class Core:
     async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool) -> None:
         request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
                                          blocks_delta=(stored + 511) // 512)
-        reply = await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply)
+        reply = await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply, file=file)
         if reply.HasField("attr"):
-            self.cache.put_attr(reply.attr)
+            self.cache.put_attr(reply.attr, ours=True)
         else:
             self.cache.forget_attr(file.inode)
 
@@ -142,8 +149,8 @@ class Core:
         entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         return self._take(entry)
 
-    async def _change(self, inode: int, method: int, request, reply_type, caller: Caller):
-        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid)
+    async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
+        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file)
 
     # -- background ----------------------------------------------------------------------------------------------------
 
@@ -169,9 +176,10 @@ class Core:
 
     async def close(self, deadline_s: float) -> None:
         """Store and report what was written, give the session back, stop; all by `deadline_s`."""
-        await self.writer.close(deadline_s)
+        sent = await self.writer.close(deadline_s)
         for task in list(self._renewals):
             task.cancel()
         self.paths.close()
         await self.chunks.close()
-        await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0))
+        # What is on its way may yet arrive: then our locks must not be given on before our grants have ended.
+        await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0), say_so=sent)

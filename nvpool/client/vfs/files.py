@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import stat
 
-from nvpool.base.errors import BadHandle, InvalidRequest, NotFound, StaleCut
+from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.cache import OpenInode
 from nvpool.client.reader import EMPTY
 from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.client.vfs.locks import Locks
 from nvpool.client.vfs.names import Names, check_name
 from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -26,7 +27,7 @@ def rights_of(flags: int) -> int:
     return rights
 
 
-class Files(Names):
+class Files(Names, Locks):
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
         """A handle, with attributes as the service has them now (close-to-open). flags as of open(2): access mode, O_TRUNC
         and O_APPEND count. NotFound where the inode is gone."""
@@ -101,6 +102,8 @@ class Files(Names):
         has good bytes; Disconnected, DeadlineExceeded after the deadline. May be repeated."""
         if not handle.readable or handle.closed:
             raise BadHandle("the handle is not open for reading")
+        if handle.file.lost:
+            raise LockLost()
         if offset < 0 or size <= 0:
             if offset < 0 or size < 0:
                 raise InvalidRequest(f"{size} bytes at {offset}")
@@ -113,6 +116,8 @@ class Files(Names):
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         file = handle.file
+        if file.lost:
+            raise LockLost()
         if not len(buffer):
             return 0
         if handle.append:
@@ -134,7 +139,7 @@ class Files(Names):
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
             try:
-                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply)
+                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file)
                 break
             except StaleCut:
                 if last:
@@ -144,9 +149,16 @@ class Files(Names):
             self.cache.put_attr(reply.attr)
         return reply.offset
 
-    async def flush(self, handle: FileHandle) -> None:
+    async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
         """close(2) of one descriptor: what was written through any handle of the inode is at the stores and its size known to
-        all, or the error is raised here, once."""
+        all, or the error is raised here, once. The record locks of `owner` on the file end."""
+        try:
+            await self._flush(handle)
+        finally:
+            if owner is not None:
+                await self.release_owner(handle, owner)
+
+    async def _flush(self, handle: FileHandle) -> None:
         file = handle.file
         if file.written is None:
             return
@@ -161,6 +173,8 @@ class Files(Names):
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
         """On return what was written survives the loss of power, and so does the size. Raises what a write has met, once."""
         file = handle.file
+        if file.lost:
+            raise LockLost()
         await self.writer.store(file)
         self.writer.raise_error(file)
         await self.writer.make_durable(file.inode, file)
@@ -168,7 +182,8 @@ class Files(Names):
         self.writer.raise_error(file)
 
     async def release(self, handle: FileHandle) -> None:
-        """The handle is not used any more. Stores what is left (of a mapping written after close). The service hears later."""
+        """The handle is not used any more. Stores what is left (of a mapping written after close). Locks that belong to it end;
+        of the rest the service hears later."""
         if handle.closed:
             return
         handle.closed = True
@@ -182,7 +197,10 @@ class Files(Names):
         except NotFound:
             pass  # removed, and nobody can ever read it
         finally:
-            self._let_go(file)
+            try:
+                await self._release_handle(handle)
+            finally:
+                self._let_go(file)
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
@@ -199,6 +217,8 @@ class Files(Names):
         place = 0
         for handle, offset, length in reads:
             file = handle.file
+            if file.lost:
+                raise LockLost()
             count = length
             if offset + length > file.size:
                 count = await self._up_to_end(file, offset, length)

@@ -474,6 +474,108 @@ class AttrReply(_message.Message):
     attr: Attr
     def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
+class LockRequest(_message.Message):
+    __slots__ = ("change", "inode", "kind", "owner", "start", "end", "mode", "pid", "wait", "ticket")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    kind: int
+    owner: int
+    start: int
+    end: int
+    mode: int
+    pid: int
+    wait: bool
+    ticket: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., owner: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., mode: _Optional[int] = ..., pid: _Optional[int] = ..., wait: _Optional[bool] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class LockReply(_message.Message):
+    __slots__ = ("granted", "ticket", "attr")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ATTR_FIELD_NUMBER: _ClassVar[int]
+    granted: bool
+    ticket: int
+    attr: Attr
+    def __init__(self, granted: _Optional[bool] = ..., ticket: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+
+class LockWaitRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "tickets", "given_up")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    tickets: bytes
+    given_up: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., tickets: _Optional[bytes] = ..., given_up: _Optional[bytes] = ...) -> None: ...
+
+class LockWaitReply(_message.Message):
+    __slots__ = ("tickets",)
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    tickets: bytes
+    def __init__(self, tickets: _Optional[bytes] = ...) -> None: ...
+
+class LocksRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "kind", "owner", "start", "end", "mode")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    kind: int
+    owner: int
+    start: int
+    end: int
+    mode: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., owner: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., mode: _Optional[int] = ...) -> None: ...
+
+class HeldLock(_message.Message):
+    __slots__ = ("kind", "session", "owner", "start", "end", "mode", "pid", "client", "waits")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    session: int
+    owner: int
+    start: int
+    end: int
+    mode: int
+    pid: int
+    client: str
+    waits: bool
+    def __init__(self, kind: _Optional[int] = ..., session: _Optional[int] = ..., owner: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., mode: _Optional[int] = ..., pid: _Optional[int] = ..., client: _Optional[str] = ..., waits: _Optional[bool] = ...) -> None: ...
+
+class LocksReply(_message.Message):
+    __slots__ = ("locks", "more")
+    LOCKS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    locks: _containers.RepeatedCompositeFieldContainer[HeldLock]
+    more: bool
+    def __init__(self, locks: _Optional[_Iterable[_Union[HeldLock, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
 class SyncRequest(_message.Message):
     __slots__ = ("session", "map_epoch")
     SESSION_FIELD_NUMBER: _ClassVar[int]

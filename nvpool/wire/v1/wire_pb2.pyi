@@ -43,6 +43,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_LISTXATTR: _ClassVar[Method]
     META_REMOVEXATTR: _ClassVar[Method]
     META_SYNC: _ClassVar[Method]
+    META_LOCK: _ClassVar[Method]
+    META_LOCK_WAIT: _ClassVar[Method]
+    META_LOCKS: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -87,6 +90,9 @@ META_SETXATTR: Method
 META_LISTXATTR: Method
 META_REMOVEXATTR: Method
 META_SYNC: Method
+META_LOCK: Method
+META_LOCK_WAIT: Method
+META_LOCKS: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method

@@ -1,0 +1,329 @@
+"""Locks of fcntl(2) and flock(2) that hold between clients, kept by the metadata service.
+
+Taking one is a moment of consistency: what its last holder wrote is seen from then on, and before one is given back what was
+written under it is with the stores and its size known. What was given to whom is remembered here, so that a close gives it
+back, that a request which was cut short leaves nothing behind, and that whoever loses his locks with the session hears of it:
+his file answers LockLost from then on, and of what he wrote nothing more is sent.
+
+A change of an owner's locks on a file is asked one at a time, and to its end: who is interrupted goes at once, and what came of
+the request is taken back behind him. Waiting is in `lockturns`. An owner is a number that the caller chooses, here in the
+client: the kernel's lock owner, for a mount.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import NamedTuple
+
+from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
+from nvpool.client.cache import OpenInode
+from nvpool.client.lockturns import LockTurns
+from nvpool.client.vfs.contract import FileHandle
+from nvpool.client.vfs.core import Core
+from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, Span, laid, weaker
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+
+log = logging.getLogger(__name__)
+
+
+class _Key(NamedTuple):
+    inode: int
+    kind: int
+    owner: int
+
+
+class _Owned:
+    """What an owner has of a file's locks of one kind."""
+
+    __slots__ = ("spans", "handles", "asking", "doubtful")
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.handles: set[FileHandle] = set()  # through which they were taken
+        self.asking = asyncio.Lock()
+        self.doubtful: list[tuple[int, int, int]] = []
+        """(start, end, mode): bytes of which the service may think that more is locked. To be told."""
+
+
+class Locks(Core):
+    def __init__(self, *arguments, **fields) -> None:
+        super().__init__(*arguments, **fields)
+        self._owned: dict[_Key, _Owned] = {}
+        self._owners: Counter[int] = Counter()  # of an inode
+        self._telling: set[asyncio.Task] = set()
+        self.turns = LockTurns(self.meta)
+        self.meta.on_lost = self._session_lost
+
+    def is_locked(self, inode: int) -> bool:
+        """Whether this client has locks on the file."""
+        return inode in self._owners
+
+    # -- what callers ask ------------------------------------------------------------------------------------------------
+
+    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> Span | None:
+        """A record lock of others that is in the way of such a one. Its pid is 0 where it is none of this client's."""
+        _check(start, end, mode)
+        request = meta_pb2.LocksRequest(inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode)
+        reply = await self.meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
+        for lock in reply.locks:
+            return Span(lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0)
+        return None
+
+    async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
+        """What all clients have locked of the file, or wait to; the first thousand."""
+        request = meta_pb2.LocksRequest(inode=inode)
+        return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
+
+    async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
+                    wait: bool = False) -> bool:
+        """Lock or release the bytes start to end, both included, as fcntl(2). Whether others have changed the file since this
+        client last looked: then nothing that is remembered of it may be believed.
+
+        WouldBlock      another owner's lock is in the way, and `wait` is not set
+        WouldDeadlock   who has it waits for one of this owner's
+        TooManyLocks, BadHandle, LockLost
+        Cancelling it leaves the locks as they were; it may take a moment until others see that.
+        """
+        _check(start, end, mode)
+        if mode == SHARED and not handle.readable or mode == EXCLUSIVE and not handle.writable:
+            raise BadHandle("a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write")
+        return await self._lock(handle, _Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
+
+    async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
+        """As `setlk`, of the whole file, as flock(2). Where another mode is not to be had, the lock that was there is lost."""
+        _check(0, LAST_BYTE, mode)
+        return await self._lock(handle, _Key(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
+
+    async def release_owner(self, handle: FileHandle, owner: int) -> None:
+        """close(2) by that owner: all its record locks on the file end, through whatever descriptor they were taken."""
+        key = _Key(handle.inode, RECORD, owner)
+        if key in self._owned:
+            await self._release_all(handle.file, key)
+
+    async def _release_handle(self, handle: FileHandle) -> None:
+        """The last descriptor of an open file is gone, and with it the locks that belonged to it."""
+        for key in [key for key, owned in self._owned.items() if handle in owned.handles]:
+            await self._release_all(handle.file, key)
+
+    # -- taking and giving back --------------------------------------------------------------------------------------------
+
+    async def _lock(self, handle: FileHandle, key: _Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+        file = handle.file
+        if file.lost:
+            raise LockLost()
+        if not mode and key not in self._owned:
+            return False
+        await self._publish(file)
+        request = meta_pb2.LockRequest(inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode,
+                                       pid=pid, wait=wait)
+        try:
+            while True:
+                reply = await self._ask_lock(handle, key, request)
+                request.ticket = reply.ticket
+                if reply.granted:
+                    return bool(mode) and self._look_anew(file, reply.attr)
+                if not wait:
+                    raise WouldBlock()
+                await self.turns.turn(key.inode, reply.ticket)
+        finally:
+            if request.ticket:
+                self.turns.give_up(key.inode, request.ticket)
+
+    async def _ask_lock(self, handle: FileHandle, key: _Key, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
+        """Ask for the change and remember what came of it."""
+        owned = await self._begin(key)
+        try:
+            await self._tell_doubtful(key, owned)
+            asking = asyncio.create_task(self._change_lock(key, request))
+        except BaseException:
+            self._end(key, owned)
+            raise
+        try:
+            reply, session = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._behind(self._take_back(key, owned, request, asking))
+            raise
+        except NvpoolError as error:
+            if error.may_be_applied:
+                self._doubt(owned, request)
+            self._end(key, owned)
+            raise
+        try:
+            if handle.file.lost or session != self.meta.session_of(key.inode):
+                if reply.granted:
+                    owned.doubtful.append((request.start, request.end, UNLOCKED))
+                raise LockLost()
+            if reply.granted:
+                laid(owned.spans, request.start, request.end, request.mode, request.pid).apply(owned.spans)
+                owned.handles.add(handle)
+            elif key.kind == WHOLE:
+                owned.spans.clear()
+        finally:
+            self._end(key, owned)
+        return reply
+
+    async def _change_lock(self, key: _Key, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
+        """The answer, and the session for which it was given."""
+        reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
+        return reply, request.change.session
+
+    async def _begin(self, key: _Key) -> _Owned:
+        """The owner's locks, which nobody else changes until they are left."""
+        while True:
+            owned = self._owned.get(key)
+            if owned is None:
+                owned = self._owned[key] = _Owned()
+                self._owners[key.inode] += 1
+            await owned.asking.acquire()
+            if self._owned.get(key) is owned:
+                return owned
+            owned.asking.release()
+
+    def _end(self, key: _Key, owned: _Owned) -> None:
+        if not owned.spans and not owned.doubtful:
+            self._forget(key)
+        owned.asking.release()
+
+    def _forget(self, key: _Key) -> None:
+        del self._owned[key]
+        self._owners[key.inode] -= 1
+        if not self._owners[key.inode]:
+            del self._owners[key.inode]
+
+    def _look_anew(self, file: OpenInode, attr) -> bool:
+        self.cache.distrust()
+        self.cache.put_attr(attr)
+        foreign, file.foreign = file.foreign, False
+        if foreign:
+            self.reader.changed(file)
+            self.cache.on_change(file)
+        return foreign
+
+    async def _publish(self, file: OpenInode) -> None:
+        """What was written here can be seen by whoever takes a lock after us."""
+        if file.written is not None and file.written.unsettled:
+            await self.writer.store(file)
+            try:
+                await self.writer.settle(file)
+            except NotFound:
+                pass  # removed, and nobody can ever read it
+
+    # -- what was cut short ------------------------------------------------------------------------------------------------
+
+    async def _take_back(self, key: _Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
+        """The asker has gone: see what came of the request, and undo it."""
+        try:
+            reply, session = await asking
+            if session != self.meta.session_of(key.inode):
+                return
+            if reply.granted:
+                self._doubt(owned, request)
+            elif key.kind == WHOLE:
+                owned.spans.clear()
+            if reply.ticket:
+                self.turns.give_up(key.inode, reply.ticket)
+            await self._tell_doubtful(key, owned)
+        except NvpoolError as error:
+            if error.may_be_applied:
+                self._doubt(owned, request)
+        finally:
+            self._end(key, owned)
+
+    @staticmethod
+    def _doubt(owned: _Owned, request: meta_pb2.LockRequest) -> None:
+        """The request has been carried out, or it has not: what the owner has in both cases he has, all else is given back."""
+        after = list(owned.spans)
+        laid(after, request.start, request.end, request.mode, request.pid).apply(after)
+        for start, end, mode in weaker(owned.spans, after, request.start, request.end):
+            owned.doubtful.append((start, end, mode))
+            laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
+
+    async def _tell_doubtful(self, key: _Key, owned: _Owned) -> None:
+        """Bring the service to what is remembered here. Never more than it may think already, so nobody can be in the way."""
+        while owned.doubtful:
+            piece = start, end, mode = owned.doubtful[0]
+            request = meta_pb2.LockRequest(inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode)
+            session = self.meta.session_of(key.inode)
+            try:
+                _, its = await self._change_lock(key, request)
+            except NotFound:
+                its = session  # the file is gone, and its locks with it
+            if owned.doubtful and owned.doubtful[0] is piece:
+                del owned.doubtful[0]
+            if mode and its != session:
+                owned.doubtful.append((start, end, UNLOCKED))  # of a session that has just begun, in which nothing was locked
+
+    async def _release_all(self, file: OpenInode, key: _Key) -> None:
+        """Give back all of it; what can not be told now is told later."""
+        try:
+            await self._publish(file)
+        except NvpoolError as error:
+            log.warning("locks on inode %d are given back before what was written is known to all: %s", key.inode, error)
+        owned = await self._begin(key)
+        try:
+            owned.spans.clear()
+            owned.handles.clear()
+            owned.doubtful[:] = [(0, LAST_BYTE, UNLOCKED)]
+            await self._tell_doubtful(key, owned)
+        except NvpoolError as error:
+            log.warning("locks on inode %d can not be given back yet: %s", key.inode, error)
+        finally:
+            self._end(key, owned)
+
+    def _behind(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def run_once(self) -> None:
+        await super().run_once()
+        for key, owned in list(self._owned.items()):
+            if owned.doubtful and not owned.asking.locked():
+                await owned.asking.acquire()
+                self._behind(self._tell_later(key, owned))
+
+    async def _tell_later(self, key: _Key, owned: _Owned) -> None:
+        try:
+            await self._tell_doubtful(key, owned)
+        except NvpoolError:
+            pass  # in half a second again
+        finally:
+            self._end(key, owned)
+
+    # -- the end of a session ----------------------------------------------------------------------------------------------
+
+    def _session_lost(self, shard: int) -> None:
+        """All locks at the shard are gone, and others may have them soon: who relied on them must not go on."""
+        lost: set[int] = set()
+        for key, owned in list(self._owned.items()):
+            if self.meta.shard_of(key.inode) != shard:
+                continue
+            if owned.spans:
+                lost.add(key.inode)
+            owned.spans.clear()
+            owned.handles.clear()
+            owned.doubtful.clear()
+            if not owned.asking.locked():
+                self._forget(key)
+        for inode in lost:
+            file = self.cache.open.pop(inode, None)  # who opens it from now on gets another one
+            log.error("the session has ended, and with it the locks on inode %d: %s", inode,
+                      "who has it open must open it anew" if file is not None else "nobody has it open")
+            if file is not None:
+                file.lost = True
+                self.reader.changed(file)
+                self.writer.lose(file)
+                self.on_lost(inode)
+
+    async def close(self, deadline_s: float) -> None:
+        self.turns.close()
+        for task in list(self._telling):
+            task.cancel()
+        await super().close(deadline_s)
+
+
+def _check(start: int, end: int, mode: int) -> None:
+    if not 0 <= start <= end <= LAST_BYTE or not UNLOCKED <= mode <= EXCLUSIVE:
+        raise InvalidRequest(f"there is no lock of mode {mode} on bytes {start} to {end}")

@@ -1,0 +1,256 @@
+"""Locks between the kernel and the Vfs: what the direct engine does with the requests, and what the kernel has to forget."""
+
+import asyncio
+import errno
+import fcntl
+import os
+
+import pytest
+from test_kernel_engine import Kernel, SlowVfs, played
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import InvalidRequest
+from nvpool.client.vfs.contract import Caller
+from nvpool.fuse import lock_ops
+from nvpool.fuse.kernel_engine import IN_WORK_MAX
+from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.numbers import LOCK_FLOCK, Init, Notice, Op
+from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD
+from nvpool.meta.locks import Owner
+from nvpool.testing.memory_vfs import MemoryVfs
+
+ME = Caller(0, 0)
+READ, WRITE, NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
+
+
+def body(handle, owner, kind, start=0, end=LAST_BYTE, flags=0, pid=1):
+    return handle, owner, start, end, kind, pid, flags
+
+
+async def begun(kernel):
+    await kernel.init()
+    return await kernel.create(b"f")
+
+
+@played()
+async def test_the_kernel_is_told_that_locks_are_kept_here(kernel):
+    said = await kernel.init()
+    assert said.flags & Init.POSIX_LOCKS and said.flags & Init.FLOCK_LOCKS
+
+
+@played()
+async def test_a_lock_in_the_way_is_eagain_and_told_by_getlk(kernel):
+    inode, handle = await begun(kernel)
+    await kernel.ask(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
+    with pytest.raises(BlockingIOError):
+        await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    found = replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 2, READ), node=inode))
+    assert (found.start, found.end, found.type, found.pid) == (10, 19, WRITE, 77)
+    assert replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 1, WRITE), node=inode)).type == NONE
+    await kernel.ask(Op.SETLK, body(handle, 1, NONE, 10, 10), node=inode)
+    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    await kernel.ask(Op.SETLK, body(handle, 3, WRITE, flags=LOCK_FLOCK), node=inode)
+    with pytest.raises(BlockingIOError):
+        await kernel.ask(Op.SETLK, body(handle, 4, READ, flags=LOCK_FLOCK), node=inode)
+
+
+@played()
+async def test_a_close_ends_the_record_locks_of_its_owner_and_a_release_the_flock(kernel):
+    inode, handle = await begun(kernel)
+    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    await kernel.ask(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
+    await kernel.ask(Op.FLUSH, (handle, 0, 9), node=inode)
+    locks = kernel.engine._ops._vfs._locks
+    assert len(list(locks.locks_on(inode))) == 2
+    await kernel.ask(Op.FLUSH, (handle, 0, 1), node=inode)
+    assert [one.owner.owner for one in locks.locks_on(inode)] == [2]
+    await kernel.ask(Op.RELEASE, (handle, 0, 2, 2), node=inode)
+    assert not list(locks.locks_on(inode))
+
+
+@played()
+async def test_who_waits_is_answered_when_it_has_the_lock_and_others_meanwhile(kernel):
+    inode, handle = await begun(kernel)
+    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.silent()
+    released = kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
+    assert {(await kernel.hear())[:2], (await kernel.hear())[:2]} == {(released, 0), (asked, 0)}
+
+
+@played()
+async def test_an_interrupt_ends_waiting_at_once_and_leaves_no_place(kernel):
+    inode, handle = await begun(kernel)
+    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
+    await kernel.silent()
+    kernel.say(Op.INTERRUPT, (asked,))
+    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    await kernel.ask(Op.SETLK, body(handle, 1, NONE), node=inode)
+    assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._lock_waits
+
+
+class InterruptedVfs(MemoryVfs):
+    """Others have always changed the file; the lock is there."""
+
+    async def setlk(self, *arguments, **fields):
+        await super().setlk(*arguments, **fields)
+        return True
+
+
+@played(InterruptedVfs)
+async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_back(kernel):
+    inode, handle = await begun(kernel)
+    forgotten = asyncio.Event()
+
+    async def forgetting(_inode):
+        await forgotten.wait()
+    kernel.engine._ops.invalidate_pages = forgetting
+    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.silent()
+    kernel.say(Op.INTERRUPT, (asked,))
+    await kernel.silent()
+    forgotten.set()
+    assert (await kernel.hear())[:2] == (asked, 0)
+
+
+def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
+    async def main():
+        async with Kernel(MemoryVfs()) as kernel:
+            inode, handle = await begun(kernel)
+            await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+            asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+            await kernel.silent()
+            kernel.engine.stop()
+            assert (await kernel.hear())[:2] == (asked, -errno.EIO)
+            await asyncio.wait_for(kernel.serving, 5)
+    asyncio.run(main())
+
+
+@played(SlowVfs)
+async def test_those_that_wait_for_locks_keep_nobody_out(kernel):
+    inode, handle = await begun(kernel)
+    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    waiting = IN_WORK_MAX + 100
+    for number in range(waiting):
+        while True:
+            try:
+                kernel.say(Op.SETLKW, body(handle, 2 + number, READ), node=inode)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0)
+    await kernel.silent()
+    kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
+    for _ in range(waiting + 1):
+        assert not (await kernel.hear())[1]
+
+
+@played()
+async def test_a_lock_that_makes_no_sense_is_refused(kernel):
+    inode, handle = await begun(kernel)
+    for opcode in (Op.SETLK, Op.SETLKW, Op.GETLK):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(opcode, body(handle, 1, 9), node=inode)
+        assert refused.value.errno == errno.EINVAL
+
+
+@played(InterruptedVfs)
+async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
+    inode, handle = await begun(kernel)
+    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.hear()
+    assert (unique, code) == (0, Notice.INVAL_INODE)
+    assert notice == replies.inval_inode(inode, 0, 0)[replies.HEADER_BYTES:]
+    assert (await kernel.hear())[:2] == (asked, 0)
+
+
+@played()
+async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_lock(kernel):
+    inode, handle = await begun(kernel)
+    assert replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"journal",))).nodeid == 0
+    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.hear()
+    assert (unique, code) == (0, Notice.INVAL_ENTRY) and b"journal\0" in notice
+    assert (await kernel.hear())[:2] == (asked, 0)
+    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
+
+
+def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_bounds(monkeypatch):
+    monkeypatch.setattr(lock_ops, "ABSENT_MAX", 3)
+
+    async def main():
+        clock = ManualClock()
+        ops = FuseOps(MemoryVfs(), clock=clock)
+        asked = []
+
+        async def invalidate(names):
+            asked.append(sorted(name for _, name in names))
+        ops.invalidate_names = invalidate
+        _, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
+        for name in (b"a", b"b"):
+            assert await ops.lookup(1, name) is None
+        clock.advance(0.6)
+        assert await ops.lookup(1, b"b") is None and await ops.lookup(1, b"c") is None
+        with pytest.raises(Exception, match="No such"):
+            await ops.lookup(1, b"d")  # not to be remembered
+        clock.advance(0.6)
+        await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
+        assert asked == [[b"b", b"c"]]
+        await ops.setlk(opened.handle, 1, 0, 9, NONE, 1, False)
+        await ops.setlk(opened.handle, 1, 0, 9, READ, 1, False)
+        assert len(asked) == 1
+        with pytest.raises(InvalidRequest):
+            await ops.flock(opened.handle, 1, 5, 1, False)
+    asyncio.run(main())
+
+
+def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_lock():
+    async def main():
+        vfs = MemoryVfs()
+        ops = FuseOps(vfs)
+        asked = []
+        ops.invalidate_attributes = asked.append
+        attr, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
+        await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
+        assert asked == []
+        vfs._touch(vfs._nodes[attr.inode])  # as another node would
+        await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
+        assert asked == [attr.inode]
+    asyncio.run(main())
+
+
+def test_pages_of_a_file_whose_locks_were_lost_go():
+    async def main():
+        vfs = MemoryVfs()
+        ops = FuseOps(vfs)
+        dropped = []
+
+        async def drop(inode):
+            dropped.append(inode)
+        ops.invalidate_pages = drop
+        vfs.on_lost(7)
+        await asyncio.sleep(0)
+        assert dropped == [7]
+    asyncio.run(main())
+
+
+def test_the_memory_twin_gives_places_in_order():
+    async def main():
+        vfs = MemoryVfs()
+        _, handle = await vfs.create(1, b"f", 0o644, os.O_RDWR, ME)
+        await vfs.setlk(handle, 1, 0, 9, EXCLUSIVE)
+        order = []
+
+        async def wait(owner):
+            await vfs.setlk(handle, owner, 0, 9, EXCLUSIVE, wait=True)
+            order.append(owner)
+            await vfs.setlk(handle, owner, 0, 9, 0)
+        waiting = [asyncio.create_task(wait(owner)) for owner in (2, 3, 4)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        await vfs.flush(handle, 1)
+        await asyncio.gather(waiting[0], waiting[2])
+        assert order == [2, 4] and not list(vfs._locks.in_the_way(handle.inode, Owner(RECORD, 0, 9), 0, 9, EXCLUSIVE))
+    asyncio.run(main())
