@@ -219,6 +219,7 @@ class Quickstart:
             tries.insert(0, (f"{command} export {place}:/{self.name} /tmp/{self.name}", "and out again"))
         for line, what in tries:
             print(f"  {line}\n      {what}")
+        print(f"  . {shown_path(Path(sys.executable).parent / 'activate')}\n      and `nvpool` alone will do, as in the README")
         print("  kill -9 any daemon that `status` names, but not the mount, and go on reading: it comes back by itself")
         stop = f"kill $(cut -d' ' -f1 {place}/lock)"
         if self.mounted:

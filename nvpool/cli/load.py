@@ -11,7 +11,8 @@ from nvpool.cli.render import EXIT_DAMAGED, json_option, pool_argument, print_js
 @click.command(epilog="""
 The pool has to be empty, with the settings of the one that was dumped; the file is checked as a whole first. Contents are not
 in a dump: files are there with their names, sizes and attributes, and read as far as the stores still have their chunks, else
-as zeros. Of up to 64 files it is looked whether the stores have something, and said of how many they do not.
+as zeros until they are imported again (nvpool import --compare). Of up to 64 files it is looked whether the stores have
+something, and said of how many they do not.
 
 exit codes: 0 loaded, and what contradicted itself in the records is mended; 4 not all of it could be
 

@@ -114,7 +114,8 @@ def file_system_type(path: Path) -> str:
 
 
 def capacity_for(path: Path, wanted: int) -> int:
-    """Bytes that the store at `path` may use. InvalidRequest or NoSpace for sizes that make no sense there."""
+    """Bytes that the store at `path` may use. InvalidRequest or NoSpace for sizes that make no sense there; they
+    name what is there, not the store that was to be."""
     existing = next(p for p in (path, *path.parents) if p.exists())
     if stat.S_ISBLK(existing.stat().st_mode):
         with open(existing, "rb") as device:
@@ -127,9 +128,9 @@ def capacity_for(path: Path, wanted: int) -> int:
         room = free.f_bavail * free.f_frsize
         capacity = wanted or int(room * _SHARE_OF_FREE)
         if capacity > free.f_blocks * free.f_frsize:
-            raise NoSpace(f"drive {path}: {format_bytes(capacity)} are more than its whole file system has")
+            raise NoSpace(f"drive {existing}: {format_bytes(capacity)} are more than its whole file system has")
     if capacity < CAPACITY_BYTES_MIN:
-        raise InvalidRequest(f"drive {path}: {format_bytes(capacity)} are too little, "
+        raise InvalidRequest(f"drive {existing}: {format_bytes(capacity)} are too little, "
                              f"{format_bytes(CAPACITY_BYTES_MIN)} is the least")
     return capacity - capacity % MIB
 

@@ -1,0 +1,14 @@
+"""What is refused before anything of a pool is made."""
+
+import pytest
+
+from nvpool.base.errors import InvalidRequest, NoSpace
+from nvpool.run.making import capacity_for, store_path
+
+
+@pytest.mark.parametrize(("wanted", "refusal"), [(1 << 62, NoSpace), (4096, InvalidRequest)])
+def test_a_size_that_makes_no_sense_is_refused_by_the_name_of_the_drive_that_is_there(tmp_path, wanted, refusal):
+    place = store_path(str(tmp_path), "", 0, None)
+    with pytest.raises(refusal) as told:
+        capacity_for(place, wanted)
+    assert f"drive {tmp_path}:" in str(told.value)
