@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_name("record.c")
 
 def build_library() -> Path:
     """The path of the library that is compiled from this source. Those of other sources stay: another checkout may be using
-    them, and a program that does not find its library runs without faults and without a word. NotSupported without a compiler."""
+    them, and a program that does not find its library runs without faults, without a word. NotSupported without a compiler."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvpool"
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"faults-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
