@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from nvpool.base.units import MIB
 from nvpool.client.vfs import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.faults.powerloss import PowerLoss
@@ -44,7 +45,7 @@ def direct_or_not(directory):
 
 
 def record_a_history(tmp_path, seed, seconds, workers, kills=0):
-    with RealPool(tmp_path / "pool") as pool:
+    with RealPool(tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)) as pool:  # room for all large writes of a long load
         pool.make()
         faults = Faults.create(pool.path, tmp_path / "work")
         try:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import struct
@@ -29,17 +30,16 @@ _SOURCE = Path(__file__).with_name("record.c")
 
 
 def build_library() -> Path:
-    """The path of the compiled library, built when the source is newer. NotSupported where there is no C compiler."""
+    """The path of the library that is compiled from this source. Those of other sources stay: another checkout may be using
+    them, and a program that does not find its library runs without faults, without a word. NotSupported without a compiler."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvpool"
     directory.mkdir(parents=True, exist_ok=True)
-    library = directory / f"faults-{int(_SOURCE.stat().st_mtime_ns)}.so"
+    library = directory / f"faults-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if library.exists():
         return library
     with (directory / "faults.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            for old in directory.glob("faults-*.so"):
-                old.unlink(missing_ok=True)
             with tempfile.TemporaryDirectory(dir=directory) as temporary:
                 built = Path(temporary) / "faults.so"
                 command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(built), str(_SOURCE), "-ldl", "-lpthread"]
