@@ -99,8 +99,8 @@ def judged(value: float | None, goal: float | None, at_most: bool = False) -> st
 def markdown(results: dict) -> str:
     subjects, loads = results["subjects"], results["loads"]
     parts = [f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
-             f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, directory "
-             f"of {results['files']:,} files; at most {results['seconds']:g} s a load. All of it idle keeps "
+             f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
+             f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. All of it idle keeps "
              f"{results['idle_share']:.1%} of the processors busy.",
              "## nvpool, times the best peer", _goals(results), "## Against the floors", _floors(results),
              "## Everything", "Where there are two figures, the second is with the processors kept awake (/dev/cpu_dma_latency "

@@ -218,7 +218,7 @@ def marked(directory: Path) -> list[int]:
 
 def sweep(directory: Path) -> None:
     """End the processes marked with `directory`, unmount what is mounted below it, last first, and remove it. ValueError, and
-    nothing is touched, for what is not a bench's own directory or one in it. What is still mounted afterwards keeps its files."""
+    nothing is touched, for what is not a bench's own directory or one in it. What stays mounted keeps its files."""
     if not directory.is_absolute() or not any((place / OWNER).is_file() for place in (directory, directory.parent)):
         raise ValueError(f"{str(directory)!r} is no directory of a bench")
     for number in (signal.SIGTERM, signal.SIGKILL):
