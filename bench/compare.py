@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report  # noqa: E402
 from subjects import every_subject  # noqa: E402
-from subjects.contract import OWNER, Failed, Subject, mounted_below, sweep  # noqa: E402
+from subjects.contract import OWNER, Failed, Subject, mounted_below, sweep, write_out  # noqa: E402
 from subjects.local import compile_c  # noqa: E402
 from workloads import LOADS, MIB, Load, Place, Sizes, value_of  # noqa: E402
 
@@ -41,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 FAILURES_MAX = 3
 """In a row; each may have taken minutes."""
 PREFIX = "compare-"
+BUSY_MAX = 0.05
+"""Of the processors, before anything of ours is started."""
 CPU_LATENCY = Path("/dev/cpu_dma_latency")
 
 
@@ -55,9 +57,12 @@ class Comparison:
         self.figures: dict[tuple[str, str], dict[bool, list[dict]]] = defaultdict(lambda: defaultdict(list))
         self.failures: dict[tuple[str, str], str] = {}
         self._in_a_row: dict[str, int] = defaultdict(int)
-        self.idle_share = 0.0
+        self.busy_before = self.busy_idle = 0.0
 
     def start(self) -> None:
+        self.busy_before = busy_share(2.0)
+        if self.busy_before > BUSY_MAX:
+            say(f"others keep {self.busy_before:.0%} of the processors busy: figures of this run compare nothing")
         program = compile_c(HERE / "files_load.c", self.directory / "files_load")
         for subject in self.subjects:
             begin = time.monotonic()
@@ -78,8 +83,8 @@ class Comparison:
                 continue
             self.places[subject.name] = place
             say(f"{subject.name}: ready with its files after {time.monotonic() - begin:.1f} s")
-        self.idle_share = busy_share(2.0)
-        say(f"all of them together keep {self.idle_share:.1%} of the processors busy while nothing is asked")
+        self.busy_idle = busy_share(2.0)
+        say(f"{self.busy_idle:.1%} of the processors are busy while nothing is asked of any of them")
 
     def stop(self) -> None:
         for subject in self.subjects:
@@ -100,6 +105,8 @@ class Comparison:
         try:
             if load.cold:
                 place.subject.forget()
+            else:
+                write_out(self.directory)  # what the one before left in memory is not to be written at the cost of this one
             with processors_awake(awake):
                 found = load.do(place, f"{turn}{'-awake' if awake else ''}")
         except (Failed, OSError, KeyError, ValueError) as failed:

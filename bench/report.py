@@ -60,7 +60,8 @@ def summary(comparison, loads, options, took_s: float) -> dict:
     columns = {variant.column: variant.name for variant in VARIANTS if variant.column}
     return {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "took_s": round(took_s),
             "rounds": options.rounds, "seconds": options.seconds, "file_mib": options.file_mib, "files": options.files,
-            "idle_share": round(comparison.idle_share, 4), "columns": columns, "subjects": subjects, "loads": found}
+            "busy_before": comparison.busy_before, "busy_idle": comparison.busy_idle,
+            "columns": columns, "subjects": subjects, "loads": found}
 
 
 def _way(load, rounds: list[dict]) -> dict:
@@ -100,8 +101,8 @@ def markdown(results: dict) -> str:
     subjects, loads = results["subjects"], results["loads"]
     parts = [f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
              f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
-             f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. All of it idle keeps "
-             f"{results['idle_share']:.1%} of the processors busy.",
+             f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
+             f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
              "## nvpool, times the best peer", _goals(results), "## Against the floors", _floors(results),
              "## Everything", "Where there are two figures, the second is with the processors kept awake (/dev/cpu_dma_latency "
              "held at 0), as nvpool's daemons do it by themselves; the better one counts.", _everything(results)]

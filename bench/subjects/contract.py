@@ -169,9 +169,14 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+def write_out(place: Path) -> None:
+    """Nothing of the file system of `place` is in memory alone."""
+    run("sync", "-f", place, timeout_s=300)
+
+
 def drop_page_cache(place: Path) -> None:
     """Write out the file system of `place`, then drop all clean pages, names and inodes of the kernel; needs root."""
-    run("sync", "-f", place, timeout_s=300)
+    write_out(place)
     with open("/proc/sys/vm/drop_caches", "w") as file:
         file.write("3")
 
