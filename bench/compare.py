@@ -62,7 +62,9 @@ class Comparison:
     def start(self) -> None:
         self.busy_before = busy_share(2.0)
         if self.busy_before > BUSY_MAX:
-            say(f"others keep {self.busy_before:.0%} of the processors busy: figures of this run compare nothing")
+            say(f"others keep {self.busy_before:.0%} of the processors busy: do not keep the figures of this run")
+        if os.nice(0) > 0:
+            say("started with `nice`: so are all but MooseFS, which raises itself; do not keep the figures of this run")
         program = compile_c(HERE / "files_load.c", self.directory / "files_load")
         for subject in self.subjects:
             begin = time.monotonic()
