@@ -105,12 +105,16 @@ class Comparison:
     def _measure(self, name: str, load: Load, turn: int, awake: bool) -> None:
         place = self.places[name]
         try:
+            if not place.subject.attached():
+                place.subject.attach()
             if load.cold:
                 place.subject.forget()
             else:
                 write_out(self.directory)  # what the one before left in memory is not to be written at the cost of this one
             with processors_awake(awake):
                 found = load.do(place, f"{turn}{'-awake' if awake else ''}")
+            if not place.subject.attached():
+                raise Failed("its mount went away under the load")
         except (Failed, OSError, KeyError, ValueError) as failed:
             self.failures[name, load.key] = str(failed)
             say(f"round {turn + 1}: {load.name}: {name}: failed: {failed}")

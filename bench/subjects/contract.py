@@ -65,6 +65,10 @@ class Subject:
         """Undo `attach`; everything written is with the servers."""
         unmount(self.mount)
 
+    def attached(self) -> bool:
+        """Whether `mount` shows the subject's files; else a load would measure the directory below the mount."""
+        return str(self.mount) in mounts()
+
     def stop_servers(self) -> None:
         """In an orderly way; what does not end within its time is ended by `stop`. Called also when `start` failed."""
 
@@ -181,9 +185,10 @@ def drop_page_cache(place: Path) -> None:
         file.write("3")
 
 
-def mounts() -> list[str]:
+def mounts(kind: str = "") -> list[str]:
+    """Mount points, of the file systems whose type begins with `kind`, in the order of mounting."""
     with open("/proc/self/mountinfo", errors="surrogateescape") as file:
-        return [line.split(" ")[4] for line in file]
+        return [line.split(" ")[4] for line in file if line.split(" - ")[-1].startswith(kind)]
 
 
 def answers(place: Path) -> bool:

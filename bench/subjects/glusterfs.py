@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
 import shutil
 import socket
 import subprocess
 
-from subjects.contract import Failed, Subject, own_address, run, unmount, wait_for_port
+from subjects.contract import Failed, Subject, mounts, own_address, run, unmount, wait_for_port
 from subjects.local import end, no_fuse
 
 PORT = 24007
@@ -29,6 +31,11 @@ CONFIGURATION = f"""volume management
 end-volume
 """
 """As Debian has it in /etc/glusterfs."""
+
+
+def unescaped(place: str) -> str:
+    """A mount point as it is; proc(5) writes blanks, tabs, newlines and backslashes of it as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place)
 
 
 class GlusterFS(Subject):
@@ -57,10 +64,12 @@ class GlusterFS(Subject):
             (self.directory / name).mkdir()
         configuration = self.directory / "glusterd.vol"
         configuration.write_text(CONFIGURATION)
-        binds = " && ".join(f"mount --bind '{self.directory / name}' {place}" for name, place in ELSEWHERE.items())
-        # Each `exec` keeps the number of the process.
-        self._glusterd = self.daemon("unshare", "--mount", "--propagation", "private", "sh", "-c",
-                                     f"{binds} && exec glusterd -N -f '{configuration}' -p '{self.directory}/glusterd.pid'")
+        # A mount that exists twice lives until both are gone: no FUSE mount of the machine is to be kept by the namespace.
+        lines = [f"umount -l {shlex.quote(unescaped(place))}" for place in reversed(mounts("fuse"))] + ["set -e"]
+        lines += [f"mount --bind {shlex.quote(str(self.directory / name))} {place}" for name, place in ELSEWHERE.items()]
+        lines.append(shlex.join(["exec", "glusterd", "-N", "-f", str(configuration), "-p", f"{self.directory}/glusterd.pid"]))
+        # `exec` keeps the number of the process.
+        self._glusterd = self.daemon("unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines))
         wait_for_port(own_address(), PORT, "glusterd", self._glusterd)
         self._command("volume", "create", VOLUME, f"{own_address()}:{self.directory / 'brick'}", "force")
         self._command("volume", "start", VOLUME)

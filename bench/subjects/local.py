@@ -19,6 +19,9 @@ class PlainDirectory(Subject):
     name, kind = "plain", "drive"
     cold = "page cache dropped"
 
+    def attached(self) -> bool:
+        return True
+
     def forget(self) -> None:
         drop_page_cache(self.directory)
 

@@ -83,6 +83,33 @@ def test_what_an_interrupted_bench_and_a_killed_one_had_started_is_gone(place):
     assert_nothing_is_left(place)
 
 
+@needs_root
+@pytest.mark.mount
+def test_a_load_on_a_mount_that_went_away_is_a_failure_and_no_figure_of_the_directory_below_it(place):
+    from subjects.local import CPassthrough
+
+    (place / contract.OWNER).write_text(str(os.getpid()))
+    comparison = compare.Comparison(place, [CPassthrough()], compare.Sizes(0.2, 1 << 20, 1 << 20, 10), False)
+    found = {"rate": 1.0, "bytes_rate": 1.0, "p50_us": 1.0, "p99_us": 1.0}
+    leaves = compare.Load("leaves", "leaves", "files/s", lambda at, turn: contract.unmount(at.mount) or found)
+    stays = compare.Load("stays", "stays", "files/s", lambda at, turn: at.create(turn, 1, 4096, 10))
+    try:
+        comparison.start()
+        comparison.round(0, [leaves, stays])
+        assert comparison.failures == {("c-passthrough", "leaves"): "its mount went away under the load"}
+        assert list(comparison.figures) == [("c-passthrough", "stays")], "it is mounted again for the next load"
+        assert len(list((place / "c-passthrough" / "files" / "created-4096-0").iterdir())) == 10
+    finally:
+        comparison.stop()
+        contract.sweep(place)
+
+
+def test_a_mount_point_is_read_as_it_is_from_the_table_of_mounts():
+    from subjects.glusterfs import unescaped
+
+    assert unescaped(r"/a\040b\134c/d") == "/a b\\c/d"
+
+
 def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "of-glusterfs").mkdir(parents=True)
