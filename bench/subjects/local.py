@@ -1,0 +1,104 @@
+"""What needs no network: the plain directory, FUSE answered from memory, and a passthrough in C over FUSE."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from subjects.contract import END_S, START_S, Failed, Subject, drop_page_cache, run, unmount
+
+BENCH = Path(__file__).resolve().parents[1]
+
+
+class PlainDirectory(Subject):
+    """The drive, through the kernel's file system alone."""
+
+    name, kind = "plain", "drive"
+    cold = "page cache dropped"
+
+    def attached(self) -> bool:
+        return True
+
+    def forget(self) -> None:
+        drop_page_cache(self.directory)
+
+
+class FuseFromMemory(Subject):
+    """The road: nvpool's adapter and engine answer from a dictionary."""
+
+    name, kind = "fuse-memory", "floor"
+    notes = "keeps its files in the memory of its process"
+    cold = "page cache dropped; its files stay in its memory"
+    file_bytes_max = 256 << 20
+
+    def missing(self) -> str | None:
+        return no_fuse()
+
+    def start_servers(self) -> None:
+        server = self.daemon(sys.executable, BENCH / "fuse_floor.py", self.mount, stdout=subprocess.PIPE)
+        with server.stdout:
+            if server.stdout.readline().strip() != b"ready":
+                raise Failed("fuse_floor.py does not start")
+
+    def forget(self) -> None:
+        drop_page_cache(self.directory)
+
+
+class CPassthrough(Subject):
+    """The road, without Python: bench/passthrough.c over libfuse, onto a plain directory."""
+
+    name, kind = "c-passthrough", "floor"
+    notes = "passthrough.c: libfuse's low-level interface, 16 threads, timeouts of 1 s"
+    _server: subprocess.Popen | None = None
+
+    def missing(self) -> str | None:
+        return no_fuse() or no_compiler("fuse3")
+
+    def start_servers(self) -> None:
+        (self.directory / "files").mkdir()
+        flags = run("pkg-config", "--cflags", "--libs", "fuse3").split()
+        compile_c(BENCH / "passthrough.c", self.directory / "passthrough", *flags)
+
+    def attach(self) -> None:
+        self._server = self.daemon(self.directory / "passthrough", self.directory / "files", self.mount)
+        self.wait_for_mount(self._server)
+
+    def detach(self) -> None:
+        unmount(self.mount)
+        end(self._server)
+
+
+def compile_c(source: Path, program: Path, *flags: str) -> Path:
+    """`program` is made from `source`. Failed with the compiler's words."""
+    run("cc", "-O2", "-Wall", "-D_GNU_SOURCE", "-pthread", source, "-o", program, *flags)
+    return program
+
+
+def no_fuse() -> str | None:
+    return None if os.access("/dev/fuse", os.W_OK) else "there is no /dev/fuse that may be opened here"
+
+
+def no_compiler(*packages: str) -> str | None:
+    try:
+        run("cc", "--version")
+        if packages:
+            run("pkg-config", "--exists", *packages)
+    except Failed as failed:
+        return f"needs a C compiler{' and the headers of ' + ', '.join(packages) if packages else ''}: {failed}"
+    return None
+
+
+def end(process: subprocess.Popen | None) -> None:
+    """Wait for a process that is about to end by itself; signal it when it does not within a second, kill it at last."""
+    if process is None:
+        return
+    for wait_s, number in ((1.0, signal.SIGTERM), (END_S, signal.SIGKILL)):
+        try:
+            process.wait(wait_s)
+            return
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+    process.wait(START_S)
