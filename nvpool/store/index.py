@@ -19,6 +19,7 @@ from nvpool.store.records import (
     Head,
     InodeRecord,
     Segment,
+    blocks_there,
     decode_inode,
     decode_segment,
     extent_count,
@@ -29,6 +30,8 @@ from nvpool.store.records import (
 )
 
 SEGMENTS_MAX = CHUNK_BYTES_MAX >> 12 >> SEGMENT_BITS
+EXTENT_RECORDS = 1024
+"""Looked at for one answer about extents: 256 MiB without holes, three milliseconds."""
 _NO_RECORD = InodeRecord()
 
 
@@ -124,9 +127,12 @@ class Index:
     def set_inode(self, inode: int, record: InodeRecord | None) -> None:
         self._inodes[inode] = record or _NO_RECORD
 
-    def records(self, inode: int, first: int, limit: int) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
-        """Up to `limit` segment records of an inode from chunk index `first` on: ((inode, index, segment), key, value)."""
-        pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), inode_end_key(inode), limit)
+    def records(self, inode: int, first: int, limit: int,
+                until: int = 1 << 32) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
+        """Up to `limit` segment records of an inode from chunk index `first` to before `until`: ((inode, index, segment), key,
+        value)."""
+        end = segment_key(inode, until, 0) if until < 1 << 32 else inode_end_key(inode)
+        pairs = self._kv.scan(segment_key(inode, min(first, 0xFFFFFFFF), 0), end, limit)
         return [(split_segment_key(key), key, raw) for key, raw in pairs]
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
@@ -152,6 +158,24 @@ class Index:
                     end = (segment << SEGMENT_BITS) + len(decoded.disk) << 12
             found.append(ChunkDescription(index, head.version, blocks, extents, head.cut, end))
             first = index + 1
+
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        """See ChunkStore.extents."""
+        records = self.records(inode, first, EXTENT_RECORDS, until)
+        goes_on = until
+        if len(records) == EXTENT_RECORDS:
+            goes_on = records[-1][0][1]  # perhaps not all of it
+        found: list[tuple[int, int, int]] = []
+        for (_, index, segment), key, raw in records:
+            if index == goes_on:
+                break
+            for begin, count in blocks_there(key, raw):
+                begin += segment << SEGMENT_BITS
+                if found and found[-1][0] == index and sum(found[-1][1:]) == begin:
+                    found[-1] = index, found[-1][1], found[-1][2] + count
+                else:
+                    found.append((index, begin, count))
+        return found, goes_on
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         """See ChunkStore.inodes."""

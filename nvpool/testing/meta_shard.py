@@ -62,7 +62,8 @@ class DirectCall:
 class ShardClient:
     """A client with one session. Every method may raise what the service answers."""
 
-    ANSWERS = {"SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry, "CREATE": pb.CreateReply,
+    ANSWERS = {"ALLOCATE": pb.Entry, "SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry,
+               "CREATE": pb.CreateReply,
                "UNLINK": pb.UnlinkReply, "RMDIR": pb.UnlinkReply, "RENAME": pb.RenameReply, "LINK": pb.AttrReply,
                "REPORT": pb.AttrReply, "RESERVE": pb.ReserveReply, "SETXATTR": pb.AttrReply, "REMOVEXATTR": pb.AttrReply,
                "LIST": pb.ListDirReply, "STATFS": pb.StatFsReply, "GETXATTR": pb.GetXattrReply,
@@ -127,6 +128,10 @@ class ShardClient:
 
     async def setattr(self, inode: int, valid: int, slot: int = 0, **fields) -> pb.Entry:
         return await self.ask("SETATTR", pb.SetAttrRequest(change=self.change(slot), inode=inode, valid=valid, **fields))
+
+    async def allocate(self, inode: int, offset: int, length: int, **fields) -> pb.Entry:
+        return await self.ask("ALLOCATE", pb.AllocateRequest(change=self.change(), inode=inode, offset=offset, length=length,
+                                                             **fields))
 
     async def open(self, inode: int, rights: int = 1, truncate: bool = False) -> pb.Entry:
         return await self.ask("OPEN", pb.OpenRequest(change=self.change(), inode=inode, rights=rights, truncate=truncate))

@@ -19,6 +19,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_LIST: _ClassVar[Method]
     DATA_SCRUB: _ClassVar[Method]
     DATA_STATUS: _ClassVar[Method]
+    DATA_EXTENTS: _ClassVar[Method]
+    DATA_COPY: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -42,6 +44,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_LISTXATTR: _ClassVar[Method]
     META_REMOVEXATTR: _ClassVar[Method]
     META_SYNC: _ClassVar[Method]
+    META_ALLOCATE: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -62,6 +65,8 @@ DATA_DESCRIBE: Method
 DATA_LIST: Method
 DATA_SCRUB: Method
 DATA_STATUS: Method
+DATA_EXTENTS: Method
+DATA_COPY: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method
@@ -85,6 +90,7 @@ META_SETXATTR: Method
 META_LISTXATTR: Method
 META_REMOVEXATTR: Method
 META_SYNC: Method
+META_ALLOCATE: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method
