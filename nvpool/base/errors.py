@@ -263,6 +263,13 @@ class TooManySymlinks(Refused):
     wire_code = 127
 
 
+class BeyondData(Refused):
+    """There is no such place in the file: nothing but a hole follows, or its end."""
+
+    errno = errno.ENXIO
+    wire_code = 132
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import KnownPaths
 from nvpool.client.poolview import PoolView
+from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
 from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
@@ -36,6 +37,7 @@ class Core:
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._refresh)
+        self.ranges = Ranges(self.chunks, dialer, clock)
         self._renewals: set[asyncio.Task] = set()
 
     def _forget_lanes(self) -> None:
