@@ -180,6 +180,8 @@ class StoreRecorder:
     def __init__(self) -> None:
         self.cuts: list[data_pb2.CutRequest] = []
         self.removed: list[data_pb2.RemoveRequest] = []
+        self.freed = 0
+        """Bytes that the next answer to a cut says were freed."""
         self.away: set[str] = set()
         self.kept: dict[int, list[int]] = {}
         """Inodes that have chunks, by target: what DATA_LIST answers."""
@@ -190,6 +192,8 @@ class StoreRecorder:
             raise Unreachable("away")
         if method == wire_pb2.DATA_CUT:
             self.cuts.append(data_pb2.CutRequest.FromString(message))
+            freed, self.freed = self.freed, 0
+            return Reply(data_pb2.CutReply(bytes=freed).SerializeToString(), memoryview(b""))
         elif method == wire_pb2.DATA_REMOVE:
             self.removed.append(data_pb2.RemoveRequest.FromString(message))
         elif method == wire_pb2.DATA_LIST:

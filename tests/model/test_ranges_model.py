@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import tempfile
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from nvpool.base import errors
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import KIB, MIB
+from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.testing.pool import LocalPool
@@ -27,7 +26,8 @@ CHUNK = 64 * KIB
 END = 6 * CHUNK
 OPTIONS = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, read_ahead_bytes=256 * KIB)
 
-PLACE = st.one_of(st.integers(0, END), st.integers(0, END // BLOCK).map(lambda n: n * BLOCK), st.integers(0, 6).map(lambda n: n * CHUNK))
+PLACE = st.one_of(st.integers(0, END), st.integers(0, END // BLOCK).map(lambda n: n * BLOCK),
+                  st.integers(0, 6).map(lambda n: n * CHUNK))
 LENGTH = st.one_of(st.integers(1, 3 * CHUNK), st.sampled_from([1, BLOCK, 2 * BLOCK, CHUNK, 2 * CHUNK]))
 FILE = st.integers(0, 1)
 STEP = st.one_of(

@@ -33,7 +33,6 @@ EXTENTS_S = 1.0
 """For so long what was told of a file's extents is believed, while nothing is known to have changed: who looks for holes asks
 for one place after the other."""
 _EXTENTS_KEPT = 16
-_ZEROS = bytes(MIB)
 
 
 class _Seen(NamedTuple):
@@ -200,11 +199,11 @@ class Ranges(Files, Attributes):
         if origin is file and abs(offset - to) < length:
             raise InvalidRequest("a range can not be copied over itself")
         pieces = self._pieces(origin, offset, file, to, length)
-        holes = await self._holes(origin, pieces) if len(pieces) > 1 else set()
+        runs = await self._runs(origin, offset, offset + length) if len(pieces) > 1 else [(offset, offset + length)]
         end = file.size
         self.reader.changed(file)
         try:
-            return await self._copy_all(origin, file, [(piece, piece in holes, piece.target >= end) for piece in pieces])
+            return await self._copy_all(origin, file, pieces, runs, end)
         finally:
             self.reader.changed(file)
 
@@ -231,43 +230,42 @@ class Ranges(Files, Attributes):
             at += step
         return pieces
 
-    async def _holes(self, origin: OpenInode, pieces: list[_Piece]) -> set[_Piece]:
-        """The pieces in which there is nothing but holes."""
-        place, end = pieces[0].source, pieces[-1].source + pieces[-1].length
+    async def _runs(self, origin: OpenInode, place: int, end: int) -> list[tuple[int, int]]:
+        """What is no hole between the two places."""
         runs: list[tuple[int, int]] = []
         while place < end:
             seen = await self._extents(origin, place, end)
-            runs += seen.runs
+            runs += [(max(first, place), min(last, seen.end)) for first, last in seen.runs if first < seen.end and last > place]
             place = seen.end
-        found = set()
-        for piece in pieces:
-            number = bisect_right(runs, piece.source, key=lambda run: run[1])
-            if number == len(runs) or runs[number][0] >= piece.source + piece.length:
-                found.add(piece)
-        return found
+        return runs
 
-    async def _copy_all(self, origin: OpenInode, file: OpenInode, work: list[tuple[_Piece, bool, bool]]) -> int:
-        """Copy (piece, it is a hole, it lies behind the file's end); returns how many bytes from the beginning are done."""
+    async def _copy_all(self, origin: OpenInode, file: OpenInode, pieces: list[_Piece], runs: list[tuple[int, int]],
+                        end: int) -> int:
+        """Copy the pieces, of which only `runs` are no holes, to `file`, which has ended at `end`; returns how many bytes from
+        the beginning are done."""
         gate = asyncio.Semaphore(_COPIES_AT_ONCE)
 
-        async def one(piece: _Piece, hole: bool, behind: bool) -> None:
+        async def one(piece: _Piece) -> None:
             async with gate:
-                if hole and behind:
-                    self.writer.was_copied(file, piece.target + piece.length, 0, file.cut)
-                elif hole and not piece.by_store:
-                    await self.writer.write(file, piece.target, _ZEROS[:piece.length])
-                elif not piece.by_store or not await self._copy_by_store(origin, file, piece):
-                    data = await self.chunks.read_range(origin, piece.source, piece.length)
-                    await self.writer.write(file, piece.target, data)
+                first, last = piece.source, piece.source + piece.length
+                border = min(max(first, first + end - piece.target), last)
+                # In front of the border there may be bytes that a hole has to replace.
+                there = ([(first, border)] if first < border else []) + _within(runs, border, last)
+                if there and piece.by_store and await self._copy_by_store(origin, file, piece):
+                    return
+                for first, last in there:
+                    data = await self.chunks.read_range(origin, first, last - first)
+                    await self.writer.write(file, piece.target + first - piece.source, data)
+                self.writer.was_copied(file, piece.target + piece.length, 0, file.cut)
 
-        tasks = [asyncio.ensure_future(one(*each)) for each in work]
+        tasks = [asyncio.ensure_future(one(piece)) for piece in pieces]
         try:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             for task in tasks:
                 task.cancel()
         done = 0
-        for (piece, _, _), outcome in zip(work, ended, strict=True):
+        for piece, outcome in zip(pieces, ended, strict=True):
             if isinstance(outcome, BaseException):
                 if not done:
                     raise outcome
@@ -293,3 +291,14 @@ class Ranges(Files, Attributes):
                 continue
             self.writer.was_copied(file, piece.target + piece.length, copied, cut, target)
             return True
+
+
+def _within(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """The parts of `runs`, which are in order, that lie between the two places."""
+    found = []
+    for number in range(bisect_right(runs, first, key=lambda run: run[1]), len(runs)):
+        begin, end = max(runs[number][0], first), min(runs[number][1], last)
+        if begin >= end:
+            break
+        found.append((begin, end))
+    return found
