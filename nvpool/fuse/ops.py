@@ -52,7 +52,7 @@ SEEN_MAX = 1 << 18
 TOLD_MAX = 1 << 16
 """Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
-BY_INODE = frozenset(("getattr", "statx", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
+BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
 """Requests that name an inode which the kernel once looked up."""
 
@@ -159,10 +159,6 @@ class FuseOps:
 
     async def getattr(self, inode: int) -> Attr:
         return self._telling(await self._vfs.getattr(inode))
-
-    async def statx(self, inode: int) -> Attr:
-        """As getattr: all that is known. There is no time of birth, and the answer's mask says so."""
-        return await self.getattr(inode)
 
     async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
                       gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
@@ -308,26 +304,30 @@ class FuseOps:
         finally:
             self._changes += 1
 
-    async def fallocate(self, handle: int, offset: int, length: int, mode: int) -> None:
-        """Modes as of fallocate(2). The kernel has written back and dropped its pages of a hole, and asks for the attributes
-        again."""
+    async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:
+        """Modes as of fallocate(2). The kernel writes back the pages of a hole before and drops them after, and asks for the
+        attributes again."""
+        file = self._files[handle]
         try:
-            await self._vfs.fallocate(self._files[handle], offset, length, mode)
+            await self._take_privileges(file, caller)
+            await self._vfs.fallocate(file, offset, length, mode)
         finally:
             self._changes += 1
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
-        """SEEK_DATA and SEEK_HOLE; the kernel does the others. It knows of pages written through a mapping, or kept under
-        write-back, that are not here yet: who mounts with write-back must not answer this."""
+        """SEEK_DATA and SEEK_HOLE; the kernel does the others. It may keep pages that are not here yet, written through a
+        mapping or kept under write-back: a mount with write-back must not answer this."""
         return await self._vfs.seek(self._files[handle], offset, whence)
 
     async def copy_file_range(self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int,
-                              flags: int) -> int:
-        """How many bytes were copied. The kernel has written back its pages of the one range, and drops those of the other."""
+                              flags: int, caller: Caller) -> int:
+        """How many bytes were copied. The kernel has written back its pages of both ranges, and drops those of the second."""
         if flags:
             raise errors.InvalidRequest(f"copy_file_range with flags {flags:#x}")
+        file = self._files[handle_out]
         try:
-            return await self._vfs.copy_range(self._files[handle_in], offset_in, self._files[handle_out], offset_out, length)
+            await self._take_privileges(file, caller)
+            return await self._vfs.copy_range(self._files[handle_in], offset_in, file, offset_out, length)
         finally:
             self._changes += 1
 

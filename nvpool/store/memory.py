@@ -186,7 +186,8 @@ class MemoryChunkStore:
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
         self._refuse_when_fenced()
-        if not 16 <= chunk_bits <= 24 or size < 0 or end and not size < end <= 1 << 32 + chunk_bits:
+        largest = 1 << 32 + chunk_bits
+        if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
             raise InvalidRequest("no such size, hole or chunk size")
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if cut < its_cut:

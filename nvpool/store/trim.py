@@ -52,7 +52,8 @@ _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0) -> int:
     """See ChunkStore.cut."""
-    if not 16 <= chunk_bits <= 24 or size < 0 or end and not size < end <= CHUNK_INDEX_MAX + 1 << chunk_bits:
+    largest = CHUNK_INDEX_MAX + 1 << chunk_bits
+    if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
         raise InvalidRequest(f"no file has {size} bytes, or a hole from there to {end}, in chunks of 2**{chunk_bits}")
     _check_newest(store, inode, number)
     await store.kv.room()
@@ -64,7 +65,8 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
     until, rest = (end >> chunk_bits, end & mask) if end else (CHUNK_INDEX_MAX + 1, 0)
     blocks = 0
     if first == until:
-        blocks = await _cut_within(store, inode, first, begin, rest, number)
+        if begin < rest:  # else the largest file there is, of which nothing goes
+            blocks = await _cut_within(store, inode, first, begin, rest, number)
     else:
         if begin:
             blocks = await _cut_within(store, inode, first, begin, CHUNK_BYTES_MAX, number)

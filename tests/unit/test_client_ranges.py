@@ -18,7 +18,7 @@ from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.fuse.ops import FuseOps, errno_of
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 ME = Caller(0, 0)
 OPTIONS = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, write_age_s=60.0)
@@ -300,6 +300,26 @@ async def test_a_copy_is_short_at_the_end_of_the_source_and_in_what_one_call_doe
 
 
 @in_a_pool(capacities=(256 * MIB,))
+async def test_files_with_chunks_of_different_sizes_are_copied_by_their_store(pool, vfs):
+    request = meta_pb2.SetAttrRequest(inode=ROOT_INODE, valid=512, chunk_bits=24)
+    await vfs.meta.change(ROOT_INODE, wire_pb2.META_SETATTR, request, meta_pb2.Entry)
+    content = some_bytes(20 * MIB)
+    large = await new_file(vfs, b"a", content)
+    request = meta_pb2.SetAttrRequest(inode=ROOT_INODE, valid=512, chunk_bits=16)
+    await vfs.meta.change(ROOT_INODE, wire_pb2.META_SETATTR, request, meta_pb2.Entry)
+    small, again = await new_file(vfs, b"b"), await new_file(vfs, b"c")
+    assert (large.file.chunk_bits, small.file.chunk_bits) == (24, 16)
+    before = dict(vfs.chunks.counters)
+    assert await vfs.copy_range(large, 8192, small, 4096, 18 * MIB) == 18 * MIB
+    assert await vfs.copy_range(small, 4096, again, 0, 18 * MIB) == 18 * MIB
+    await vfs.setattr(large.inode, size=0, caller=ME)
+    assert await vfs.copy_range(again, 0, large, 8192, 18 * MIB) == 18 * MIB
+    assert vfs.chunks.counters["writes"] == before["writes"]
+    await vfs.flush(large)
+    assert await content_of(vfs, large) == bytes(8192) + content[8192:8192 + 18 * MIB]
+
+
+@in_a_pool(capacities=(256 * MIB,))
 async def test_damage_is_not_copied(pool, vfs):
     source, target = await new_file(vfs, b"a", some_bytes(2 * MIB)), await new_file(vfs, b"b", some_bytes(2 * MIB, 2))
     pool.stores[1].store.flip(source.inode, 1, 7)
@@ -396,17 +416,20 @@ async def test_a_kernel_is_answered_with_numbers(pool, vfs):
     ops = FuseOps(vfs)
     attr, opened = await ops.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME)
     await ops.write(opened.handle, 0, some_bytes(3 * BLOCK))
-    await ops.fallocate(opened.handle, BLOCK, BLOCK, HOLE)
+    await ops.fallocate(opened.handle, BLOCK, BLOCK, HOLE, ME)
     assert await ops.lseek(opened.handle, 0, os.SEEK_HOLE) == BLOCK
     assert await ops.lseek(opened.handle, BLOCK, os.SEEK_DATA) == 2 * BLOCK
     _, other = await ops.create(ROOT_INODE, b"g", 0o644, os.O_RDWR, ME)
-    assert await ops.copy_file_range(opened.handle, 0, other.handle, BLOCK, 3 * BLOCK, 0) == 3 * BLOCK
-    assert (await ops.statx(attr.inode)).size == 3 * BLOCK
+    assert await ops.copy_file_range(opened.handle, 0, other.handle, BLOCK, 3 * BLOCK, 0, ME) == 3 * BLOCK
     for call, number in ((ops.lseek(opened.handle, 3 * BLOCK, os.SEEK_DATA), errno.ENXIO),
-                         (ops.fallocate(opened.handle, 0, 1, 8), errno.EOPNOTSUPP),
-                         (ops.copy_file_range(opened.handle, 0, opened.handle, 1, 2, 0), errno.EINVAL),
-                         (ops.copy_file_range(opened.handle, 0, other.handle, 0, 1, 1), errno.EINVAL),
-                         (ops.statx(12345), errno.ESTALE)):
+                         (ops.fallocate(opened.handle, 0, 1, 8, ME), errno.EOPNOTSUPP),
+                         (ops.copy_file_range(opened.handle, 0, opened.handle, 1, 2, 0, ME), errno.EINVAL),
+                         (ops.copy_file_range(opened.handle, 0, other.handle, 0, 1, 1, ME), errno.EINVAL)):
         with pytest.raises(errors.NvpoolError) as refused:
             await call
-        assert errno_of(refused.value, "statx") == number
+        assert errno_of(refused.value, "lseek") == number
+    await ops.setattr(attr.inode, ME, None, mode=0o6755)
+    await ops.fallocate(opened.handle, 0, 1, 0, ME)
+    assert (await ops.getattr(attr.inode)).mode & 0o7777 == 0o6755
+    await ops.fallocate(opened.handle, 0, 1, 0, Caller(7, 7))
+    assert (await ops.getattr(attr.inode)).mode & 0o7777 == 0o755

@@ -29,6 +29,8 @@ from nvpool.wire.v1 import meta_pb2, wire_pb2
 COPY_BYTES_MAX = 64 * MIB
 """Copied by one call: a tenth of a second, after which who asked may do something else."""
 _COPIES_AT_ONCE = 8
+_PIECE_BYTES = 4 * MIB
+"""Copied by a store in one go, in which it does nothing else for some milliseconds."""
 EXTENTS_S = 1.0
 """For so long what was told of a file's extents is believed, while nothing is known to have changed: who looks for holes asks
 for one place after the other."""
@@ -224,8 +226,7 @@ class Ranges(Files, Attributes):
                 elif step >= BLOCK_BYTES:
                     step -= step % BLOCK_BYTES
                     by_store = self.ranges.one_target(origin, source >> origin.chunk_bits, file, target >> file.chunk_bits)
-            if not by_store:
-                step = min(step, MIB)
+            step = min(step, _PIECE_BYTES if by_store else MIB)
             pieces.append(_Piece(source, target, step, by_store))
             at += step
         return pieces
