@@ -24,9 +24,9 @@ class OpenInode:
     """One inode that is open here. `size` is what an application on this client has to see: the service's number merged
     with what was written here and not yet reported."""
 
-    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
-                 "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
-                 "renewal", "located", "changes", "credit", "missed",
+    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
+                 "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
+                 "written", "ahead", "renewal", "located", "changes", "credit", "missed",
                  "looking", "looking_s", "foreign", "lost")
 
     def __init__(self, attr: Attr) -> None:
@@ -37,6 +37,7 @@ class OpenInode:
         self.attr = attr
         self.attr_born_s = NEVER_S
         self.cut = attr.cut
+        self.truncated = attr.cut - attr.punches  # the last cut number that was a truncation; later ones were holes
         self.grant = b""
         self.grant_session = 0
         self.grant_cut = 0
@@ -145,8 +146,8 @@ class Cache:
                 opened.attr = attr
                 opened.attr_born_s = now_s
                 if attr.cut > opened.cut:
-                    opened.cut = attr.cut
-                    if opened.written is not None:
+                    before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
+                    if opened.written is not None and opened.truncated > before:
                         opened.written.was_cut()
             return
         held = self._attrs.pop(attr.inode, None)
