@@ -364,7 +364,7 @@ class ChunkClient:
                 job.future.set_exception(final)
 
     async def mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
-                    rights: int) -> None:
+                   rights: int) -> None:
         """Do what `error` asks for before the request is repeated. Raises it, with `reason`, when the deadline has come."""
         left = deadline_s - self._clock.boottime_s()
         if left <= 0:

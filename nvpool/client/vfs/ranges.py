@@ -40,7 +40,7 @@ _EXTENTS_KEPT = 16
 
 class _Seen(NamedTuple):
     change: int
-    until_s: float
+    born_s: float
     extents: Extents
 
 
@@ -165,14 +165,14 @@ class Ranges(Files, Attributes):
         now_s = self.clock.boottime_s()
         seen = self._extents_seen.get(file.inode)
         settled = file.written is None or not file.written.unsettled
-        if seen is not None and settled and seen.change == file.attr.change and now_s < seen.until_s \
-                and seen.extents.begin <= place < seen.extents.end:
+        if seen is not None and settled and seen.change == file.attr.change \
+                and self.cache.is_believed(seen.born_s, EXTENTS_S) and seen.extents.begin <= place < seen.extents.end:
             return seen.extents
         change = file.attr.change
         found = await self.ranges.extents(file, place, size, now_s + self.options.deadline_s)
         self._extents_seen.pop(file.inode, None)
         if settled and (file.written is None or not file.written.unsettled) and file.attr.change == change:
-            self._extents_seen[file.inode] = _Seen(change, now_s + EXTENTS_S, found)
+            self._extents_seen[file.inode] = _Seen(change, now_s, found)
             if len(self._extents_seen) > _EXTENTS_KEPT:
                 del self._extents_seen[next(iter(self._extents_seen))]
         return found
