@@ -291,6 +291,13 @@ class LockLost(Refused):
     wire_code = 131
 
 
+class BeyondData(Refused):
+    """There is no such place in the file: nothing but a hole follows, or its end."""
+
+    errno = errno.ENXIO
+    wire_code = 132
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,9 @@ class OpenInode:
     """One inode that is open here. `size` is what an application on this client has to see: the service's number merged
     with what was written here and not yet reported."""
 
-    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "grant", "grant_session",
-                 "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes", "written", "ahead",
-                 "renewal", "located", "changes", "credit", "missed",
+    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
+                 "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
+                 "written", "ahead", "renewal", "located", "changes", "credit", "missed",
                  "looking", "looking_s", "foreign", "lost")
 
     def __init__(self, attr: Attr) -> None:
@@ -37,6 +37,7 @@ class OpenInode:
         self.attr = attr
         self.attr_born_s = NEVER_S
         self.cut = attr.cut
+        self.truncated = attr.cut - attr.punches  # the last cut number that was a truncation; later ones were holes
         self.grant = b""
         self.grant_session = 0
         self.grant_cut = 0
@@ -116,9 +117,10 @@ class Cache:
         """The attributes, when they were true no longer than `age_s` ago."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
-        return attr if self._is_believed(born_s, age_s) else None
+        return attr if self.is_believed(born_s, age_s) else None
 
-    def _is_believed(self, born_s: float, age_s: float) -> bool:
+    def is_believed(self, born_s: float, age_s: float) -> bool:
+        """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""
         return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
 
     def distrust(self) -> None:
@@ -145,8 +147,8 @@ class Cache:
                 opened.attr = attr
                 opened.attr_born_s = now_s
                 if attr.cut > opened.cut:
-                    opened.cut = attr.cut
-                    if opened.written is not None:
+                    before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
+                    if opened.written is not None and opened.truncated > before:
                         opened.written.was_cut()
             return
         held = self._attrs.pop(attr.inode, None)
@@ -169,7 +171,7 @@ class Cache:
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
         """The inode of the name, 0 when it is known not to exist, None when nothing so young is known."""
         inode, born_s = self._entries.get((parent, name), (None, NEVER_S))
-        return inode if self._is_believed(born_s, age_s) else None
+        return inode if self.is_believed(born_s, age_s) else None
 
     def put_entry(self, parent: int, name: bytes, inode: int) -> None:
         """`inode` 0: the name does not exist."""
@@ -212,7 +214,7 @@ class Cache:
     def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
         """Whether the name was known not to be there no longer than `age_s` ago."""
         whole = self._whole.get(parent)
-        return whole is not None and name not in whole.names and self._is_believed(whole.true_s, age_s)
+        return whole is not None and name not in whole.names and self.is_believed(whole.true_s, age_s)
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

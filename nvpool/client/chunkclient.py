@@ -154,7 +154,7 @@ class ChunkClient:
     def find_lane(self, file: OpenInode, index: int, attempt: int = 0) -> Lane:
         """The lane for reading the chunk; `attempt` goes round the targets of its chain."""
         pool_map = self._view.map
-        targets = self._chain(file, index)
+        targets = self.chain(file, index)
         up = [t for t in targets if pool_map.target_by_id[t].state in ("up", "draining")] or targets
         lane = self.lane(up[attempt % len(up)])
         if attempt == 0:
@@ -163,7 +163,8 @@ class ChunkClient:
             file.lanes[index] = lane
         return lane
 
-    def _chain(self, file: OpenInode, index: int) -> tuple[int, ...]:
+    def chain(self, file: OpenInode, index: int) -> tuple[int, ...]:
+        """The targets that hold the chunk, head first."""
         table = self._view.map.table_by_id.get(file.layout.table)
         if table is None:
             raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
@@ -336,7 +337,7 @@ class ChunkClient:
         if isinstance(error, Damaged):
             targets: tuple[int, ...] = ()
             if job.file.layout.table in self._view.map.table_by_id:
-                targets = tuple(self._chain(job.file, job.index))
+                targets = tuple(self.chain(job.file, job.index))
             if job.verify and job.tries >= max(1, len(targets)):
                 log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                           ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
@@ -351,7 +352,7 @@ class ChunkClient:
         job.reason = reason_of(error, job.reason)
         self.counters["repeats"] += 1
         try:
-            await self._mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
+            await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():
                 return
             lane = self.find_lane(job.file, job.index, job.tries if isinstance(error, (Unavailable, Damaged)) else 0)
@@ -362,8 +363,8 @@ class ChunkClient:
             if not job.future.done():
                 job.future.set_exception(final)
 
-    async def _mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
-                    rights: int) -> None:
+    async def mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
+                   rights: int) -> None:
         """Do what `error` asks for before the request is repeated. Raises it, with `reason`, when the deadline has come."""
         left = deadline_s - self._clock.boottime_s()
         if left <= 0:
@@ -439,12 +440,17 @@ class ChunkClient:
         number sent is the one the file has now: StaleCut goes up to the writer, who knows what still applies. `parts` must
         not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may have been.
         """
+        return await self.named(lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
+                                deadline_s)
+
+    async def named(self, work: Callable[[int, int], Awaitable], deadline_s: float):
+        """What `work(slot, sequence)` gives: a change of chunks, with its name in this session."""
         # A slot carries one write at a time, as stores expect it: what comes with a smaller sequence than the slot's last write
         # of the chunk is taken for a repetition, and not done.
         slot = await self._take_slot(deadline_s)
         try:
             self._sequence += 1
-            return await self._write(file, index, offset, length, parts, checksums, slot, self._sequence, deadline_s)
+            return await work(slot, self._sequence)
         finally:
             self._slots.append(slot)
             self._wake()
@@ -476,7 +482,7 @@ class ChunkClient:
         tries, reason = 0, None
         while True:
             try:
-                lane = self.lane(self._chain(file, index)[0])
+                lane = self.lane(self.chain(file, index)[0])
                 header = _WRITE.pack(file.inode, file.cut, sequence, index, offset, length, 0, 0)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot)
@@ -502,7 +508,7 @@ class ChunkClient:
                 # spoiled on the way, or the block that ours are to be merged with: the second is not mended by asking
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
-                await self._mend(file, error, reason, tries, deadline_s, WRITE)
+                await self.mend(file, error, reason, tries, deadline_s, WRITE)
 
     async def flush(self, file: OpenInode | None, targets: Sequence[int]) -> None:
         """Return when everything that these targets have answered survives the loss of power."""

@@ -252,7 +252,7 @@ class Writer:
                         await asyncio.sleep(self._options.retry_first_s)
             if file.lost:
                 raise LockLost()
-            if file.cut == cut:
+            if file.truncated <= cut:
                 written.stored_end = max(written.stored_end, segment.end)
                 written.stored_bytes += length
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
@@ -400,8 +400,17 @@ class Writer:
         written = file.written
         if written is None:
             return
-        written.paused += 1
         self._clip(written, size)
+        await self.pause(file)
+        written.stored_end = min(written.stored_end, size)
+        written.find_end()
+
+    async def pause(self, file: OpenInode) -> None:
+        """Wait for what is on the way, and send nothing until `end_cut`."""
+        written = file.written
+        if written is None:
+            return
+        written.paused += 1
         try:
             while written.sending:
                 if written.changed is None or written.changed.done():
@@ -410,8 +419,6 @@ class Writer:
         except BaseException:
             self.end_cut(file)
             raise
-        written.stored_end = min(written.stored_end, size)
-        written.find_end()
 
     def end_cut(self, file: OpenInode) -> None:
         written = file.written
@@ -440,6 +447,22 @@ class Writer:
         self._hold(written, -freed)
         if freed:
             self._tell(written)
+
+    # -- what is written without bytes of ours ---------------------------------------------------------------------------
+
+    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, target: int = 0) -> None:
+        """Under the cut number `cut` bytes of the file up to `end` came to be at a store (`target` 0: a hole, at none)."""
+        written = file.written or self._written(file)
+        written.begun = True
+        if not written.wrote:
+            written.wrote = True
+            written.wrote_s = self._clock.boottime_s()
+        if file.truncated <= cut:
+            written.stored_end = max(written.stored_end, end)
+            written.stored_bytes += byte_count
+            written.find_end()
+        if target:
+            self._note_recent(file.inode, target)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class WrittenFile:
                 yield from segments
 
     def was_cut(self) -> None:
-        """The file has a new cut number: what stores had under the old one and nobody knew of is gone."""
+        """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""
         self.stored_end = 0
         self.find_end()
 

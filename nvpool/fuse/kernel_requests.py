@@ -288,6 +288,29 @@ class KernelRequests:
         request, body, _ = self._decoded(count)
         self._start(request.unique, "fsync", self._ops.fsync(body.fh, bool(body.fsync_flags & FSYNC_DATA_ONLY)), self._done)
 
+    def _on_fallocate(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        self._start(request.unique, "fallocate", self._ops.fallocate(body.fh, body.offset, body.length, body.mode, caller),
+                    self._done)
+
+    def _on_lseek(self, count: int) -> None:
+        if self._ops.options.writeback:
+            self._on_unknown(count)  # the whole file is data, then, and the kernel says so by itself
+            return
+        request, body, _ = self._decoded(count)
+        self._start(request.unique, "lseek", self._ops.lseek(body.fh, body.offset, body.whence), self._number)
+
+    def _on_copy_file_range(self, count: int) -> None:
+        request, body, caller = self._decoded(count)
+        copying = self._ops.copy_file_range(body.fh_in, body.off_in, body.fh_out, body.off_out, body.len, body.flags, caller)
+        wide = request.opcode == Op.COPY_FILE_RANGE_64
+        self._start(request.unique, "copy_file_range", copying, self._number if wide else self._count)
+
+    _on_copy_file_range_64 = _on_copy_file_range
+
+    def _number(self, unique: int, value: int) -> None:
+        self._send(replies.number(unique, value))
+
     def _on_fsyncdir(self, count: int) -> None:
         request, body, _ = self._decoded(count)
         self._start(request.unique, "fsyncdir", self._ops.fsyncdir(body.fh), self._done)

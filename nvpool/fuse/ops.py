@@ -356,6 +356,35 @@ class FuseOps(LockOps):
         finally:
             self._changes += 1
 
+    async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:
+        """Modes as of fallocate(2). The kernel writes back the pages of a hole before and drops them after, and asks for the
+        attributes again."""
+        file = self._files[handle]
+        try:
+            await self._take_privileges(file, caller)
+            await self._vfs.fallocate(file, offset, length, mode)
+        finally:
+            self._changes += 1
+
+    async def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE; the kernel does the others. NotSupported where it may keep pages that are not here yet:
+        they would be missed."""
+        if self.options.writeback:
+            raise NotSupported("pages that the kernel has not written back would be taken for holes")
+        return await self._vfs.seek(self._files[handle], offset, whence)
+
+    async def copy_file_range(self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int,
+                              flags: int, caller: Caller) -> int:
+        """How many bytes were copied. The kernel has written back its pages of both ranges, and drops those of the second."""
+        if flags:
+            raise errors.InvalidRequest(f"copy_file_range with flags {flags:#x}")
+        file = self._files[handle_out]
+        try:
+            await self._take_privileges(file, caller)
+            return await self._vfs.copy_range(self._files[handle_in], offset_in, file, offset_out, length)
+        finally:
+            self._changes += 1
+
     async def release(self, handle: int) -> None:
         """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again."""
         self._appending.pop(handle, None)

@@ -1,4 +1,5 @@
-"""Truncations that are decided: tell every target, again and again until it has cut, then drop the intent.
+"""Truncations and holes that are decided: tell every target that may have such bytes, again and again until it has cut, then
+drop the intent.
 
 The cut is durable before the first target hears of it, so that no byte goes that a loss of power would bring back into
 the file; the caller is answered, and new grants are given, when all targets have it. After a restart the intents are
@@ -11,8 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
+from google.protobuf.message import DecodeError
+
 from nvpool.base.errors import NvpoolError
-from nvpool.kv.contract import Kv
+from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
 from nvpool.meta.records import Intent
 from nvpool.meta.targets import Targets
@@ -58,27 +61,57 @@ class Cuts:
     async def _finish(self, inode: int, intent: Intent, done: asyncio.Future) -> None:
         try:
             await self._kv.sync()
-            request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits)
-            await self._tell_all(inode, intent, request)
+            request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits,
+                                          end=intent.end)
+            freed = await self._tell_all(inode, intent, request)
             while self._kv.full:
                 await self._kv.room()
-            self._kv.apply([(records.numbered_key(records.INTENT, inode), None)], reclaims=True)
+            effects: list[Effect] = [(records.numbered_key(records.INTENT, inode), None)]
+            if intent.end and freed:
+                effects += self._without_blocks(inode, freed // 512)
+            self._kv.apply(effects, reclaims=True)
             del self._view.cutting[inode]
             done.set_result(None)
         finally:
             done.cancel()  # no-op where it is done; nobody may be told that the targets have cut when they have not
 
-    async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> None:
+    def _without_blocks(self, inode: int, blocks: int) -> list[Effect]:
+        """What the inode occupies is an estimate: the hole is taken off it, and nobody need be told of a change."""
+        try:
+            found = self._view.inode(inode)
+        except NvpoolError:
+            return []  # gone or damaged since: nobody asks
+        found.blocks = max(0, found.blocks - blocks)
+        return [(records.inode_key(inode), records.encode_inode(found))]
+
+    async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
+        """The bytes that the targets have freed, as far as they were heard to say so."""
         told: set[int] = set()
         pause = PAUSE_S
+        freed = 0
+        last = (intent.end - 1 >> intent.chunk_bits) + 1
         while True:
-            wanted = (await self._targets.of_table(intent.table)) - told
+            if intent.end:
+                wanted = await self._targets.of_chunks(intent.table, inode, range(intent.size >> intent.chunk_bits, last))
+            else:
+                wanted = await self._targets.of_table(intent.table)
+            wanted -= told
             if not wanted:
-                return
-            failed = await self._targets.tell(wanted, wire_pb2.DATA_CUT, request)
+                return freed
+            answers: dict[int, bytes] = {}
+            failed = await self._targets.tell(wanted, wire_pb2.DATA_CUT, request, answers)
+            freed += sum(map(_freed, answers.values()))
             told |= wanted - failed.keys()
             if failed:
                 level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
                 _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed), next(iter(failed.values())))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE_S_MAX)
+
+
+def _freed(answer: bytes) -> int:
+    """What a CutReply says; nothing where it can not be read, for it is an estimate."""
+    try:
+        return data_pb2.CutReply.FromString(answer).bytes
+    except DecodeError:
+        return 0

@@ -54,6 +54,7 @@ def _inode_line(key: bytes, raw: bytes) -> dict:
 
 
 def _inode_record(line: dict) -> tuple[bytes, bytes]:
+    line = {"punches": 0, **line}
     target = _bytes(line, "target") if "target" in line or "target_hex" in line else b""
     inode = records.Inode(line["inode"], target=target, **{field: line[field] for field in _INODE_FIELDS})
     return records.inode_key(inode.number), records.encode_inode(inode)
@@ -107,7 +108,7 @@ def _intent_line(key: bytes, raw: bytes) -> dict:
 
 
 def _intent_record(line: dict) -> tuple[bytes, bytes]:
-    intent = records.Intent(line["cut"], line["size"], line["table"], line["chunk_bits"])
+    intent = records.Intent(line["cut"], line["size"], line["table"], line["chunk_bits"], line.get("end", 0))
     return records.numbered_key(records.INTENT, line["inode"]), records.encode_intent(intent)
 
 

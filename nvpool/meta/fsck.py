@@ -328,7 +328,10 @@ class Fsck:
             intent = records.decode_intent(raw)
         except CorruptRecord as error:
             def rebuild() -> list:
-                # Nothing grows before a cut is done, so the inode itself says where it was to end.
+                # Nothing grows before a cut is done, so the inode itself says where it was to end. Where a hole was to be,
+                # nobody knows; who asked for it was not answered.
+                if inode.punches:
+                    return [(key, None)]
                 again = records.Intent(inode.cut, inode.size, inode.table, inode.chunk_bits)
                 self._kv.apply([(key, records.encode_intent(again))], reclaims=True)
                 self._begin_cut(number, again)

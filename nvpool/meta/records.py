@@ -142,8 +142,8 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED = (1 << bit for bit in range(17, 25))
-_KNOWN = (1 << 25) - 1
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES = (1 << bit for bit in range(17, 26))
+_KNOWN = (1 << 26) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES = ("", "H", "I", "Q")
 _OWNER_CODES = ("", "HH", "II")
@@ -160,16 +160,17 @@ class Inode:
     """One inode, to be read, changed and encoded again. Times are ns since 1970, blocks are of 512 bytes.
 
     `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
-    `change` grows with each change, `cut` with each truncation that may have had something to cut.
+    `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
+    of its numbers were holes, so the file ends where it was reported to end under any of them.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target")
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches")
 
     def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"") -> None:
+                 target: bytes = b"", punches: int = 0) -> None:
         self.number = number
         self.mode = mode
         self.links = links
@@ -188,6 +189,7 @@ class Inode:
         self.flags = flags
         self.parent = parent
         self.target = target
+        self.punches = punches
 
     @property
     def is_directory(self) -> bool:
@@ -228,7 +230,7 @@ def _inode_struct(head: int) -> struct.Struct:
     code += "I" if head >> _LINKS & 1 else ""
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
-    code += "Q" if head & _PARENT else ""
+    code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "")
     made = _structs[head] = struct.Struct(code)
     return made
 
@@ -290,6 +292,9 @@ def encode_inode(i: Inode) -> bytes:
     if i.parent:
         head |= _PARENT
         add(i.parent)
+    if i.punches:
+        head |= _PUNCHES
+        add(i.punches)
     values[0] = head
     return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
 
@@ -303,7 +308,7 @@ def decode_inode(number: int, raw: bytes) -> Inode:
         raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
     mode, mtime, change = values[1], values[2], values[3]
     at = 4
-    size = uid = gid = cut = rdev = flags = parent = 0
+    size = uid = gid = cut = rdev = flags = parent = punches = 0
     links = 1
     ctime = atime = mtime
     table, chunk_bits = _DEFAULT_LAYOUT
@@ -342,13 +347,16 @@ def decode_inode(number: int, raw: bytes) -> Inode:
         at += 1
     if head & _PARENT:
         parent = values[at]
+        at += 1
+    if head & _PUNCHES:
+        punches = values[at]
     if head & _TOUCHED:
         flags |= TOUCHED
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
     return Inode(number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits,
-                 flags, parent, bytes(target))
+                 flags, parent, bytes(target), punches)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------
@@ -380,12 +388,14 @@ def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
 
 
 class Intent(NamedTuple):
-    """A truncation that is decided: every target of the table has to cut the inode to `size` under the number `cut`."""
+    """A truncation that is decided: every target of the table has to cut the inode to `size` under the number `cut`. With an
+    `end` a hole from `size` to there, of which only those hear that may hold its chunks."""
 
     cut: int
     size: int
     table: int
     chunk_bits: int
+    end: int = 0
 
 
 class Collect(NamedTuple):
@@ -425,6 +435,7 @@ class Bounds(NamedTuple):
 
 
 _INTENT = struct.Struct("<BQQBB")
+_HOLE_INTENT = struct.Struct("<BQQBBQ")
 _COLLECT = struct.Struct("<BBB")
 _SESSION = struct.Struct("<B16sq")
 _SLOT = struct.Struct("<BQQ")
@@ -444,11 +455,12 @@ def _fields(layout: struct.Struct, raw: bytes, what: str, exact: bool = True) ->
 
 
 def encode_intent(intent: Intent) -> bytes:
-    return _INTENT.pack(_VERSION, *intent)
+    return _HOLE_INTENT.pack(_VERSION, *intent) if intent.end else _INTENT.pack(_VERSION, *intent[:4])
 
 
 def decode_intent(raw: bytes) -> Intent:
-    return Intent(*_fields(_INTENT, raw, "the intent of a truncation"))
+    layout = _HOLE_INTENT if len(raw) == _HOLE_INTENT.size else _INTENT
+    return Intent(*_fields(layout, raw, "the intent of a truncation"))
 
 
 def encode_collect(collect: Collect) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvpool.meta import queries
+from nvpool.meta.changes.allocate import allocate
 from nvpool.meta.changes.attributes import setattr as decide_setattr
 from nvpool.meta.changes.create import create
 from nvpool.meta.changes.link import link
@@ -19,6 +20,7 @@ from nvpool.wire.v1 import wire_pb2 as wire
 
 CHANGES: dict[int, tuple[Any, Decision]] = {
     wire.META_SETATTR: (pb.SetAttrRequest, decide_setattr),
+    wire.META_ALLOCATE: (pb.AllocateRequest, allocate),
     wire.META_CREATE: (pb.CreateRequest, create),
     wire.META_UNLINK: (pb.UnlinkRequest, unlink),
     wire.META_RMDIR: (pb.UnlinkRequest, rmdir),

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, WrongTarget
 from nvpool.base.grants import SERVICE, Grant, sign
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 
 CALL_S = 5.0
@@ -54,6 +56,14 @@ class Targets:
         await self._has_map.wait()
         return self._of_table.get(table, frozenset())
 
+    async def of_chunks(self, table: int, inode: int, chunks: range) -> frozenset[int]:
+        """Of those the ones that can hold these chunks of an inode."""
+        found = await self.of_table(table)
+        if not found or len(chunks) >= CHAINS_PER_TABLE:
+            return found
+        chains = self._map.table_by_id[table].chains
+        return frozenset(target for index in chunks for target in chains[chain_of(inode, index)].targets)
+
     def authority(self) -> bytes:
         """The service's own right over all inodes of a store, renewed at half of its life."""
         now_ms = self._clock.wall_ns() // 1_000_000
@@ -76,13 +86,17 @@ class Targets:
         return await self._dialer.call(known.endpoints, method, request.SerializeToString(),
                                        deadline_s=self._clock.boottime_s() + CALL_S)
 
-    async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any) -> dict[int, NvpoolError]:
-        """Send one request to all; those that have not carried it out, with the reason."""
+    async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any,
+                   answers: dict[int, bytes] | None = None) -> dict[int, NvpoolError]:
+        """Send one request to all; those that have not carried it out, with the reason. What the others answered goes into
+        `answers`."""
         failed: dict[int, NvpoolError] = {}
 
         async def one(target: int) -> None:
             try:
-                await self.ask(target, method, request)
+                reply = await self.ask(target, method, request)
+                if answers is not None:
+                    answers[target] = bytes(reply.message)
             except NvpoolError as error:
                 failed[target] = error
 

@@ -209,11 +209,24 @@ class Draft:
         inode.size = size
         inode.blocks = min(inode.blocks, records.blocks_of(size))
         if inode.flags & records.TOUCHED:
-            inode.cut += 1
-            intent = Intent(inode.cut, size, inode.table, inode.chunk_bits)
-            self.effects[records.numbered_key(records.INTENT, inode.number)] = records.encode_intent(intent)
-            self.intent = inode.number, intent
+            inode.punches = 0
+            self._intend(inode, size, 0)
         self.stamp(inode, content=True)
+
+    def punch(self, inode: Inode, offset: int, end: int) -> None:
+        """[offset, end) of the file becomes a hole; its size stays. As `cut` otherwise."""
+        if inode.number in self.view.cutting:
+            raise CutInProgress(inode.number)
+        if inode.flags & records.TOUCHED:
+            inode.punches += 1
+            self._intend(inode, offset, end)
+        self.stamp(inode, content=True)
+
+    def _intend(self, inode: Inode, size: int, end: int) -> None:
+        inode.cut += 1
+        intent = Intent(inode.cut, size, inode.table, inode.chunk_bits, end)
+        self.effects[records.numbered_key(records.INTENT, inode.number)] = records.encode_intent(intent)
+        self.intent = inode.number, intent
 
     def finish(self) -> dict[bytes, bytes | None]:
         """All effects; the changed inodes are encoded here, once each."""
@@ -243,6 +256,8 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
     attr.change = inode.change
     if inode.cut:
         attr.cut = inode.cut
+        if inode.punches:
+            attr.punches = inode.punches
     if inode.flags & records.SHOWN_FLAGS:
         attr.flags = inode.flags & records.SHOWN_FLAGS
     if inode.rdev:

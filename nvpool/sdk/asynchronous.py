@@ -17,7 +17,7 @@ from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotA
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.client.vfs import NOW, Caller, FileHandle, StatFs
+from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, StatFs
 from nvpool.sdk.batch import Batches, contiguous
 from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result
 
@@ -78,6 +78,11 @@ class AsyncFile:
     async def truncate(self, size: int) -> None:
         with as_os_error(self.path):
             await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
+
+    async def punch(self, offset: int, length: int) -> None:
+        """Make a hole: zeros that occupy nothing, durably. The size stays."""
+        with as_os_error(self.path):
+            await self._vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
 
     async def flush(self) -> None:
         """What was written is at the stores and seen by whoever opens the file from now on."""
@@ -204,7 +209,8 @@ class AsyncFileSystem:
             return await file.write(0, content)
 
     async def copy(self, source: Path, target: Path) -> int:
-        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole: under its name only when stored."""
+        """Copy a file's bytes and permissions; the number of bytes. `target` appears whole: under its name only when stored.
+        What stores can copy by themselves does not come here, and holes stay holes."""
         with as_os_error(source):
             attr = await find(self.vfs, source)
         if stat.S_ISDIR(attr.mode):
@@ -213,9 +219,9 @@ class AsyncFileSystem:
         count = 0
         try:
             async with await self.open(source) as reading, await self.open(beside, "wb", stat.S_IMODE(attr.mode)) as writing:
-                while len(part := await reading.read(count, _COPY_BYTES)):
-                    await writing.write(count, part)
-                    count += len(part)
+                with as_os_error(source):
+                    while copied := await self.vfs.copy_range(reading.handle, count, writing.handle, count, 1 << 62):
+                        count += copied
             await self.rename(beside, target)
         except BaseException:
             try:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from nvpool.base.errors import BadHandle
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import FileHandle, StatFs
+from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.sdk.asynchronous import Entry, flags_of
 from nvpool.sdk.batch import contiguous
 from nvpool.sdk.loop import Runtime
@@ -112,6 +112,11 @@ class File(io.RawIOBase):
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence in (os.SEEK_DATA, os.SEEK_HOLE):
+            runtime, handle = self._opened()
+            with as_os_error(self.name):
+                self._place = runtime.call(runtime.pool.vfs.seek(handle, offset, whence))
+            return self._place
         base = {os.SEEK_SET: lambda: 0, os.SEEK_CUR: lambda: self._place, os.SEEK_END: self.size}.get(whence)
         if base is None:
             raise ValueError(f"{whence} is no whence of seek")
@@ -140,6 +145,12 @@ class File(io.RawIOBase):
         with as_os_error(self.name):
             runtime.call(runtime.pool.vfs.setattr(handle.inode, size=size, caller=runtime.pool.caller, handle=handle))
         return size
+
+    def punch(self, offset: int, length: int) -> None:
+        """Make a hole: zeros that occupy nothing, durably. Size and position stay."""
+        runtime, handle = self._opened()
+        with as_os_error(self.name):
+            runtime.call(runtime.pool.vfs.fallocate(handle, offset, length, PUNCH_HOLE | KEEP_SIZE))
 
     def flush(self) -> None:
         """What was written is at the stores and seen by whoever opens the file from now on."""

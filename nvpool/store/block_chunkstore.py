@@ -45,7 +45,7 @@ from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect, Kv
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store import trim
+from nvpool.store import copies, trim
 from nvpool.store.allocator import Allocator, Transaction, Waiting
 from nvpool.store.chunkstore import (
     BadBlock,
@@ -66,7 +66,6 @@ from nvpool.store.reads import BatchReader, Readings
 from nvpool.store.records import (
     FLUSHED_KEY,
     IDENTITY_KEY,
-    REQUESTS_KEPT,
     SEGMENT_BITS,
     SEGMENT_BLOCKS,
     SEGMENT_MASK,
@@ -76,8 +75,10 @@ from nvpool.store.records import (
     bad_key,
     encode_flushed,
     encode_segment,
+    is_done,
     replaced,
     segment_key,
+    with_request,
 )
 from nvpool.store.recovery import ReplayCheck, settle_rejected
 from nvpool.store.scrub import Scrub
@@ -206,9 +207,9 @@ class BlockChunkStore:
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
         transaction, count = Transaction(), len(buffer) >> 12
         for _ in range(_WAITS_MAX):
-            self._refuse_when_fenced()
+            self.refuse_when_fenced()
             try:
-                grows = 0 in self._places(self.index.chunk(inode, index), offset >> 12, count)
+                grows = 0 in self.index.places(self.index.chunk(inode, index), offset >> 12, count)
                 runs = self.allocator.allocate(transaction, count, grows=grows)
                 break
             except Waiting:
@@ -245,7 +246,7 @@ class BlockChunkStore:
             raise InvalidRequest(f"a write of {length} bytes at {offset} does not lie in a chunk")
         chunk = self.index.chunk(inode, index)
         record = self.index.inode(inode)
-        if request is not None and _is_done(chunk.requests, request):
+        if request is not None and is_done(chunk.requests, request):
             return chunk.version
         if cut < record.cut:
             raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
@@ -254,9 +255,8 @@ class BlockChunkStore:
         first = offset >> 12
         count = len(sums) >> 2
 
-        segments: list[tuple[int, Segment, int, int]] = []
         allocator = self.allocator
-        old = self._places(chunk, first, count)
+        old = self.index.places(chunk, first, count)
         if placed is not None:
             transaction, runs = placed.transaction, placed.runs
             placed.transaction = None
@@ -273,27 +273,23 @@ class BlockChunkStore:
             places = array("Q")
             for place, blocks in runs:
                 places.extend(range(place, place + blocks))
-            block = first
-            while block < first + count:
-                number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
-                blocks = min(SEGMENT_BLOCKS - within, first + count - block)
-                at = block - first
-                segment = replaced(self.index.segment(chunk, number), within, places[at:at + blocks],
-                                   sums[at * 4:(at + blocks) * 4])
-                segments.append((number, segment, within, blocks))
-                block += blocks
-            requests = chunk.requests if request is None else _with_request(chunk.requests, request)
+            segments = self.segments_at(chunk, first, places, sums)
+            requests = chunk.requests if request is None else with_request(chunk.requests, request)
             self.apply_segments(transaction, chunk, segments, Head(new_version, max(cut, chunk.cut), requests),
                                 range(first, first + count))
         except BaseException:
             allocator.drop(transaction)
             raise
+        self.was_written()
+        return new_version
+
+    def was_written(self) -> None:
+        """A write is done: begin what has to follow many of them."""
         self.write_count += 1
         if self._written - self._checkpointed > self.options.replay_bytes_max:
             self._checkpoint_soon()
-        if allocator.waiting_changes > _HELD_CHANGES_MAX:
+        if self.allocator.waiting_changes > _HELD_CHANGES_MAX:
             self._make_room_soon()
-        return new_version
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                     request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
@@ -319,18 +315,26 @@ class BlockChunkStore:
         at_epoch, counter = version_parts(floor)
         return make_version(max(epoch, at_epoch), counter + 1 if epoch <= at_epoch else 1)
 
-    def _places(self, chunk: Chunk, block: int, count: int) -> list[int]:
-        """Disk blocks of `count` blocks, 0 for each hole."""
-        places: list[int] = []
-        end = block + count
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
+                   request: RequestId | None = None, epoch: int = 1,
+                   given_up: Callable[[], bool] = bool) -> tuple[int, int]:
+        self.refuse_when_fenced()
+        return await copies.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up)
+
+    def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
+        """The segments of a chunk whose blocks from `first` on lie at these places (0: a hole) with these checksums, as
+        apply_segments wants them: all of it is fresh."""
+        segments: list[tuple[int, Segment, int, int]] = []
+        block, end = first, first + len(places)
         while block < end:
-            within = block & SEGMENT_MASK
-            wanted = min(SEGMENT_BLOCKS - within, end - block)
-            found = self.index.segment(chunk, block >> SEGMENT_BITS).disk[within:within + wanted]
-            places += found
-            places += [0] * (wanted - len(found))
-            block += wanted
-        return places
+            number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
+            blocks = min(SEGMENT_BLOCKS - within, end - block)
+            at = block - first
+            segment = replaced(self.index.segment(chunk, number), within, places[at:at + blocks],
+                               sums[at * 4:(at + blocks) * 4])
+            segments.append((number, segment, within, blocks))
+            block += blocks
+        return segments
 
     def write_runs(self, runs, buffers) -> None:
         if len(runs) == 1:
@@ -382,10 +386,10 @@ class BlockChunkStore:
     # -- making durable ----------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        self._refuse_when_fenced()
+        self.refuse_when_fenced()
         wanted = self.kv.sequence
         async with self._flush_lock:
-            self._refuse_when_fenced()
+            self.refuse_when_fenced()
             if self._durable < wanted:
                 sequence = self.kv.sequence
                 await self.sync_data()
@@ -470,7 +474,7 @@ class BlockChunkStore:
             if self.on_fence is not None:
                 self.on_fence(reason)
 
-    def _refuse_when_fenced(self) -> None:
+    def refuse_when_fenced(self) -> None:
         if self.fenced_because or self._closed:
             self._refuse()
 
@@ -479,35 +483,35 @@ class BlockChunkStore:
 
     # -- trimming ----------------------------------------------------------------------------------------------------
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
-        self._refuse_when_fenced()
-        await trim.cut(self, inode, size, cut, chunk_bits)
-        await self._clients_of_the_dead()
-
-    async def _clients_of_the_dead(self) -> None:
-        """They do not see our table, so what was cut is theirs to read until their lifetimes have ended."""
-        while (left_s := self.lender.dead_until_s - self.clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
-            await asyncio.sleep(min(left_s, 0.05))
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
+        self.refuse_when_fenced()
+        freed = await trim.cut(self, inode, size, cut, chunk_bits, end)
+        await self.lender.clients_of_the_dead()
+        return freed
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
-        self._refuse_when_fenced()
+        self.refuse_when_fenced()
         return await trim.remove(self, inodes)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
-        self._refuse_when_fenced()
+        self.refuse_when_fenced()
         return self.index.describe(inode, first, limit)
 
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        self.refuse_when_fenced()
+        return self.index.extents(inode, first, until)
+
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
-        self._refuse_when_fenced()
+        self.refuse_when_fenced()
         return self.index.inodes(after, limit)
 
     def bad_blocks(self) -> list[BadBlock]:
         return self.quarantine.listed()
 
     async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
-        self._refuse_when_fenced()
+        self.refuse_when_fenced()
         return await self.scrubber.step(cursor, blocks, repair)
 
     def status(self) -> dict:
@@ -585,16 +589,3 @@ class BlockChunkStore:
             await abandon()
         else:
             await self.kv.close()
-
-
-def _is_done(requests, request: RequestId) -> bool:
-    session, slot, sequence = request
-    return any(sequence <= last and slot == its_slot and session == its_session for its_session, its_slot, last in requests)
-
-
-def _with_request(requests: tuple, request: RequestId) -> tuple:
-    session, slot, _ = request
-    if slot > 0xFFFF:
-        raise InvalidRequest(f"{slot} is no slot")
-    kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1):]
-    return (*kept, tuple(request))

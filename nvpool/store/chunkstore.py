@@ -207,9 +207,10 @@ class ChunkStore(Protocol):
         Fenced when a sync failed, now or before: it is never repeated, the store must be opened anew.
         """
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
-        """The file ends at `size`: nothing behind it is ever read again, not from a partial block either; writes that knew a
-        smaller cut are refused from now on. Durable on return. May be repeated; works on a full drive.
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
+        """The file ends at `size`, or has a hole from there to `end`: nothing of that is ever read again, not from a partial
+        block either; writes that knew a smaller cut are refused from now on. Durable on return. May be repeated; works on a
+        full drive. Returns the bytes of the blocks that this call freed.
 
         StaleCut: a later cut is known here, nothing was done.
         """
@@ -220,6 +221,21 @@ class ChunkStore(Protocol):
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
         """Up to `limit` chunks of the inode from index `first` on, in order, and whether there are more."""
+
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        """(chunk index, first block, blocks) of what is no hole in chunks from `first` to before `until`, in order, no two of a
+        chunk touching; and the chunk before which the answer ends: `until`, or one from which to ask again."""
+
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
+                   request: RequestId | None = None, epoch: int = 1,
+                   given_up: Callable[[], bool] = bool) -> tuple[int, int]:
+        """Make whole blocks of a chunk part of another, or of the same: `length` bytes from source (inode, index, offset), with
+        their checksums, holes as holes. Returns the new version and the bytes that are no holes.
+
+        Guarantees and errors as of `write`; the source's blocks are compared with their checksums first, ChecksumMismatch when
+        one is bad. What is copied is what the source held at one moment of the call. Cancelled, with nothing done, when
+        `given_up()` says so after a wait.
+        """
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         """Up to `limit` inodes above `after` that have chunks here, in order, and whether there are more."""

@@ -22,6 +22,7 @@ A reboot ends all clients of the host with their lifetimes. Called by the block 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import math
@@ -185,6 +186,11 @@ class Lender:
                 return max(now_s + self.life_s, self.dead_until_s)
             return self.dead_until_s if now_s < self.dead_until_s else 0.0
         return self.dead_until_s if self._clock.boottime_s() < self.dead_until_s else 0.0
+
+    async def clients_of_the_dead(self) -> None:
+        """They do not see our table, so what was cut or punched is theirs to read until their lifetimes have ended."""
+        while (left_s := self.dead_until_s - self._clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
+            await asyncio.sleep(min(left_s, 0.05))
 
 
 def located(index: Index, chunk: Chunk, blocks: int) -> Located:

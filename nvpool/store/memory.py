@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c, piece_checksums
 from nvpool.base.errors import (
+    Cancelled,
     ChecksumMismatch,
     Fenced,
     InvalidRequest,
@@ -138,10 +139,7 @@ class MemoryChunkStore:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
-        requests = chunk.requests
-        if request is not None:
-            kept = [one for one in requests if one[:2] != request[:2]][-(_REQUESTS_KEPT - 1):]
-            requests = (*kept, tuple(request))
+        requests = self._with_request(chunk.requests, request)
         self._chunks[inode, index] = _Chunk(new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks})
         self._used += added
         for number in blocks:
@@ -191,34 +189,93 @@ class MemoryChunkStore:
             raise Fenced(self.fenced_because)
         self._flushed = dict(self._chunks), dict(self._inodes)
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int) -> None:
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
         self._refuse_when_fenced()
-        if not 16 <= chunk_bits <= 24 or size < 0:
-            raise InvalidRequest("no such size or chunk size")
+        largest = 1 << 32 + chunk_bits
+        if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
+            raise InvalidRequest("no such size, hole or chunk size")
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if cut < its_cut:
             raise StaleCut
-        last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
-        for name in sorted(name for name in self._chunks if name[0] == inode and name[1] >= last):
+        used = self._used
+        whole = 1 << chunk_bits
+        for name in sorted(name for name in self._chunks if name[0] == inode):
             chunk = self._chunks[name]
-            if chunk.cut >= cut:  # written under this number, so after the first time it came
+            first = max(0, size - name[1] * whole)
+            last = min(whole, end - name[1] * whole) if end else whole
+            if first >= last or chunk.cut >= cut:  # written under this number, so after the first time it came
                 continue
-            if name[1] > last or not within:
+            if (first, last) == (0, whole):
                 floor = max(floor, chunk.version)
                 self._used -= len(self._chunks.pop(name).blocks)
                 continue
-            blocks = {number: block for number, block in chunk.blocks.items() if number * BLOCK_BYTES < within}
-            tail = within % BLOCK_BYTES
-            number = within // BLOCK_BYTES
-            if tail and number in blocks and crc32c(blocks[number][0]) == blocks[number][1]:
-                zeroed = blocks[number][0][:tail] + ZERO_BLOCK[tail:]
-                blocks[number] = zeroed, crc32c(zeroed)
+            last = CHUNK_BYTES_MAX if last == whole else last
+            blocks = {number: left for number, block in chunk.blocks.items()
+                      if (left := self._without(block, number, first, last))}
             if blocks != chunk.blocks:
                 self._used -= len(chunk.blocks) - len(blocks)
                 self._chunks[name] = chunk._replace(blocks=blocks, version=self._next(chunk.version, 0, 0))
         self._inodes[inode] = cut, floor
         self._forget_bad()
         await self.flush()
+        return (used - self._used) * BLOCK_BYTES
+
+    @staticmethod
+    def _without(block: tuple[bytes, int], number: int, first: int, last: int) -> tuple[bytes, int] | None:
+        """The block after bytes [first, last) of its chunk have become zeros; None where nothing else is left of it."""
+        begin, end = max(0, first - number * BLOCK_BYTES), min(BLOCK_BYTES, last - number * BLOCK_BYTES)
+        if begin >= end:
+            return block
+        data, checksum = block
+        if end - begin < BLOCK_BYTES and crc32c(data) != checksum:
+            return block  # nobody will ever see it
+        zeroed = data[:begin] + ZERO_BLOCK[begin:end] + data[end:]
+        return None if zeroed == ZERO_BLOCK else (zeroed, crc32c(zeroed))
+
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
+                   request: RequestId | None = None, epoch: int = 1, given_up=bool) -> tuple[int, int]:
+        self._refuse_when_fenced()
+        for place in (offset, source[2]):
+            if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
+                raise InvalidRequest("not whole blocks of a chunk")
+        if given_up():
+            raise Cancelled
+        old = self._chunks.get(source[:2]) or _Chunk(0, 0, (), {})
+        shift = (offset - source[2]) // BLOCK_BYTES
+        new = {number + shift: block for number, block in old.blocks.items()
+               if source[2] <= number * BLOCK_BYTES < source[2] + length}
+        for number, (data, checksum) in new.items():
+            if crc32c(data) != checksum:
+                self._note_bad(*source[:2], number - shift, "does not fit its checksum when read")
+                raise ChecksumMismatch
+        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        its_cut, floor = self._inodes.get(inode, (0, 0))
+        if request is not None and any((session, slot) == request[:2] and request.sequence <= last
+                                       for session, slot, last in chunk.requests):
+            return chunk.version, len(new) * BLOCK_BYTES
+        if cut < its_cut:
+            raise StaleCut
+        kept = {number: block for number, block in chunk.blocks.items()
+                if not offset <= number * BLOCK_BYTES < offset + length}
+        if not new and len(kept) == len(chunk.blocks):
+            return chunk.version, 0
+        added = len(new.keys() - chunk.blocks.keys())
+        if added and self._used + len(new) > self._limit:
+            raise NoSpace
+        if self.fail_writes:
+            raise self.fail_writes.pop(0)
+        self._used += len(kept) + len(new) - len(chunk.blocks)
+        self._chunks[inode, index] = _Chunk(self._next(max(chunk.version, floor), epoch, 0), max(cut, chunk.cut),
+                                            self._with_request(chunk.requests, request), {**kept, **new})
+        self._forget_bad()
+        return self._chunks[inode, index].version, len(new) * BLOCK_BYTES
+
+    @staticmethod
+    def _with_request(requests: tuple, request: RequestId | None) -> tuple:
+        if request is None:
+            return requests
+        kept = [one for one in requests if one[:2] != request[:2]][-(_REQUESTS_KEPT - 1):]
+        return (*kept, tuple(request))
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         self._refuse_when_fenced()
@@ -240,6 +297,18 @@ class MemoryChunkStore:
             end = (max(chunk.blocks) + 1) * BLOCK_BYTES if chunk.blocks else 0
             found.append(ChunkDescription(index, chunk.version, len(chunk.blocks), 1 if chunk.blocks else 0, chunk.cut, end))
         return found, len(indexes) > limit
+
+    def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
+        self._refuse_when_fenced()
+        found: list[tuple[int, int, int]] = []
+        for its_inode, index in sorted(self._chunks):
+            if its_inode == inode and first <= index < until:
+                for number in sorted(self._chunks[inode, index].blocks):
+                    if found and found[-1][0] == index and sum(found[-1][1:]) == number:
+                        found[-1] = index, found[-1][1], found[-1][2] + 1
+                    else:
+                        found.append((index, number, 1))
+        return found, until
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         found = sorted({inode for inode, _ in self._chunks if inode > after})

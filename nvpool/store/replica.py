@@ -7,6 +7,8 @@ store/service; nobody else writes to the store.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nvpool.base.errors import WrongTarget
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
@@ -32,10 +34,21 @@ class Replica:
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
                   request: RequestId | None, version: int = 0, placed: Placed | None = None) -> int:
         """See ChunkStore.write_now. WrongTarget when the chunk's chain is not ours: fetch the map, choose again."""
-        epoch = 1
-        if self._chain_epochs is not None:
-            epoch = self._chain_epochs[chain_of(inode, index)]
-            if not epoch:
-                raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
-        return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                     version=version, placed=placed)
+        return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
+                                     epoch=self._epoch(inode, index), version=version, placed=placed)
+
+    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
+                   request: RequestId | None, given_up: Callable[[], bool]) -> tuple[int, int]:
+        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours."""
+        self._epoch(*source[:2])
+        return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
+                                      epoch=self._epoch(inode, index), given_up=given_up)
+
+    def _epoch(self, inode: int, index: int) -> int:
+        """Of the chunk's chain."""
+        if self._chain_epochs is None:
+            return 1
+        epoch = self._chain_epochs[chain_of(inode, index)]
+        if not epoch:
+            raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
+        return epoch

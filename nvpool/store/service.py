@@ -14,7 +14,7 @@ import hmac
 import logging
 import os
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 
 from google.protobuf.message import DecodeError
@@ -51,6 +51,7 @@ from nvpool.wire.v1.wire_pb2 import Method
 log = logging.getLogger(__name__)
 
 WRITE = struct.Struct("<QQQIIIHH")
+EXTENT = struct.Struct("<III")
 GRANTS_KEPT = 65_536
 WAITING_MAX = 8192
 """Calls that wait at once, over all connections; more are told to come later."""
@@ -84,7 +85,7 @@ class StoreService:
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
-            Method.DATA_LOCATE: self._locate,
+            Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
         }
 
@@ -187,8 +188,8 @@ class StoreService:
         except Exception as error:  # the border: a transport tells ours from bugs
             call.fail(error)
 
-    def _check_epoch(self, epoch: int, headers: bytes, form: struct.Struct, inode_at: int, index_at: int) -> None:
-        """StaleEpoch when a chunk's chain has changed since the asker's map. A newer map makes us ask for it."""
+    def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        """StaleEpoch when the chain of one of these chunks has changed since the asker's map. A newer map makes us ask."""
         if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
             self._refresh_map()
         if epoch >= self._epoch or not self._map:
@@ -196,8 +197,8 @@ class StoreService:
         if epoch < self._stale_below:
             raise StaleEpoch
         if self._changed_at:
-            for fields in form.iter_unpack(headers):
-                if self._changed_at.get(chain_of(fields[inode_at], fields[index_at]), 0) > epoch:
+            for inode, index in chunks():
+                if self._changed_at.get(chain_of(inode, index), 0) > epoch:
                     raise StaleEpoch
 
     # -- grants ------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class StoreService:
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, reads, READ, 0, 1)
+            self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         now_ms = self._clock.wall_ns() // 1_000_000
         owners = []
         for raw in request.grants:
@@ -264,7 +265,7 @@ class StoreService:
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
             raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, entries, LOCATE_ENTRY, 0, 1)
+            self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
         now_ms = self._clock.wall_ns() // 1_000_000
         known = [self._grant(raw, now_ms) for raw in request.grants]
         results, runs, checksums, total = [], [], [], 0
@@ -302,7 +303,7 @@ class StoreService:
         if len(request.writes) % WRITE.size:
             raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, request.writes, WRITE, 0, 3)
+            self._check_epoch(request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes)))
         work = _Writes(self, request, memoryview(call.payload))
         until = work.go_on()
         if until is None:
@@ -345,8 +346,8 @@ class StoreService:
         self._later(call, self._do_cut(call, request))
 
     async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
-        await self.store.cut(request.inode, request.size, request.cut, request.chunk_bits)
-        call.reply(pb.CutReply(map_epoch=self._epoch).SerializeToString())
+        freed = await self.store.cut(request.inode, request.size, request.cut, request.chunk_bits, request.end)
+        call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
 
     def _remove(self, call: Call) -> None:
         request = self._parse(pb.RemoveRequest, call)
@@ -364,6 +365,46 @@ class StoreService:
         found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
         chunks = [pb.ChunkDescription(**one._asdict()) for one in found]
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
+
+    def _extents(self, call: Call) -> None:
+        request = self._parse(pb.ExtentsRequest, call)
+        if request.map_epoch < self._epoch and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch:
+            raise StaleEpoch  # a chunk that came or went would be missed
+        self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
+        until = min(request.until, 1 << 32)
+        found, goes_on = self.store.extents(request.inode, request.first, until)
+        extents = b"".join([EXTENT.pack(*extent) for extent in found])
+        call.reply(pb.ExtentsReply(map_epoch=self._epoch, extents=extents, more=goes_on < until,
+                                   next=goes_on).SerializeToString())
+
+    def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
+        """The grant, which must be valid, of this inode, and have one of these rights. StaleGrant."""
+        grant = self._grant(raw, self._clock.wall_ns() // 1_000_000)
+        if grant is None or not grant.rights & (rights | grants.SERVICE) or \
+                not grant.rights & grants.SERVICE and grant.inode != inode:
+            raise StaleGrant
+        return grant
+
+    def _copy(self, call: Call) -> None:
+        request = self._parse(pb.CopyRequest, call)
+        if request.map_epoch != self._epoch:
+            self._check_epoch(request.map_epoch, lambda: ((request.from_inode, request.from_index),
+                                                          (request.inode, request.index)))
+        self._check_right(request.read_grant, request.from_inode, grants.READ)
+        right = self._check_right(request.write_grant, request.inode, grants.WRITE)
+        if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
+            raise StaleGrant
+        self._later(call, self._do_copy(call, request))
+
+    async def _do_copy(self, call: Call, request: pb.CopyRequest) -> None:
+        def given_up() -> bool:
+            return call.cancelled or call.deadline_s < self._clock.boottime_s()
+
+        name = RequestId(request.session, request.slot, request.sequence) if request.session else None
+        source = request.from_inode, request.from_index, request.from_offset
+        version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
+                                                  cut=request.cut, request=name, given_up=given_up)
+        call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
 
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)

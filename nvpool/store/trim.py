@@ -1,4 +1,4 @@
-"""Cut and remove: taking chunks away in bounded steps, each one kv change.
+"""Cut, punch and remove: taking chunks or blocks of them away in bounded steps, each one kv change.
 
 Whole chunks go in one step, since their segments make sense only with their head. The versions of what goes are kept as the
 inode's floor as long as the inode lives, so that a version never has two contents. Called by the block store.
@@ -16,16 +16,15 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from nvpool.base.checksum import ZERO_BLOCK, crc32c
+from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
-from nvpool.base.units import BLOCK_BYTES
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import MustWait
+from nvpool.store.index import SEGMENTS_MAX
 from nvpool.store.records import (
     SEGMENT_BITS,
-    SEGMENT_BLOCKS,
-    SEGMENT_MASK,
     Head,
     InodeRecord,
     bad_key,
@@ -48,22 +47,35 @@ STEP_RUNS = 2048
 """Runs freed in one change before the next chunk is left to another: each may be in a group of its own."""
 _TRIES_MAX = 1000
 CHUNK_INDEX_MAX = 0xFFFFFFFF
+_ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 
-async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int) -> None:
+async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0) -> int:
     """See ChunkStore.cut."""
-    if not 16 <= chunk_bits <= 24 or size < 0:
-        raise InvalidRequest(f"no file has {size} bytes in chunks of 2**{chunk_bits}")
+    largest = CHUNK_INDEX_MAX + 1 << chunk_bits
+    if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or end and not size < end <= largest:
+        raise InvalidRequest(f"no file has {size} bytes, or a hole from there to {end}, in chunks of 2**{chunk_bits}")
     _check_newest(store, inode, number)
     await store.kv.room()
     record = _check_newest(store, inode, number)
     # First, so that late writes are refused before the first byte goes.
     _apply_inode(store, inode, InodeRecord(number, record.floor, chunk_bits), [], Transaction(), ())
-    last, within = size >> chunk_bits, size & (1 << chunk_bits) - 1
-    if within:
-        await _cut_within(store, inode, last, within, number)
-    await _drop(store, inode, last + 1 if within else last, number)
+    mask = (1 << chunk_bits) - 1
+    first, begin = size >> chunk_bits, size & mask
+    until, rest = (end >> chunk_bits, end & mask) if end else (CHUNK_INDEX_MAX + 1, 0)
+    blocks = 0
+    if first == until:
+        if begin < rest:  # else the largest file there is, of which nothing goes
+            blocks = await _cut_within(store, inode, first, begin, rest, number)
+    else:
+        if begin:
+            blocks = await _cut_within(store, inode, first, begin, CHUNK_BYTES_MAX, number)
+            first += 1
+        blocks += (await _drop(store, inode, first, number, until))[1]
+        if rest:
+            blocks += await _cut_within(store, inode, until, 0, rest, number)
     await store.flush()
+    return blocks * BLOCK_BYTES
 
 
 def _check_newest(store: BlockChunkStore, inode: int, number: int) -> InodeRecord:
@@ -96,19 +108,20 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
     store.index.set_inode(inode, record)
 
 
-async def _drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None) -> tuple[int, int]:
-    """Remove the chunks of the inode from index `first` on; (chunks, blocks). With the `number` of a cut only those written
-    before it, and the floor is kept."""
+async def _drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
+                until: int = CHUNK_INDEX_MAX + 1) -> tuple[int, int]:
+    """Remove the chunks of the inode from index `first` to before `until`; (chunks, blocks). With the `number` of a cut only
+    those written before it, and the floor is kept."""
     chunks = blocks = 0
-    while first <= CHUNK_INDEX_MAX:
+    while first < until:
         if store.kv.full:
             await store.kv.room()
         if number is not None:
             _check_newest(store, inode, number)
         try:
-            records = store.index.records(inode, first, STEP_RECORDS)
+            records = store.index.records(inode, first, STEP_RECORDS, until)
         except CorruptRecord as error:
-            _drop_damaged(store, inode, first, error)
+            _drop_damaged(store, inode, first, error, until)
             continue
         if not records:
             break
@@ -163,11 +176,11 @@ def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
     return head.cut if head is not None else 0
 
 
-def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord) -> None:
+def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord, until: int) -> None:
     """Remove the first record of the inode, from chunk `first` on, that can not be read: what is removed needs no reading. A
     scan says only that there is one, so its key is found by halving the range. Its blocks stay used until a repair.
     """
-    low, high = first << 8, 1 << 40
+    low, high = first << 8, until << 8
     while high - low > 1:
         middle = (low + high) // 2
         try:
@@ -186,21 +199,22 @@ def _key(inode: int, place: int) -> bytes:
     return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
-async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int, number: int) -> None:
-    """The chunk ends at byte `end`: whole blocks behind it go, the rest of the last one becomes zeros."""
+async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int, end: int, number: int) -> int:
+    """Bytes [begin, end) of the chunk are zeros: whole blocks go, and those at both ends are overwritten in part. Returns how
+    many blocks went."""
     for _ in range(_TRIES_MAX):
         if store.kv.full:
             await store.kv.room()
         _check_newest(store, inode, number)
         chunk = store.index.chunk(inode, index)
         if not chunk.version or chunk.cut >= number:
-            return
+            return 0
         version = chunk.version
         transaction = Transaction()
         try:
-            tail = _zeroed_tail(store, chunk, end)
-            if tail is not None:
-                (place, _), = store.allocator.allocate(transaction, 1, grows=False)
+            edges = _zeroed_edges(store, chunk, begin, end)
+            written = [block for block in edges.values() if block is not None]
+            runs = store.allocator.allocate(transaction, len(written), grows=False) if written else []
         except Waiting:
             await store.make_room()
             continue
@@ -208,59 +222,78 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, end: int, 
             await wait.until()
             continue
         try:
-            if tail is not None:
+            if written:
                 # On the drive before it is named: after a loss of power the old block must not come back for it.
-                store.room.with_reserve(partial(store.write_runs, [(place, 1)], [tail]))
+                store.room.with_reserve(partial(store.write_runs, runs, written))
                 await store.sync_data()
                 if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:
                     store.allocator.drop(transaction)
                     continue
-            segments = _cut_segments(store, chunk, end, (place, tail) if tail is not None else None, transaction)
+            whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
+            segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
             if segments:
                 head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests)
-                store.apply_segments(transaction, chunk, segments, head,
-                                     range(end + BLOCK_BYTES - 1 >> 12, 1 << 32), reclaims=True)
-            return
+                store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
+            return gone
         except BaseException:
             store.allocator.drop(transaction)
             raise
     raise Busy("other writes to the chunk did not let the cut through")
 
 
-def _zeroed_tail(store: BlockChunkStore, chunk, end: int) -> bytes | None:
-    """The block in which `end` lies with zeros from there on; None when it need not be written."""
-    border = end & BLOCK_BYTES - 1
-    if not border:
-        return None
-    try:
-        old = store.merger.old_block(chunk, end >> 12)
-    except ChecksumMismatch:  # it is never returned as it is, so nothing of it can be seen again
-        return None
-    kept = bytes(old[:border])
-    zeros = ZERO_BLOCK[border:]
-    return None if old[border:] == zeros else kept + zeros
+def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int) -> dict[int, bytes | None]:
+    """The blocks in which `begin` and `end` lie, with zeros between the two; None for one of which nothing is left but zeros.
+    Those that need not change are not named."""
+    edges: dict[int, bytes | None] = {}
+    for number in {begin >> 12: 0, end >> 12: 0}:
+        first, last = max(begin - (number << 12), 0), min(end - (number << 12), BLOCK_BYTES)
+        if first >= last or last - first == BLOCK_BYTES:
+            continue  # the end of one whole block and the beginning of another
+        try:
+            old = store.merger.old_block(chunk, number)
+        except ChecksumMismatch:  # it is never returned as it is, so nothing of it can be seen again
+            continue
+        zeroed = b"".join((old[:first], ZERO_BLOCK[first:last], old[last:]))
+        if zeroed == ZERO_BLOCK:
+            edges[number] = None
+        elif zeroed != old:
+            edges[number] = zeroed
+    return edges
 
 
-def _cut_segments(store: BlockChunkStore, chunk, end: int, tail: tuple[int, bytes] | None, transaction: Transaction) -> list:
-    """The segments that change, as apply_segments wants them; what they no longer name is freed in the transaction."""
-    blocks = end + BLOCK_BYTES - 1 >> 12
+def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, bytes | None], runs: list[tuple[int, int]],
+                  transaction: Transaction) -> tuple[list, int]:
+    """The segments that change, as apply_segments wants them, and how many blocks go; what they no longer name is freed in the
+    transaction. The blocks of a segment that are written have only holes between them."""
+    places = iter([place for run, count in runs for place in range(run, run + count)])
+    new = {block: (next(places) if content is not None else 0, content) for block, content in sorted(edges.items())}
     changed = []
-    for (_, index, number), _, _ in store.index.records(chunk.inode, chunk.index, 64):
-        if index != chunk.index:
-            break
+    gone = 0
+    low, high = (min([whole.start, *edges]), max([whole.stop, *(block + 1 for block in edges)]))
+    first = low >> SEGMENT_BITS
+    for (_, index, number), _, _ in store.index.records(chunk.inode, chunk.index, SEGMENTS_MAX + 1, chunk.index + 1):
+        if index != chunk.index or not first <= number or number << SEGMENT_BITS >= high:
+            continue
         segment = store.index.segment(chunk, number)
-        keep = max(0, min(SEGMENT_BLOCKS, blocks - (number << SEGMENT_BITS)))
-        cut_segment = segment
-        fresh = (0, 0)
-        if keep < len(segment.disk):
-            transaction.free_places(segment.disk[keep:])
-            gone = len(segment.disk) - keep
-            cut_segment = replaced(segment, keep, array("Q", bytes(8 * gone)), bytes(4 * gone))
-        if tail is not None and number == end >> 12 >> SEGMENT_BITS:
-            within = end >> 12 & SEGMENT_MASK
-            transaction.free_places(segment.disk[within:within + 1])
-            cut_segment = replaced(cut_segment, within, array("Q", [tail[0]]), crc32c(tail[1]).to_bytes(4, "little"))
-            fresh = (within, 1)
-        if cut_segment is not segment:
-            changed.append((number, cut_segment, *fresh))
-    return changed
+        base = number << SEGMENT_BITS
+        begin, end = max(low - base, 0), min(high - base, len(segment.disk))
+        disk, crcs = segment.disk[begin:end], bytearray(segment.crcs[begin * 4:end * 4])
+        fresh: list[int] = []
+        freed = array("Q")
+        for at in range(len(disk)):
+            block = base + begin + at
+            place, content = new.get(block, (0, None)) if block in new or block in whole else (disk[at], None)
+            if place == disk[at]:
+                continue
+            freed.append(disk[at])
+            disk[at] = place
+            crcs[at * 4:at * 4 + 4] = _ZERO_CRC if content is None else crc32c(content).to_bytes(4, "little")
+            if place:
+                fresh.append(begin + at)
+            else:
+                gone += 1
+        if freed or fresh:
+            transaction.free_places(freed)
+            changed.append((number, replaced(segment, begin, disk, bytes(crcs)), fresh[0] if fresh else 0,
+                            fresh[-1] + 1 - fresh[0] if fresh else 0))
+    return changed, gone

@@ -7,7 +7,7 @@ what is left when the power went at a given moment:
 * Names of a directory are those after some of the worker's operations, in order; at least those that were answered before a
   sync (of anybody) began, or three seconds ago. At most one more than were answered.
 * A file has a size that it had at or after its last fsync; each 4 KiB block of it holds what it held at or after that, and
-  all of it is one state where the fsync was the last operation on it.
+  all of it is one state where the fsync was the last operation on it. A block of a hole holds nothing older than the hole.
 * A file that was renamed over another holds at least what it held then, also without a sync: old bytes or new.
 
 Contents come from seeds, so that the lines are short. Called by tests of faults.
@@ -66,7 +66,8 @@ class Worker(threading.Thread):
             print(line, flush=True)
 
     def step(self) -> None:
-        kinds = {"create": 5, "write": 5, "wsync": 5, "fsync": 2, "truncate": 2, "rename": 2, "replace": 3, "unlink": 2}
+        kinds = {"create": 5, "write": 5, "wsync": 5, "fsync": 2, "truncate": 2, "punch": 2, "rename": 2, "replace": 3,
+                 "unlink": 2}
         if len(self.names) > _FILES_MAX:
             kinds |= {"create": 0, "unlink": 8}
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0] if len(self.names) > 2 else "create"
@@ -118,6 +119,15 @@ class Worker(threading.Thread):
         size = self.chance.choice((0, 100, 5000, 100_000))
         self.log("truncate", lambda: self.pool.truncate(f"{self.top}/{name}", size), file=self.names[name], size=size)
 
+    def punch(self, name: str) -> None:
+        offset, length = self.chance.choice((0, 100, 4096, 50_000)), self.chance.choice((10, 4096, 40_000, 300_000))
+
+        def work() -> None:
+            with self.pool.open(f"{self.top}/{name}", "r+b", buffering=0) as file:
+                file.punch(offset, length)
+
+        self.log("punch", work, file=self.names[name], offset=offset, length=length)
+
     def rename(self, name: str) -> None:
         new = self.fresh()
         self.log("rename", lambda: self.pool.rename(f"{self.top}/{name}", f"{self.top}/{new}"), file=self.names[name], name=new)
@@ -160,6 +170,8 @@ class _File:
     durable: int = -1
     replaced: int = -1
     """The operation that renamed it over another."""
+    holes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each hole that was answered: the operation, its first block, the one behind its last."""
 
 
 class History:
@@ -220,6 +232,13 @@ def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _File
     elif kind == "truncate":
         last_bytes = file.versions[-1][1]
         file.versions.append((number, last_bytes[:op["size"]].ljust(op["size"], b"\0")))
+    elif kind == "punch":
+        last = bytearray(file.versions[-1][1])
+        end = min(len(last), op["offset"] + op["length"])
+        last[op["offset"]:end] = bytes(max(0, end - op["offset"]))
+        file.versions.append((number, bytes(last)))
+        if answered:
+            file.holes.append((number, -(-op["offset"] // BLOCK), (op["offset"] + op["length"]) // BLOCK))
     elif kind == "rename":
         names = {name: one for name, one in names.items() if one != op["file"]}
         if op["name"] in names:
@@ -240,7 +259,9 @@ def _content_wrong(file: _File, found: bytes, count: int, what: str) -> str:
         return f"{what} has {len(found)} bytes, possible are {[len(version) for version in possible]}"
     for at in range(0, len(found), BLOCK):
         block = found[at:at + BLOCK]
-        if not any(version[at:at + BLOCK].ljust(len(block), b"\0")[:len(block)] == block for version in possible):
+        oldest = max([number for number, first, end in file.holes if first <= at // BLOCK < end], default=-1)
+        if not any(version[at:at + BLOCK].ljust(len(block), b"\0")[:len(block)] == block
+                   for number, version in file.versions[floor:] if number >= oldest):
             return f"{what}: block {at // BLOCK} of {len(found)} bytes is in none of its {len(possible)} possible states"
     return ""
 

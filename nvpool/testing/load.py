@@ -6,12 +6,18 @@ subdirectory and a model of it; an operation that returned is in the model, one 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import random
 import threading
 from pathlib import Path
 
 from nvpool.base.checksum import crc32c
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class _Worker(threading.Thread):
@@ -34,7 +40,8 @@ class _Worker(threading.Thread):
             self.error = f"{self.doing}: {error!r}"
 
     def step(self) -> None:
-        weights = {"create": 6, "overwrite": 5, "append": 4, "truncate": 2, "rename": 3, "unlink": 2, "check": 5, "replace": 2}
+        weights = {"create": 6, "overwrite": 5, "append": 4, "truncate": 2, "rename": 3, "unlink": 2, "check": 5, "replace": 2,
+                   "punch": 2, "copy": 2}
         if len(self.files) > 60:
             weights |= {"create": 0, "unlink": 8}
         kinds = list(weights) if self.files else ["create"]
@@ -91,6 +98,34 @@ class _Worker(threading.Thread):
         model = self.files[name]
         del model[size:]
         model.extend(bytes(size - len(model)))
+
+    def punch(self, name: str) -> None:
+        """A hole; zeros where the mount makes none."""
+        model = self.files[name]
+        if not model:
+            return
+        offset, length = self.chance.randrange(len(model)), self.chance.choice((1, 4096, 50_000, 1 << 20))
+        file = os.open(self.top / name, os.O_RDWR)
+        try:
+            if _libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+                if ctypes.get_errno() != errno.EOPNOTSUPP:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                length = min(length, len(model) - offset)
+                assert os.pwrite(file, bytes(length), offset) == length
+        finally:
+            os.close(file)
+        end = min(len(model), offset + length)
+        model[offset:end] = bytes(end - offset)
+
+    def copy(self, name: str) -> None:
+        new, model = self._fresh(), self.files[name]
+        with open(self.top / name, "rb") as source, open(self.top / new, "xb") as target:
+            done = 0
+            while done < len(model):
+                copied = os.copy_file_range(source.fileno(), target.fileno(), len(model) - done)
+                assert copied, f"nothing was copied at {done} of {len(model)} bytes"
+                done += copied
+        self.files[new] = bytearray(model)
 
     def rename(self, name: str) -> None:
         new = self._fresh()

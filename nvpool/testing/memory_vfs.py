@@ -15,8 +15,18 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.units import GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
-from nvpool.client.vfs.contract import NOW, RENAME_EXCHANGE, RENAME_NOREPLACE, XATTR_CREATE, XATTR_REPLACE, StatFs
+from nvpool.base.units import BLOCK_BYTES, GIB, NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.client.vfs.contract import (
+    KEEP_SIZE,
+    NOW,
+    PUNCH_HOLE,
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    XATTR_CREATE,
+    XATTR_REPLACE,
+    ZERO_RANGE,
+    StatFs,
+)
 from nvpool.logic.lockranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, Span
 from nvpool.meta.locks import LockTable, Owner, Waiter
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
@@ -322,6 +332,37 @@ class MemoryVfs:
         node.content[offset:end] = buffer
         self._touch(node)
         return len(buffer)
+
+    async def fallocate(self, handle: FileHandle, offset: int, length: int, mode: int) -> None:
+        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE:
+            raise errors.NotSupported()
+        if offset < 0 or length <= 0:
+            raise errors.InvalidRequest()
+        node, end = handle.node, offset + length
+        if not mode & KEEP_SIZE and end > len(node.content):
+            self._resize(node, end)
+        if mode & (PUNCH_HOLE | ZERO_RANGE):
+            end = min(end, len(node.content))
+            node.content[offset:end] = bytes(max(0, end - offset))
+        self._touch(node)
+
+    async def seek(self, handle: FileHandle, offset: int, whence: int) -> int:
+        """Blocks of zeros are its holes."""
+        content = handle.node.content
+        if not 0 <= offset < len(content):
+            raise errors.BeyondData()
+        for place in range(offset - offset % BLOCK_BYTES, len(content), BLOCK_BYTES):
+            if any(content[place:place + BLOCK_BYTES]) == (whence == os.SEEK_DATA):
+                return max(place, offset)
+        if whence == os.SEEK_DATA:
+            raise errors.BeyondData()
+        return len(content)
+
+    async def copy_range(self, source: FileHandle, offset: int, target: FileHandle, to: int, length: int) -> int:
+        if source.node is target.node and abs(offset - to) < length:
+            raise errors.InvalidRequest()
+        data = bytes(memoryview(source.node.content)[offset:offset + length])
+        return await self.write(target, to, data) if data else 0
 
     async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
         if owner is not None and handle.inode in self._locks.files:

@@ -63,7 +63,8 @@ class DirectCall:
 class ShardClient:
     """A client with one session. Every method may raise what the service answers."""
 
-    ANSWERS = {"SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry, "CREATE": pb.CreateReply,
+    ANSWERS = {"ALLOCATE": pb.Entry, "SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry,
+               "CREATE": pb.CreateReply,
                "UNLINK": pb.UnlinkReply, "RMDIR": pb.UnlinkReply, "RENAME": pb.RenameReply, "LINK": pb.AttrReply,
                "REPORT": pb.AttrReply, "RESERVE": pb.ReserveReply, "SETXATTR": pb.AttrReply, "REMOVEXATTR": pb.AttrReply,
                "LIST": pb.ListDirReply, "STATFS": pb.StatFsReply, "GETXATTR": pb.GetXattrReply,
@@ -130,6 +131,10 @@ class ShardClient:
     async def setattr(self, inode: int, valid: int, slot: int = 0, **fields) -> pb.Entry:
         return await self.ask("SETATTR", pb.SetAttrRequest(change=self.change(slot), inode=inode, valid=valid, **fields))
 
+    async def allocate(self, inode: int, offset: int, length: int, **fields) -> pb.Entry:
+        return await self.ask("ALLOCATE", pb.AllocateRequest(change=self.change(), inode=inode, offset=offset, length=length,
+                                                             **fields))
+
     async def open(self, inode: int, rights: int = 1, truncate: bool = False) -> pb.Entry:
         return await self.ask("OPEN", pb.OpenRequest(change=self.change(), inode=inode, rights=rights, truncate=truncate))
 
@@ -187,6 +192,8 @@ class StoreRecorder:
     def __init__(self) -> None:
         self.cuts: list[data_pb2.CutRequest] = []
         self.removed: list[data_pb2.RemoveRequest] = []
+        self.freed = 0
+        """Bytes that the next answer to a cut says were freed."""
         self.away: set[str] = set()
         self.kept: dict[int, list[int]] = {}
         """Inodes that have chunks, by target: what DATA_LIST answers."""
@@ -197,6 +204,8 @@ class StoreRecorder:
             raise Unreachable("away")
         if method == wire_pb2.DATA_CUT:
             self.cuts.append(data_pb2.CutRequest.FromString(message))
+            freed, self.freed = self.freed, 0
+            return Reply(data_pb2.CutReply(bytes=freed).SerializeToString(), memoryview(b""))
         elif method == wire_pb2.DATA_REMOVE:
             self.removed.append(data_pb2.RemoveRequest.FromString(message))
         elif method == wire_pb2.DATA_LIST:

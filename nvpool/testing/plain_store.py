@@ -139,5 +139,9 @@ class PlainStore:
         self.cuts[request.inode] = max(request.cut, self.cuts.get(request.inode, 0))
         for inode, index in list(self.chunks):
             if inode == request.inode:
-                del self.chunks[inode, index][max(0, request.size - (index << request.chunk_bits)):]
+                chunk, begin = self.chunks[inode, index], max(0, request.size - (index << request.chunk_bits))
+                if not request.end:
+                    del chunk[begin:]
+                elif (end := min(len(chunk), request.end - (index << request.chunk_bits))) > begin:
+                    chunk[begin:end] = bytes(end - begin)
         return data_pb2.CutReply(map_epoch=self.epoch), ()

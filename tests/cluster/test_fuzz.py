@@ -37,11 +37,13 @@ META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_R
         wire_pb2.META_LOCKS: meta_pb2.LocksRequest,
         wire_pb2.META_SYNC: meta_pb2.SyncRequest, wire_pb2.META_DUMP: meta_pb2.DumpRequest,
         wire_pb2.META_FSCK: meta_pb2.FsckRequest, wire_pb2.META_NAMES: meta_pb2.NamesRequest,
+        wire_pb2.META_ALLOCATE: meta_pb2.AllocateRequest,
         wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest, wire_pb2.META_COLLECT: meta_pb2.CollectRequest}
 DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.WriteRequest,
         wire_pb2.DATA_FLUSH: data_pb2.FlushRequest, wire_pb2.DATA_CUT: data_pb2.CutRequest,
         wire_pb2.DATA_REMOVE: data_pb2.RemoveRequest, wire_pb2.DATA_DESCRIBE: data_pb2.DescribeRequest,
         wire_pb2.DATA_LIST: data_pb2.ListRequest, wire_pb2.DATA_SCRUB: data_pb2.ScrubRequest,
+        wire_pb2.DATA_EXTENTS: data_pb2.ExtentsRequest, wire_pb2.DATA_COPY: data_pb2.CopyRequest,
         wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
 POOL = {wire_pb2.POOL_MAP: pool_pb2.MapRequest, wire_pb2.POOL_STATUS: pool_pb2.PoolStatusRequest,
         wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest}

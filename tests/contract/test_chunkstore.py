@@ -18,6 +18,7 @@ from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk
 from nvpool.store.device import MemoryDevice
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.recovery import ReplayCheck
+from nvpool.testing.contracts.chunkranges import CHECKS as RANGE_CHECKS
 from nvpool.testing.contracts.chunkstore import CAPACITY_BYTES, CHECKS
 
 
@@ -179,7 +180,7 @@ class RawDeviceSubject(DirectorySubject):
 SUBJECTS = [TwinSubject, ForgettingSubject, ColdSubject, DirectorySubject, ThreadsSubject, DirectSubject, RawDeviceSubject]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_store_keeps_the_contract(subject, check):
     async def run():

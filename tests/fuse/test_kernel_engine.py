@@ -241,6 +241,37 @@ async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them
 
 
 @played()
+async def test_ranges_are_punched_found_and_copied(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+    other_inode, other = await kernel.create(b"g")
+    await kernel.ask(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
+    assert await kernel.ask(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
+    places = [replies.read("number", await kernel.ask(Op.LSEEK, (handle, offset, whence), node=inode)).value
+              for offset, whence in ((0, os.SEEK_HOLE), (4096, os.SEEK_DATA), (8192, os.SEEK_HOLE))]
+    assert places == [4096, 8192, 12288]
+    copy = (handle, 0, other_inode, other, 100, 5000, 0)
+    assert replies.read("count", await kernel.ask(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
+    assert replies.read("number", await kernel.ask(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
+    assert await kernel.ask(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(100) + b"x" * 4096 + bytes(904)
+    for opcode, body, number in ((Op.LSEEK, (handle, 12288, os.SEEK_DATA), errno.ENXIO),
+                                 (Op.FALLOCATE, (handle, 0, 4096, 8), errno.EOPNOTSUPP),
+                                 (Op.COPY_FILE_RANGE, (*copy[:-1], 1), errno.EINVAL)):
+        with pytest.raises(OSError) as refused:
+            await kernel.ask(opcode, body, node=inode)
+        assert refused.value.errno == number
+
+
+@played(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
+async def test_a_kernel_that_keeps_written_pages_is_not_told_of_holes(kernel):
+    await kernel.init()
+    inode, handle = await kernel.create(b"f")
+    with pytest.raises(OSError) as refused:
+        await kernel.ask(Op.LSEEK, (handle, 0, os.SEEK_DATA), node=inode)
+    assert refused.value.errno == errno.ENOSYS
+
+
+@played()
 async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(kernel):
     await kernel.init()
     for opcode in (Op.BMAP, Op.IOCTL, Op.POLL, Op.STATX, Op.SETUPMAPPING, Op.TMPFILE, 63, 99, 4096):

@@ -265,7 +265,7 @@ class NameSpace(RuleBasedStateMachine):
 
         self.do(lambda: self.client.rename(parent.inode, name, new_parent.inode, new_name, flags), model)
 
-    @rule(node=PICK, size=st.integers(0, 20_000), way=st.sampled_from(["set", "report", "append"]))
+    @rule(node=PICK, size=st.integers(0, 20_000), way=st.sampled_from(["set", "report", "append", "grow", "hole"]))
     def resize(self, node, size, way):
         files = [node for node in self.alive if node.kind == "file"]
         if not files:
@@ -275,7 +275,8 @@ class NameSpace(RuleBasedStateMachine):
 
         def model():
             self.refuse(way == "append" and not size, errors.InvalidRequest)
-            node.size = size if way == "set" else max(size, node.size) if way == "report" else node.size + size
+            self.refuse(way in ("grow", "hole") and not size, errors.InvalidRequest)
+            node.size = {"set": size, "append": node.size + size, "hole": node.size}.get(way, max(size, node.size))
             return node
 
         def request():
@@ -283,6 +284,8 @@ class NameSpace(RuleBasedStateMachine):
                 return self.client.setattr(node.inode, 8, size=size)
             if way == "report":
                 return self.client.report(node.inode, size, cut)
+            if way != "append":
+                return self.client.allocate(node.inode, 0, size, grow=way == "grow", punch=way == "hole")
             return self.client.ask("RESERVE", pb.ReserveRequest(change=self.client.change(), inode=node.inode, length=size,
                                                                 cut=cut))
 

@@ -10,6 +10,7 @@ import pytest
 
 from nvpool.base.errors import (
     BadHandle,
+    BeyondData,
     Disconnected,
     InvalidRequest,
     LockLost,
@@ -396,6 +397,9 @@ async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_a
     await c.here.fsync(c.mine, False)
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
     await c.here.write(c.mine, 0, b"unsent")
+    _, sound = await c.here.create(ROOT_INODE, b"sound", 0o644, os.O_RDWR, ME)
+    await c.here.write(sound, 0, b"sound")
+    await c.here.flush(sound)
     lost = []
     c.here.on_lost = lost.append
     c.end_session(c.here)
@@ -404,7 +408,9 @@ async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_a
     for handle in (c.mine, c.mine_too):
         for refused in (c.here.read(handle, 0, 10), c.here.write(handle, 0, b"x"), c.here.fsync(handle, False),
                         c.here.setlk(handle, 1, 0, 9, UNLOCKED), c.here.setattr(c.inode, size=0, caller=ME, handle=handle),
-                        c.here.read_many([(handle, 0, 1)], memoryview(bytearray(1)))):
+                        c.here.read_many([(handle, 0, 1)], memoryview(bytearray(1))), c.here.fallocate(handle, 0, 1, 3),
+                        c.here.fallocate(handle, 0, 1 << 20, 0), c.here.seek(handle, 0, os.SEEK_DATA),
+                        c.here.copy_range(handle, 0, sound, 0, 4), c.here.copy_range(sound, 0, handle, 0, 4)):
             with pytest.raises(LockLost):
                 await refused
     with pytest.raises(LockLost):
@@ -507,3 +513,19 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
                     await vfs.flush(handle, number)
             assert await c.held() == []
     run(main())
+
+
+@case()
+async def test_places_of_data_that_were_told_before_a_lock_was_taken_are_asked_for_again(c):
+    _, other = await c.there.create(ROOT_INODE, b"other", 0o644, os.O_RDWR, ME)
+    await c.there.setattr(other.inode, size=1 << 20, caller=ME)
+    ours = await c.here.open(other.inode, os.O_RDWR, ME)
+    with pytest.raises(BeyondData):
+        await c.here.seek(ours, 0, os.SEEK_DATA)
+    await c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE)
+    await c.there.write(other, 4096, b"x" * 4096)
+    await c.there.flush(other)
+    await c.there.setlk(c.theirs, 1, *ALL, UNLOCKED)
+    await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
+    assert await c.here.seek(ours, 0, os.SEEK_DATA) == 4096
+    await c.here.setlk(c.mine, 1, *ALL, UNLOCKED)

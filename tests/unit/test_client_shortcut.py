@@ -16,7 +16,7 @@ from nvpool.base.errors import AccessDenied, ChecksumMismatch, NotSupported, Unr
 from nvpool.base.units import MIB
 from nvpool.client import shortcut
 from nvpool.client.options import ClientOptions
-from nvpool.client.vfs import Caller
+from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.store import chunkstore
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.handover import Handover, path_beside, peer_of, take
@@ -233,6 +233,35 @@ async def test_cut_bytes_are_never_seen_again_though_the_reader_knows_an_old_siz
                     assert not bytes(found)[max(0, size - offset):].strip(b"\0"), "cut"
                     kept = max(0, min(BLOCK, size - offset))
                     assert bytes(found)[:kept] == content[offset:offset + kept]
+
+
+@hosted()
+async def test_holes_and_copies_of_another_client_are_seen_by_the_next_read_without_opening_anew(host):
+    content = bytearray(some(2 * MIB))
+    theirs = await host.file(bytes(content), await host.writer())
+    writer = await host.writer()
+    target = await writer.open(theirs.inode, os.O_RDWR, ME)
+    source = await host.file(some(MIB, 2), writer, b"source")
+    mine = await host.vfs.open(theirs.inode, os.O_RDONLY, ME)
+    for mode, offset, length in ((PUNCH_HOLE | KEEP_SIZE, 5000, 9000), (None, 20 * BLOCK, 7 * BLOCK), (None, MIB, MIB),
+                                 (ZERO_RANGE, MIB - 5, 10 * BLOCK)):
+        await host.located(mine, 2)
+        for place in range(offset - offset % BLOCK, offset + length, BLOCK):
+            assert await host.at_once(mine, place, BLOCK) == content[place:place + BLOCK]
+        if mode is None:
+            assert await writer.copy_range(source, 0, target, offset, length) == length
+            await writer.flush(target)
+            content[offset:offset + length] = some(MIB, 2)[:length]
+        else:
+            await writer.fallocate(target, offset, length, mode)
+            content[offset:offset + length] = bytes(length)
+        for place in range(offset - offset % BLOCK, offset + length, BLOCK):
+            found = host.vfs.read_now(mine, place, BLOCK)
+            if found is None:
+                found = await host.vfs.read(mine, place, BLOCK)
+            assert found == content[place:place + BLOCK]
+    for vfs, handle in ((writer, target), (writer, source), (host.vfs, mine)):
+        await vfs.release(handle)
 
 
 @hosted()

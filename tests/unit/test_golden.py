@@ -11,6 +11,7 @@ from nvpool.base.ids import RequestId
 from nvpool.logic.layout import Layout
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, decode_map, encode_map
+from nvpool.store.service import EXTENT
 from nvpool.wire import codec
 from nvpool.wire.v1 import data_pb2, meta_pb2
 
@@ -52,6 +53,19 @@ def messages() -> dict[str, str]:
         "FlushRequest": data_pb2.FlushRequest(map_epoch=epoch, target=2), "FlushReply": data_pb2.FlushReply(map_epoch=epoch),
         "CutRequest": data_pb2.CutRequest(map_epoch=epoch, target=2, authority=a_grant(), inode=INODE, size=1 << 33, cut=6,
                                           chunk_bits=20),
+        "CutRequest of a hole": data_pb2.CutRequest(map_epoch=epoch, target=2, authority=a_grant(), inode=INODE, size=4096,
+                                                    cut=6, chunk_bits=20, end=1 << 33),
+        "CutReply": data_pb2.CutReply(map_epoch=epoch, bytes=8192),
+        "ExtentsRequest": data_pb2.ExtentsRequest(map_epoch=epoch, target=2, grant=a_grant(), inode=INODE, first=1,
+                                                  until=1 << 32),
+        "ExtentsReply": data_pb2.ExtentsReply(map_epoch=epoch, extents=EXTENT.pack(7, 1, 255) + EXTENT.pack(9, 0, 1), more=True,
+                                              next=10),
+        "CopyRequest": data_pb2.CopyRequest(map_epoch=epoch, target=2, read_grant=a_grant(), write_grant=a_grant(),
+                                            from_inode=INODE, from_index=7, from_offset=4096, inode=1, index=2, offset=8192,
+                                            length=12288, cut=5, session=SESSION, slot=63, sequence=77),
+        "CopyReply": data_pb2.CopyReply(map_epoch=epoch, version=ids.version(7, 10), bytes=8192),
+        "AllocateRequest": meta_pb2.AllocateRequest(change=change, inode=INODE, offset=4096, length=8192, punch=True, grow=True,
+                                                    rights=3),
         "RemoveRequest": data_pb2.RemoveRequest(map_epoch=epoch, target=2, authority=a_grant(), inodes=b"i" * 8),
         "DescribeRequest": data_pb2.DescribeRequest(target=2, inode=INODE, first=1, limit=2, map_epoch=epoch),
         "ListRequest": data_pb2.ListRequest(target=2, after=INODE, limit=2, map_epoch=epoch),

@@ -159,6 +159,16 @@ def plant_undecodable_intent(p):
     p.put(records.numbered_key(records.INTENT, p.file), b"?")
 
 
+def plant_forgotten_hole(p):
+    p.change(p.file, cut=2, punches=1)
+    p.put(records.numbered_key(records.INTENT, p.file), records.encode_intent(records.Intent(2, 0, 1, 20, 4096)))
+
+
+def plant_undecodable_hole(p):
+    p.change(p.file, cut=2, punches=1)
+    p.put(records.numbered_key(records.INTENT, p.file), b"?")
+
+
 def plant_collect_of_a_live_file(p):
     p.put(records.numbered_key(records.COLLECT, p.file), records.encode_collect(records.Collect(1, 20)))
 

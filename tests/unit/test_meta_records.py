@@ -30,6 +30,8 @@ INODES = {
                             flags=records.WIDE),
     "symlink": Inode(FILE, 0o120777, size=6, atime_ns=T, mtime_ns=T, ctime_ns=T, target=b"../a\xff\xfe"),
     "device": Inode(FILE, 0o60660, rdev=0x0801, atime_ns=T, mtime_ns=T, ctime_ns=T),
+    "file with holes": Inode(FILE, 0o100644, size=1 << 20, blocks=8, atime_ns=T, mtime_ns=T, ctime_ns=T, cut=9, punches=4,
+                             flags=records.TOUCHED),
     "times before 1970": Inode(FILE, 0o100644, atime_ns=-5, mtime_ns=-7, ctime_ns=T),
 }
 
@@ -50,6 +52,7 @@ def golden_values() -> dict[str, str]:
         "dentry: same partition": records.encode_dentry(7, FILE, 8).hex(),
         "dentry: other partition": records.encode_dentry(8, FILE, 4).hex(),
         "intent": records.encode_intent(records.Intent(3, 1 << 33, 2, 20)).hex(),
+        "intent of a hole": records.encode_intent(records.Intent(3, 4096, 1, 20, 1 << 33)).hex(),
         "collect": records.encode_collect(records.Collect(2, 22)).hex(),
         "lock": records.encode_lock((1 << 63) - 1, 2, 4711).hex(),
         "session": records.encode_session(records.SessionRecord(bytes(range(16)), T, "mount host 4711")).hex(),
@@ -91,9 +94,14 @@ u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 @given(st.builds(Inode, st.integers(1, 2**63 - 1), st.sampled_from([0o100644, 0o40755, 0o10600]), st.integers(0, 2**32 - 1),
                  st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), u64, u64, s64, s64, s64, u64, u64,
                  st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**16 - 1),
-                 st.integers(0, 2**63 - 1)))
+                 st.integers(0, 2**63 - 1), st.just(b""), u64))
 def test_every_inode_comes_back_from_its_record(inode):
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
+
+
+@given(st.builds(records.Intent, u64, u64, st.integers(0, 255), st.integers(0, 255), u64))
+def test_every_intent_comes_back_from_its_record(intent):
+    assert records.decode_intent(records.encode_intent(intent)) == intent
 
 
 @given(st.binary(max_size=80))

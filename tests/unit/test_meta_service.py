@@ -9,6 +9,7 @@ from nvpool.base import errors, grants, ids
 from nvpool.base.clock import ManualClock
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.kv.memory import MemoryKv
+from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PartitionRange, changed
 from nvpool.logic.poolmap import Shard as MapShard
 from nvpool.meta import records
@@ -382,6 +383,111 @@ async def test_two_truncations_of_one_file_follow_one_another(shard, client):
     sizes = [pb.Entry.FromString((await call.wait())[0]).attr.size for call in (first, again, second, third)]
     assert sizes == [500, 500, 200, 0]
     assert [(c.cut, c.size) for c in shard.stores.cuts if c.target == 1] == [(1, 500), (2, 200), (3, 0)]
+
+
+@scenario
+async def test_a_hole_is_told_to_those_that_may_have_its_chunks_and_the_size_stays(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    assert not (await client.allocate(inode, 0, 100, punch=True)).attr.size
+    await client.report(inode, 100 << 20, cut=1)
+    shard.stores.cuts.clear()
+    before = (await client.getattr(inode)).attr
+    entry = await client.allocate(inode, 5 << 20, 4096, punch=True, rights=3)
+    assert (entry.attr.size, entry.attr.cut, entry.attr.punches) == (100 << 20, 2, 2)
+    assert entry.attr.change > before.change and grants.read(entry.grant).cut == 2
+    cut, = shard.stores.cuts
+    assert (cut.size, cut.end, cut.cut) == (5 << 20, (5 << 20) + 4096, 2)
+    assert cut.target in small_map().tables[0].chains[chain_of(inode, 5)].targets
+    await client.allocate(inode, 0, 100 << 20, punch=True)
+    assert {(c.target, c.size, c.end) for c in shard.stores.cuts[1:]} == {(1, 0, 100 << 20), (2, 0, 100 << 20)}
+    assert await client.fsck() == []
+
+
+@scenario
+async def test_sizes_reported_under_a_number_before_a_hole_count_and_before_a_truncation_do_not(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.allocate(inode, 0, 4096, punch=True)
+    assert (await client.report(inode, 5000, cut=0)).size == 5000
+    await client.allocate(inode, 0, 4096, punch=True)
+    assert (await client.report(inode, 6000, cut=1)).size == 6000
+    attr = (await client.setattr(inode, 8, size=10)).attr
+    assert (attr.cut, attr.punches) == (3, 0)
+    with pytest.raises(errors.StaleCut):
+        await client.report(inode, 6000, cut=2)
+    await client.allocate(inode, 0, 4096, punch=True)
+    with pytest.raises(errors.StaleCut):
+        await client.report(inode, 6000, cut=2)
+    assert (await client.report(inode, 6000, cut=3)).size == 6000
+    with pytest.raises(errors.InvalidRequest):
+        await client.report(inode, 6000, cut=5)
+
+
+@scenario
+async def test_what_is_allocated_lets_a_file_grow_and_never_shrink(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    attr = (await client.allocate(inode, 100, 900, grow=True)).attr
+    assert (attr.size, attr.cut, attr.blocks) == (1000, 0, 0) and not shard.stores.cuts
+    assert (await client.allocate(inode, 0, 10, grow=True)).attr == attr
+    attr = (await client.allocate(inode, 500, 1500, grow=True, punch=True)).attr
+    assert (attr.size, attr.cut) == (2000, 1)
+    assert (await client.allocate(inode, 1 << 30, 10, punch=True)).attr.size == 2000
+    assert (await client.allocate(inode, 0, 10)).attr.size == 2000
+    for offset, length, error in ((0, 0, errors.InvalidRequest), (1 << 50, 1 << 50, errors.FileTooLarge)):
+        with pytest.raises(error):
+            await client.allocate(inode, offset, length, grow=True)
+    with pytest.raises(errors.IsADirectory):
+        await client.allocate(ROOT, 0, 10, grow=True)
+    made = await client.file(ROOT, b"nobody could write to it")
+    assert (await client.allocate(made.inode, 0, 10, punch=True, grow=True)).attr.cut == 0
+
+
+@scenario
+async def test_a_hole_waits_for_a_truncation_and_growth_for_both(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 10_000)
+    shard.stores.away = {"inproc://1", "inproc://2"}
+    first = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
+    second = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(1), inode=inode, length=100, punch=True))
+    third = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(2), inode=inode, length=9000, grow=True))
+    await asyncio.sleep(0.03)
+    assert first.answer is second.answer is third.answer is None
+    shard.stores.away = set()
+    sizes = [pb.Entry.FromString((await call.wait())[0]).attr.size for call in (first, second, third)]
+    assert sizes[0] == 500 and sizes[2] == 9000
+    assert [(c.cut, c.size, c.end) for c in shard.stores.cuts if c.end] == [(2, 0, 100)]
+
+
+@scenario
+async def test_a_hole_that_a_restart_interrupts_is_finished_and_answered_once(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 1000)
+    shard.stores.away = {"inproc://1", "inproc://2"}
+    call = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True))
+    await asyncio.sleep(0)
+    await shard.restart()
+    with pytest.raises(errors.Draining):
+        await call.wait()
+    client.service = shard.service
+    again = client.send("ALLOCATE", pb.AllocateRequest(change=pb.Change(session=client.session, sequence=client.sequences[0]),
+                                                       inode=inode, offset=5, length=10, punch=True))
+    await asyncio.sleep(0.01)
+    assert again.answer is None
+    shard.stores.away = set()
+    assert pb.Entry.FromString((await again.wait())[0]).attr.cut == 1
+    assert {(c.cut, c.size, c.end) for c in shard.stores.cuts} == {(1, 5, 15)}
+
+
+@scenario
+async def test_what_a_hole_gives_back_is_taken_off_the_blocks(shard, client):
+    inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
+    await client.report(inode, 1 << 20)
+    shard.stores.freed = 8192
+    assert (await client.allocate(inode, 4096, 8192, punch=True)).attr.size == 1 << 20
+    assert (await client.getattr(inode)).attr.blocks == (1 << 20) // 512 - 16
+    shard.stores.freed = 1 << 40
+    await client.allocate(inode, 4096, 8192, punch=True)
+    assert (await client.getattr(inode)).attr.blocks == 0
+    assert await client.fsck() == []
 
 
 @scenario

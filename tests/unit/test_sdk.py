@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import multiprocessing
@@ -110,6 +111,20 @@ def test_errors_are_those_that_python_programs_expect(pool):
         nvpool.connect("/no/such/place:1")
     with pytest.raises(ValueError):
         pool.open(f"{top}/file", "rw")
+
+
+def test_holes_are_made_found_and_copied(pool):
+    top = pool.top
+    with pool.open(f"{top}/holes", "w+b", buffering=0) as file:
+        file.write(b"x" * 40_000)
+        file.punch(4096, 8192)
+        assert (file.seek(0, os.SEEK_HOLE), file.seek(5000, os.SEEK_DATA), file.tell()) == (4096, 12288, 12288)
+        with pytest.raises(OSError, match="but a hole") as beyond:
+            file.seek(40_000, os.SEEK_DATA)
+        assert beyond.value.errno == errno.ENXIO
+        assert file.pread(50_000, 0) == b"x" * 4096 + bytes(8192) + b"x" * (40_000 - 12288)
+    assert pool.copy(f"{top}/holes", f"{top}/too") == 40_000
+    assert pool.read_bytes(f"{top}/too") == pool.read_bytes(f"{top}/holes")
 
 
 def test_names_are_made_listed_moved_and_removed(pool):

@@ -346,10 +346,10 @@ class _Model:
         for name, options in self.possible.items():
             numbers = [number for number, block in options if block == found[name]]
             assert numbers, f"block {name} holds what it never held"
-            shown[name] = numbers[-1]
+            shown[name] = numbers  # several where a copy brought what was there before
         for number, blocks in self.whole.items():
-            if any(shown[name] == number for name in blocks):
-                assert all(shown[name] >= number for name in blocks), f"write {number} is there in parts"
+            if any(shown[name][0] == number for name in blocks):
+                assert all(shown[name][-1] >= number for name in blocks), f"write {number} is there in parts"
         self.possible = {name: [(0, found[name])] for name in self.possible}
         self.whole.clear()
 
@@ -366,7 +366,19 @@ async def _history(seed, turns):
         for turn in range(1, turns):
             inode = chance.randint(1, inodes)
             what = chance.random()
-            if what < 0.70:
+            if what < 0.15:
+                other, length = chance.randint(1, inodes), chance.choice([1, 5, 40])
+                first, from_ = chance.randrange(chunk_blocks - length), chance.randrange(chunk_blocks - length)
+                try:
+                    await store.copy((other, 0, from_ * BLOCK), inode, 0, first * BLOCK, length * BLOCK, cut=cuts[inode],
+                                     request=RequestId(5, turn % 8, turn))
+                except NoSpace:
+                    assert store.status()["used_bytes"] > 400 * BLOCK
+                    continue
+                blocks = [model.now((other, from_ + at)) for at in range(length)]
+                if any(map(any, blocks)) or any(any(model.now((inode, first + at))) for at in range(length)):
+                    model.write(turn, inode, first, blocks, True)
+            elif what < 0.70:
                 offset = chance.randrange(chunk_blocks * BLOCK - 1)
                 length = chance.choice([1, 700, BLOCK, 5 * BLOCK, 40 * BLOCK])
                 aligned = chance.random() < 0.6
@@ -394,11 +406,14 @@ async def _history(seed, turns):
             elif what < 0.90:
                 cuts[inode] += 1
                 size = chance.choice([0, chance.randrange(chunk_blocks * BLOCK)])
-                await store.cut(inode, size, cuts[inode], 20)
+                end = chance.choice([0, size + chance.choice([1, 5000, 20 * BLOCK])])
+                await store.cut(inode, size, cuts[inode], 20, end)
                 for block in range(chunk_blocks):
                     kept = max(0, min(BLOCK, size - block * BLOCK))
-                    if (inode, block) in model.possible:
-                        model.write(turn, inode, block, [model.now((inode, block))[:kept].ljust(BLOCK, b"\0")], False)
+                    behind = max(0, min(BLOCK, end - block * BLOCK)) if end else BLOCK
+                    if (inode, block) in model.possible and kept < behind:
+                        now = model.now((inode, block))
+                        model.write(turn, inode, block, [now[:kept] + bytes(behind - kept) + now[behind:]], False)
                 model.flushed()  # a cut is flushed when it answers, and all before it with it
                 one.remember_journal()
             elif what < 0.92:

@@ -230,14 +230,17 @@ async def test_blocks_that_rest_are_waited_for_and_scarce_space_is_not_lent(one)
 
 @lending
 async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead_process_can_not_read_any_more(one):
-    await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK))
-    one.lend(1)
+    for inode in (1, 2):
+        await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
+        one.lend(inode)
     await one.die()
     cutting = asyncio.ensure_future(one.store.cut(1, 10, 1, 20))
-    await asyncio.wait([cutting], timeout=0.2)
-    assert not cutting.done()
+    punching = asyncio.ensure_future(one.store.cut(2, BLOCK, 1, 20, 2 * BLOCK))
+    await asyncio.wait([cutting, punching], timeout=0.2)
+    assert not cutting.done() and not punching.done()
     one.clock.advance(LEND_S)
     await asyncio.wait_for(cutting, 10)
+    assert await asyncio.wait_for(punching, 10) == BLOCK
     await asyncio.wait_for(one.store.cut(1, 5, 2, 20), 10)
 
 
@@ -257,6 +260,45 @@ async def test_each_change_of_a_chunk_shows_in_the_table_before_it_is_answered_a
         await change()
         assert (store.lender.stamp(1, 0), store.lender.stamp(1, 1)) != before
     assert one.lend(1) is None
+
+
+@lending
+async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_change_before_it_does(one):
+    store = one.store
+    for index in range(4):
+        await put(store, 1, index, 0, some_bytes(4 * BLOCK, index))
+    await put(store, 2, 0, 0, some_bytes(2 * BLOCK))
+    await put(store, 2, 0, 3 * BLOCK, some_bytes(BLOCK))
+    old = [one.places(1, index) for index in range(4)]
+    assert all(one.lend(1, index) for index in range(4))
+    seen = []
+    applied = store.kv.apply
+
+    def apply(effects, **words):
+        seen.append([store.lender.stamp(1, index)[1] for index in range(4)])
+        return applied(effects, **words)
+
+    store.kv.apply = apply
+    for change, of in ((lambda: store.cut(1, 10, 1, 20, 2 * BLOCK + 10), {0}),
+                       (lambda: store.cut(1, MIB + 5, 2, 20, 2 * MIB + 2 * BLOCK + 5), {1, 2}),
+                       (lambda: store.copy((2, 0, 0), 1, 3, 0, 2 * BLOCK, cut=2), {3}),
+                       (lambda: store.copy((2, 0, 0), 1, 3, 0, 4 * BLOCK, cut=2), {3})):
+        before = [store.lender.stamp(1, index)[1] for index in range(4)]
+        del seen[:]
+        await change()
+        after = [store.lender.stamp(1, index)[1] for index in range(4)]
+        assert {index for index in range(4) if after[index] != before[index]} == of
+        for index in of:
+            assert any(stamps[index] == after[index] for stamps in seen), "told only when it had changed"
+    del store.kv.apply
+    await store.flush()
+    gone = [places - one.places(1, index) for index, places in enumerate(old)]
+    assert all(gone) and not set.union(*gone) & one.free(), "they may be read until their lifetimes have ended"
+    one.clock.advance(LEND_S + 1)
+    await store.flush()
+    await store.tend()
+    assert set.union(*gone) <= one.free()
+    await is_sound(store)
 
 
 @lending

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import struct
 
 import pytest
@@ -13,10 +14,11 @@ from nvpool.base.ids import version
 from nvpool.logic.layout import chain_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target, changed
-from nvpool.store.chunkstore import MustWait
+from nvpool.store.chunkstore import MustWait, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import READ, RESULT
-from nvpool.store.service import WRITE, StoreService
+from nvpool.store.service import EXTENT, WRITE, StoreService
+from nvpool.testing.contracts.chunkstore import is_sound
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
 
@@ -224,6 +226,100 @@ async def test_an_older_map_is_refused_where_its_chain_has_changed(bench):
         await bench.write([(1, 0, 3, ours, 0, DATA)], epoch=5)
     assert await bench.read([(1, 1000, 0, 4096)], epoch=5) == ([0], b"")
     assert await bench.write([(1, 0, 3, ours, 0, DATA)], epoch=6) == [(0, version(8, 1))]
+
+
+@served
+async def test_extents_are_told_to_who_has_any_right_to_the_inode_and_a_map_without_changes_since(bench):
+    await bench.write([(1, 0, 1, 3, 4096, DATA)])
+
+    async def ask(grant, epoch=0, **fields):
+        request = pb.ExtentsRequest(target=1, inode=1, until=1 << 40, grant=grant, map_epoch=epoch, **fields)
+        answer, _ = await bench.call(Method.DATA_EXTENTS, request, b"", pb.ExtentsReply)
+        return list(EXTENT.iter_unpack(answer.extents)), answer.more, answer.next
+
+    for grant in (bench.grant(grants.READ), bench.grant(grants.WRITE), bench.authority()):
+        assert await ask(grant) == ([(3, 1, 4)], False, 1 << 32)
+    assert await ask(bench.grant(), first=4) == ([], False, 1 << 32)
+    for grant in (b"", bench.grant(inode=2), bench.grant(life_s=-10)):
+        with pytest.raises(errors.StaleGrant):
+            await ask(grant)
+    pool_map = a_map()
+    bench.service.update_map(pool_map)
+    assert (await ask(bench.grant(), 5))[0] == [(3, 1, 4)]
+    with pytest.raises(errors.StaleEpoch):
+        await ask(bench.grant(), 4)
+
+
+@served
+async def test_a_copy_needs_the_rights_of_a_reader_and_of_a_writer_and_both_chunks_here(bench):
+    await bench.write([(1, 0, 1, 0, 0, DATA)])
+    whole = {"target": 1, "from_inode": 1, "inode": 2, "length": 16384, "session": 9, "sequence": 5}
+
+    async def ask(may_read, may_write, **fields):
+        request = pb.CopyRequest(read_grant=may_read, write_grant=may_write, **{**whole, **fields})
+        return (await bench.call(Method.DATA_COPY, request, b"", pb.CopyReply))[0]
+
+    def reader(**fields):
+        return bench.grant(grants.READ, **fields)
+
+    def writer(**fields):
+        return bench.grant(grants.WRITE, **{"inode": 2, **fields})
+
+    for source in (b"", bench.grant(grants.WRITE), reader(inode=2), reader(life_s=-10)):
+        with pytest.raises(errors.StaleGrant):
+            await ask(source, writer())
+    for target, fields in ((b"", {}), (bench.grant(grants.READ, inode=2), {}), (writer(inode=1), {}), (writer(life_s=-10), {}),
+                           (writer(), {"cut": 1}), (writer(), {"session": 10})):
+        with pytest.raises(errors.StaleGrant):
+            await ask(reader(), target, **fields)
+    answer = await ask(reader(), writer())
+    assert (answer.version, answer.bytes) == (version(1, 1), 16384)
+    assert (await ask(reader(), writer())) == answer, "once"
+    assert (await bench.read([(2, 0, 0, 16384)], bench.grant(inode=2)))[1] == DATA
+    for fields, error in (({"offset": 1}, errors.InvalidRequest), ({"length": 0}, errors.InvalidRequest),
+                          ({"from_offset": 1 << 31}, errors.InvalidRequest), ({"target": 2}, errors.WrongTarget)):
+        with pytest.raises(error):
+            await ask(reader(), writer(), **fields)
+    pool_map = a_map()
+    bench.service.update_map(pool_map)
+    other = chunk_of(pool_map, 2)
+    with pytest.raises(errors.WrongTarget):
+        await ask(reader(), bench.grant(grants.WRITE), from_index=other, inode=1, index=chunk_of(pool_map, 1), map_epoch=5)
+    with pytest.raises(errors.WrongTarget):
+        await ask(reader(), bench.grant(grants.WRITE), inode=1, index=other, map_epoch=5)
+    with pytest.raises(errors.StaleEpoch):
+        await ask(reader(), bench.grant(grants.WRITE), inode=1, map_epoch=4)
+
+
+def test_ranges_that_make_no_sense_meet_no_bug(tmp_path):
+    async def run():
+        create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
+        bench = Bench(await open_chunk_store(tmp_path / "t", 1))
+        await bench.write([(1, 0, 1, 0, 0, DATA)])
+        dice = random.Random(4)
+
+        def number(bits):
+            return dice.choice((0, 1, 4096, 8192, dice.getrandbits(bits), (1 << bits) - 1, 1 << bits - 1))
+
+        for turn in range(600):
+            right = bench.authority()
+            request = dice.choice((
+                pb.ExtentsRequest(target=1, grant=right, inode=dice.choice((1, number(64))), first=number(32),
+                                  until=number(64)),
+                pb.CopyRequest(target=1, read_grant=right, write_grant=right, from_inode=dice.choice((1, number(64))),
+                               from_index=number(32), from_offset=number(32), inode=number(64), index=number(32),
+                               offset=number(32), length=number(32), cut=number(64), session=dice.choice((0, 9)),
+                               slot=number(32), sequence=turn),
+                pb.CutRequest(target=1, authority=right, inode=number(64), size=number(52), cut=number(64),
+                              chunk_bits=dice.randrange(16, 25), end=number(52))))
+            method = {pb.ExtentsRequest: Method.DATA_EXTENTS, pb.CopyRequest: Method.DATA_COPY, pb.CutRequest: Method.DATA_CUT}
+            try:
+                await bench.call(method[type(request)], request)
+            except errors.NvpoolError as error:
+                assert not isinstance(error, errors.Bug), (request, error)
+        await is_sound(bench.store)
+        await bench.service.close()
+    asyncio.run(run())
 
 
 @served

@@ -6,24 +6,26 @@ Called by fuse/ops and sdk. It never checks who may do what (the kernel does, fo
 
 from __future__ import annotations
 
-from nvpool.client.vfs.attributes import Attributes
 from nvpool.client.vfs.contract import (
+    KEEP_SIZE,
     NOW,
+    PUNCH_HOLE,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     XATTR_CREATE,
     XATTR_REPLACE,
+    ZERO_RANGE,
     Caller,
     DirHandle,
     FileHandle,
     StatFs,
 )
-from nvpool.client.vfs.files import Files
 from nvpool.client.vfs.listing import Listing
+from nvpool.client.vfs.ranges import Ranges
 
-__all__ = ["NOW", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE", "Caller", "DirHandle", "FileHandle",
-           "StatFs", "Vfs"]
+__all__ = ["KEEP_SIZE", "NOW", "PUNCH_HOLE", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE",
+           "ZERO_RANGE", "Caller", "DirHandle", "FileHandle", "StatFs", "Vfs"]
 
 
-class Vfs(Files, Attributes, Listing):
+class Vfs(Ranges, Listing):
     """Made by client/session."""

@@ -13,6 +13,8 @@ NOW = "now"
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 XATTR_CREATE, XATTR_REPLACE = 1, 2
+KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 1, 2, 16
+"""Modes of fallocate(2), see linux/falloc.h; the others are not supported."""
 
 
 class Caller(NamedTuple):

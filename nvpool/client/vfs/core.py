@@ -15,6 +15,7 @@ from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import KnownPaths
 from nvpool.client.poolview import PoolView
+from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
 from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
@@ -42,6 +43,7 @@ class Core:
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._look)
+        self.ranges = Ranges(self.chunks, dialer, clock)
         self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
         """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""

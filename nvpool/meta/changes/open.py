@@ -74,7 +74,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
 def _check_writer(inode: Inode, cut: int) -> None:
     if not inode.is_file:
         raise InvalidRequest(f"inode {inode.number} is not a file")
-    if cut < inode.cut:
+    if cut < inode.cut - inode.punches:  # a hole takes nothing from the end
         raise StaleCut(f"inode {inode.number} was truncated since: its cut number is {inode.cut}, not {cut}")
     if cut > inode.cut:
         raise InvalidRequest(f"inode {inode.number} has the cut number {inode.cut}, {cut} was never given")

@@ -99,7 +99,7 @@ class FlushReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
 
 class CutRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits")
+    __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits", "end")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class CutRequest(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     authority: bytes
@@ -114,13 +115,16 @@ class CutRequest(_message.Message):
     size: int
     cut: int
     chunk_bits: int
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., cut: _Optional[int] = ..., chunk_bits: _Optional[int] = ...) -> None: ...
+    end: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., cut: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class CutReply(_message.Message):
-    __slots__ = ("map_epoch",)
+    __slots__ = ("map_epoch", "bytes")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
-    def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
+    bytes: int
+    def __init__(self, map_epoch: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("map_epoch", "target", "authority", "inodes")
@@ -183,6 +187,78 @@ class DescribeReply(_message.Message):
     more: bool
     map_epoch: int
     def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkDescription, _Mapping]]] = ..., more: _Optional[bool] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+
+class ExtentsRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "grant", "inode", "first", "until")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    grant: bytes
+    inode: int
+    first: int
+    until: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grant: _Optional[bytes] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., until: _Optional[int] = ...) -> None: ...
+
+class ExtentsReply(_message.Message):
+    __slots__ = ("map_epoch", "extents", "more", "next")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    extents: bytes
+    more: bool
+    next: int
+    def __init__(self, map_epoch: _Optional[int] = ..., extents: _Optional[bytes] = ..., more: _Optional[bool] = ..., next: _Optional[int] = ...) -> None: ...
+
+class CopyRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "read_grant", "write_grant", "from_inode", "from_index", "from_offset", "inode", "index", "offset", "length", "cut", "session", "slot", "sequence")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    READ_GRANT_FIELD_NUMBER: _ClassVar[int]
+    WRITE_GRANT_FIELD_NUMBER: _ClassVar[int]
+    FROM_INODE_FIELD_NUMBER: _ClassVar[int]
+    FROM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FROM_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    read_grant: bytes
+    write_grant: bytes
+    from_inode: int
+    from_index: int
+    from_offset: int
+    inode: int
+    index: int
+    offset: int
+    length: int
+    cut: int
+    session: int
+    slot: int
+    sequence: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., read_grant: _Optional[bytes] = ..., write_grant: _Optional[bytes] = ..., from_inode: _Optional[int] = ..., from_index: _Optional[int] = ..., from_offset: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class CopyReply(_message.Message):
+    __slots__ = ("map_epoch", "version", "bytes")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    version: int
+    bytes: int
+    def __init__(self, map_epoch: _Optional[int] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("target", "after", "limit", "map_epoch")

@@ -23,7 +23,7 @@ class Change(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., map_epoch: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ...) -> None: ...
 
 class Attr(_message.Message):
-    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent")
+    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent", "punches")
     INODE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Attr(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    PUNCHES_FIELD_NUMBER: _ClassVar[int]
     inode: int
     mode: int
     links: int
@@ -58,7 +59,8 @@ class Attr(_message.Message):
     flags: int
     change: int
     parent: int
-    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
+    punches: int
+    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("attr", "grant")
@@ -181,6 +183,24 @@ class SetAttrRequest(_message.Message):
     replicas: int
     rights: int
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., valid: _Optional[int] = ..., mode: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., replicas: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("change", "inode", "offset", "length", "punch", "grow", "rights")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PUNCH_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    change: Change
+    inode: int
+    offset: int
+    length: int
+    punch: bool
+    grow: bool
+    rights: int
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., punch: _Optional[bool] = ..., grow: _Optional[bool] = ..., rights: _Optional[int] = ...) -> None: ...
 
 class ReadLinkRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inode")

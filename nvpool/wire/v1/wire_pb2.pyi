@@ -20,6 +20,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_SCRUB: _ClassVar[Method]
     DATA_STATUS: _ClassVar[Method]
     DATA_LOCATE: _ClassVar[Method]
+    DATA_EXTENTS: _ClassVar[Method]
+    DATA_COPY: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -46,6 +48,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_LOCK: _ClassVar[Method]
     META_LOCK_WAIT: _ClassVar[Method]
     META_LOCKS: _ClassVar[Method]
+    META_ALLOCATE: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -67,6 +70,8 @@ DATA_LIST: Method
 DATA_SCRUB: Method
 DATA_STATUS: Method
 DATA_LOCATE: Method
+DATA_EXTENTS: Method
+DATA_COPY: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method
@@ -93,6 +98,7 @@ META_SYNC: Method
 META_LOCK: Method
 META_LOCK_WAIT: Method
 META_LOCKS: Method
+META_ALLOCATE: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method

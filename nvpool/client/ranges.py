@@ -1,0 +1,117 @@
+"""What stores know of ranges and do with them alone: which blocks are there, and copies from chunk to chunk.
+
+Guarantees as `chunkclient`, on whose lanes, names and repetitions it stands: a copy is named once and repeated under that name
+until the store answers; everything ends by its deadline. Called by vfs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import NamedTuple
+
+from nvpool.base.errors import CorruptFrame, NvpoolError, Stale, StaleCut, StaleGrant, Unavailable
+from nvpool.base.grants import READ, WRITE
+from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE
+from nvpool.client.answers import decoded, reason_of
+from nvpool.client.cache import OpenInode
+from nvpool.client.chunkclient import ChunkClient
+from nvpool.wire.v1 import data_pb2, wire_pb2
+
+_EXTENT = struct.Struct("<III")
+_BLOCK_BITS = BLOCK_BYTES.bit_length() - 1
+
+
+class Extents(NamedTuple):
+    """Of a file between the bytes `begin` and `end`: what is no hole, as (first, behind the last), in order, none touching."""
+
+    begin: int
+    end: int
+    runs: list[tuple[int, int]]
+
+
+class Ranges:
+    def __init__(self, chunks: ChunkClient, dialer, clock):
+        self._chunks = chunks
+        self._dialer = dialer
+        self._clock = clock
+
+    async def extents(self, file: OpenInode, begin: int, end: int, deadline_s: float) -> Extents:
+        """What stores have of the file from the chunk of byte `begin` on; it ends at `end`, or before, where one answer does
+        not hold more. Asks each target once."""
+        chunks = range(begin >> file.chunk_bits, (end - 1 >> file.chunk_bits) + 1)
+        while True:
+            epoch = self._chunks.epoch
+            targets = self._chunks.targets_of(file)
+            if len(chunks) < CHAINS_PER_TABLE:
+                targets = {target for index in chunks for target in self._chunks.chain(file, index)}
+            answers = await asyncio.gather(*[self._ask(file, target, chunks, deadline_s) for target in targets])
+            if epoch == self._chunks.epoch:  # else a chunk may have gone to a target that was not asked
+                break
+        until = min((upto for _, upto in answers), default=chunks.stop)
+        found = sorted({extent for extents, _ in answers for extent in extents if extent[0] < until})
+        runs: list[tuple[int, int]] = []
+        for index, first, count in found:
+            start = (index << file.chunk_bits) + (first << _BLOCK_BITS)
+            stop = start + (count << _BLOCK_BITS)
+            if runs and runs[-1][1] >= start:
+                runs[-1] = runs[-1][0], max(runs[-1][1], stop)
+            else:
+                runs.append((start, stop))
+        return Extents(chunks.start << file.chunk_bits, min(end, until << file.chunk_bits), runs)
+
+    async def _ask(self, file: OpenInode, target: int, chunks: range, deadline_s: float) -> tuple[list, int]:
+        tries = 0
+        while True:
+            request = data_pb2.ExtentsRequest(map_epoch=self._chunks.epoch, target=target, grant=file.grant, inode=file.inode,
+                                              first=chunks.start, until=chunks.stop)
+            try:
+                raw = await self._chunks.ask_target(target, wire_pb2.DATA_EXTENTS, request, deadline_s)
+                break
+            except StaleGrant as error:
+                tries += 1
+                await self._chunks.mend(file, error, error, tries, deadline_s, file.grant_rights)
+        reply = decoded(data_pb2.ExtentsReply, raw)
+        if len(reply.extents) % _EXTENT.size or reply.more and not chunks.start < reply.next <= chunks.stop:
+            raise CorruptFrame("a store's answer about extents is none")
+        return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
+
+    def one_target(self, source: OpenInode, from_index: int, file: OpenInode, index: int) -> bool:
+        """Whether one target can copy from the one chunk to the other by itself."""
+        return self._chunks.chain(source, from_index) == self._chunks.chain(file, index)
+
+    async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
+                   deadline_s: float) -> tuple[int, int]:
+        """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns that
+        target and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the source is
+        damaged."""
+        return await self._chunks.named(lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s),
+                                        deadline_s)
+
+    async def _copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int, slot: int,
+                    sequence: int, deadline_s: float) -> tuple[int, int]:
+        chunks = self._chunks
+        tries = 0
+        reason: NvpoolError | None = None
+        while True:
+            try:
+                index = offset >> file.chunk_bits
+                lane = chunks.lane(chunks.chain(file, index)[0])
+                request = data_pb2.CopyRequest(
+                    map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
+                    from_inode=source.inode, from_index=from_offset >> source.chunk_bits,
+                    from_offset=from_offset & source.chunk_mask, inode=file.inode, index=index,
+                    offset=offset & file.chunk_mask, length=length, cut=file.cut, session=file.grant_session, slot=slot,
+                    sequence=sequence)
+                source.grant_used = file.grant_used = True
+                reply = await self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(),
+                                                deadline_s=deadline_s)
+                chunks.short.forget_chunk(file, index)
+                return lane.target, decoded(data_pb2.CopyReply, reply.message).bytes
+            except StaleCut:
+                raise
+            except (Stale, Unavailable, CorruptFrame) as error:
+                tries, reason = tries + 1, reason_of(error, reason)
+                if isinstance(error, StaleGrant):
+                    await chunks.mend(source, error, reason, tries, deadline_s, READ)
+                await chunks.mend(file, error, reason, tries, deadline_s, WRITE)
