@@ -132,7 +132,7 @@ class Ranges(Files, Attributes):
         await self._settle(file.inode)
         size = file.size
         if offset >= size and file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
-            await self._refresh(file, 0)
+            await self._look(file)
             size = file.size
         if not 0 <= offset < size:
             raise BeyondData
