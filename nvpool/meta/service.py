@@ -12,11 +12,9 @@ with UnlinkRequest; the others have a message of their own name.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import stat
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -33,18 +31,15 @@ from nvpool.base.errors import (
     NvpoolError,
     Refused,
     StaleSequence,
-    WrongFormat,
 )
-from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
-from nvpool.logic.layout import Layout, layout_of
-from nvpool.logic.partition import NAME_KEY_BYTES
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import queries, records
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
+from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.options import MetaOptions
@@ -52,6 +47,7 @@ from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
+from nvpool.meta.watches import Watches
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -103,7 +99,7 @@ class MetaService:
             self._own(work)
 
     def _assemble(self) -> records.Identity:
-        identity = self._identity()
+        identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
         self._view = View(self._kv, identity, self._secret, self._options.grant_s)
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
@@ -111,6 +107,9 @@ class MetaService:
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
+        self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
+                                self._options.lease_s)
+        self._view.promise = self._watches.lend
         return identity
 
     async def _take_up(self) -> None:
@@ -119,37 +118,13 @@ class MetaService:
         raw = self._kv.get(records.COUNTS_KEY)
         self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
         self._sessions.load(self._clock.boottime_s())
+        self._watches.after_restart(number for number, session in self._sessions.by_number.items() if session.watches)
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
         remains = await partitions_with_remains(self._kv)
         self._collector.load(remains)
         self._cuts.resume(remains)
         self._state = "serving"
-
-    def _identity(self) -> records.Identity:
-        raw = self._kv.get(records.IDENTITY_KEY)
-        if raw is None:
-            # Kept from here on: a new grant secret must not change where names are.
-            key = hashlib.blake2b(self._secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest()
-            identity = records.Identity(self._shard, key)
-            self._kv.apply(self._first_records(identity))
-            return identity
-        identity = records.decode_identity(raw)
-        if identity.shard != self._shard:
-            raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {self._shard}")
-        return identity
-
-    def _first_records(self, identity: records.Identity) -> list[tuple[bytes, bytes | None]]:
-        layout = Layout()
-        if self._map is not None:
-            settings = self._map.settings
-            layout = layout_of(settings.chunk_bytes, settings.replicas)
-        now = self._clock.wall_ns()
-        root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now, mtime_ns=now, ctime_ns=now,
-                             table=layout.table, chunk_bits=layout.chunk_bits, parent=ROOT_INODE)
-        return [(records.IDENTITY_KEY, records.encode_identity(identity)),
-                (records.inode_key(ROOT_INODE), records.encode_inode(root)),
-                (records.COUNTS_KEY, records.encode_counts(1))]
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Take a newer map; an older one is ignored."""
@@ -164,6 +139,7 @@ class MetaService:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"
         self._runs.end_all()
+        self._watches.close()
         if self._waiting and drain_s > 0:
             await asyncio.wait(self._waiting, timeout=drain_s)
         tasks = [*self._waiting, *self._background]
@@ -266,7 +242,9 @@ class MetaService:
             wire.META_RENEW_SESSION: self._renew_session,
             wire.META_CLOSE_SESSION: self._close_session,
             wire.META_RELEASE: self._release,
+            wire.META_WATCH: self._watch,
             wire.META_LIST: self._list,
+            wire.META_LOOKUP_MANY: self._lookup_many,
             wire.META_STATFS: self._statfs,
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
@@ -326,6 +304,10 @@ class MetaService:
             try:
                 # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
                 draft = decide(self._view, request, self._clock.wall_ns())
+                wait = self._watches.conflict(session.number, draft)
+                if wait is not None:
+                    self._later(call, wait)  # what was decided is thrown away
+                    return
                 self._commit(call, draft, session, slot, index, sequence)
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
@@ -357,9 +339,13 @@ class MetaService:
             self._sessions.close(session, draft.closed)
         for orphan in draft.orphans:
             self._collector.add(orphan)
-        if draft.parent is not None:
+        if draft.parent is not None or draft.opened:
             beside = type(draft.reply)()
-            fill_attr(beside.parent, draft.parent)
+            if draft.parent is not None:
+                fill_attr(beside.parent, draft.parent)
+            if draft.opened:
+                entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
+                entry.lease_ms = self._view.lend(session.number, draft.inodes[draft.opened])
             answer += beside.SerializeToString()  # encoded messages that follow one another are one message
         if draft.intent is not None:
             self._answer_later(call, asyncio.shield(self._cuts.begin(*draft.intent)), answer)
@@ -441,13 +427,15 @@ class MetaService:
                 return
             number = self._shard << 48 | self._numbers.next_session
             record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
-                                           request.client)
+                                           request.client, request.watch)
             session, effects = self._sessions.opening(number, record, now_s)
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
                                     slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
+        if session.watches:
+            reply.watch, reply.watch_ms = self._watches.begin(session.number)
         if request.session:
             reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
         call.reply(reply.SerializeToString())
@@ -476,7 +464,15 @@ class MetaService:
 
     def _end_session(self, session: Session, hold_until_s: float) -> None:
         self._kv.apply(self._sessions.ending(session), reclaims=True)
+        self._watches.end(session.number)
         self._collector.hold(self._sessions.drop(session), hold_until_s)
+
+    def _watch(self, call: Call) -> None:
+        request = pb.WatchRequest.FromString(call.message)
+        session = self._sessions.get(request.session)
+        # who watches lives: a lease never holds longer than the session
+        session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
+        self._watches.ask(call, request)
 
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
@@ -491,7 +487,15 @@ class MetaService:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.get(request.session)
-        steps = queries.listing(self._view, request)
+        self._reply_in_steps(call, queries.listing(self._view, request))
+
+    def _lookup_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.LookupManyRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
+
+    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
         reply = next(steps)
         if reply is not None:
             call.reply(reply.SerializeToString())
@@ -510,11 +514,7 @@ class MetaService:
 
     def _statfs(self, call: Call) -> None:
         self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
-        files = self._view.inode_count
-        statistics = self._kv.statistics()
-        free_bytes = statistics.get("map_bytes_max", 0) - statistics.get("used_bytes", 0)
-        files_max = files + int(free_bytes / _BYTES_PER_FILE) if statistics.get("map_bytes_max") else self._options.files_max
-        call.reply(pb.StatFsReply(files=files, files_max=max(files, files_max)).SerializeToString())
+        call.reply(queries.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
 
     def _sync(self, call: Call) -> None:
         session = pb.SyncRequest.FromString(call.message).session
@@ -561,7 +561,7 @@ class MetaService:
                 raise InUse("a load wants an empty shard that nobody has mounted")
             self._state = "loading"
             self._runs.end_all()
-            self._loading = Load(self._kv, self._identity())
+            self._loading = Load(self._kv, take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns()))
             await self._loading.begin()
         load = self._loading
         if load is None:
@@ -587,14 +587,12 @@ class MetaService:
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting))
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting), **self._watches.counters())
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))
-_BYTES_PER_FILE = 300
-"""Of LMDB, cautiously: 146 with names of 16 bytes."""
 
 __all__ = ["MetaOptions", "MetaService"]

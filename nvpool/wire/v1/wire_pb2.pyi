@@ -42,6 +42,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_LISTXATTR: _ClassVar[Method]
     META_REMOVEXATTR: _ClassVar[Method]
     META_SYNC: _ClassVar[Method]
+    META_WATCH: _ClassVar[Method]
+    META_LOOKUP_MANY: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -85,6 +87,8 @@ META_SETXATTR: Method
 META_LISTXATTR: Method
 META_REMOVEXATTR: Method
 META_SYNC: Method
+META_WATCH: Method
+META_LOOKUP_MANY: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method

@@ -1,0 +1,34 @@
+"""Whose records these are: a shard's identity, and the first records of an empty one. Used by `meta/service`."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+
+from nvpool.base.errors import WrongFormat
+from nvpool.base.ids import ROOT_INODE
+from nvpool.kv.contract import Kv
+from nvpool.logic.layout import Layout, layout_of
+from nvpool.logic.partition import NAME_KEY_BYTES
+from nvpool.logic.poolmap import PoolMap
+from nvpool.meta import records
+
+
+def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, now_ns: int) -> records.Identity:
+    """The identity that the records tell. An empty shard gets one, and a root. WrongFormat: the records are another shard's."""
+    raw = kv.get(records.IDENTITY_KEY)
+    if raw is not None:
+        identity = records.decode_identity(raw)
+        if identity.shard != shard:
+            raise WrongFormat(f"these are the records of shard {identity.shard}, not of shard {shard}")
+        return identity
+    # Kept from here on: a new grant secret must not change where names are.
+    identity = records.Identity(shard, hashlib.blake2b(secret, digest_size=NAME_KEY_BYTES, person=b"nvpool names").digest())
+    settings = pool_map.settings if pool_map is not None else None
+    layout = layout_of(settings.chunk_bytes, settings.replicas) if settings is not None else Layout()
+    root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now_ns, mtime_ns=now_ns, ctime_ns=now_ns,
+                         table=layout.table, chunk_bits=layout.chunk_bits, parent=ROOT_INODE)
+    kv.apply([(records.IDENTITY_KEY, records.encode_identity(identity)),
+              (records.inode_key(ROOT_INODE), records.encode_inode(root)),
+              (records.COUNTS_KEY, records.encode_counts(1))])
+    return identity
