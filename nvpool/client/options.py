@@ -30,6 +30,12 @@ class ClientOptions(NamedTuple):
     retry_last_s: float = 0.5
     release_s: float = 0.1
     """Closed handles are told to the metadata service in batches this far apart."""
+    leases: bool = True
+    """Open, look up and stat without a question what the metadata service promises to tell us of before it changes."""
+    tell_s: float = 1.0
+    """Files that were opened without a question and are still open after so long are registered, in batches."""
+    small_bytes: int = 64 * MIB
+    """Contents of small files (64 KiB and less) that were read as a whole."""
 
 
 def configured(section: ClientSection) -> ClientOptions:

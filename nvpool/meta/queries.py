@@ -109,7 +109,7 @@ def listxattr(view: View, request: meta_pb2.ListXattrRequest, now_ns: int) -> Dr
 
 
 def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.ListDirReply | None]:
-    """The entries behind the cursor (or from a name on), as one reply at the end; None where others should get their turn before it.
+    """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
 
     Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
     which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's).

@@ -31,6 +31,9 @@ class Files(Names):
         """A handle, with attributes as the service has them now (close-to-open). flags as of open(2): access mode, O_TRUNC
         and O_APPEND count. NotFound where the inode is gone."""
         rights = rights_of(flags)
+        handle = self.open_now(inode, flags)
+        if handle is not None:
+            return handle
         truncate = bool(flags & os.O_TRUNC)
         file = self.cache.open.get(inode)
         if file is not None:
@@ -40,20 +43,50 @@ class Files(Names):
                 await self.writer.begin_cut(file, 0)
         try:
             request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate)
+            sent_s = self.clock.boottime_s()
             entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
-            return self._opened(entry, flags)
+            return self._opened(entry, flags, sent_s)
         finally:
             if file is not None and truncate:
                 self.writer.end_cut(file)
                 self.reader.changed(file)
 
-    def _opened(self, entry, flags: int) -> FileHandle:
+    def open_now(self, inode: int, flags: int) -> FileHandle | None:
+        """What `open` would return, where that needs no question: for reading, what there is a lease on and a right to read.
+        The service hears of it within `tell_s`, or before another client changes the file, if it is still open then."""
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            return None
+        lease = self.leases.held(inode)
+        if lease is None:
+            return None
+        file = self.cache.open.get(inode)
+        if file is not None:
+            if not file.grant_rights & READ:
+                return None
+            file.handles += 1
+            return FileHandle(file, flags)
+        attr = self.cache.attr(inode, 0.0)
+        if not lease.grant or attr is None or not attr.links or not stat.S_ISREG(attr.mode):
+            return None
+        file = self.cache.hold(attr)
+        file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)
+        if not file.grant:
+            self.cache.drop(file)
+            return None
+        file.untold = True
+        file.opened = 1
+        self.meta.opened_quietly(inode)
+        return FileHandle(file, flags)
+
+    def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
         before = self.cache.open.get(entry.attr.inode)
         change = before.attr.change if before is not None else 0
         file = self.cache.hold(entry.attr)
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
         self.meta.opened(file.inode)
+        file.untold = False
+        self._leased(entry, sent_s)
         if before is not None and file.attr.change != change:
             self.reader.changed(file)
         return FileHandle(file, flags)
@@ -76,16 +109,17 @@ class Files(Names):
             request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
                                              rights=rights, exclusive=exclusive, truncate=truncate)
             self.cache.forget_entry(parent, name)
+            sent_s = self.clock.boottime_s()
             reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
-            handle = self._opened(reply.entry, flags)
+            handle = self._opened(reply.entry, flags, sent_s)
         finally:
             if cut is not None:
                 self.writer.end_cut(cut)
                 self.reader.changed(cut)
         if reply.created:
-            self._named(parent, name, handle.inode, reply)
+            self._named(parent, name, handle.inode, reply, self.leases.held(handle.inode))
         else:
-            self.cache.put_entry(parent, name, handle.inode)
+            self.cache.put_own_entry(parent, name, handle.inode, self.leases.held(handle.inode))
         return self._merged(handle.attr), handle
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
@@ -97,7 +131,19 @@ class Files(Names):
             if offset < 0 or size < 0:
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
-        return await self.reader.read(handle.file, handle.ahead, offset, size)
+        found = await self.reader.read(handle.file, handle.ahead, offset, size)
+        if handle.file.untold and self.leases.held(handle.inode) is None:
+            await self._confirm(handle.file)
+        return found
+
+    def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes | None:
+        """What `read` would return, where it is here: the content of a small file. Else None: call `read`."""
+        if not handle.readable or handle.closed or offset < 0 or size <= 0:
+            return None
+        content = self.reader.content(handle.file)
+        if handle.file.untold and self.leases.held(handle.inode) is None:
+            return None
+        return None if content is None else memoryview(content)[offset:offset + size]
 
     async def write(self, handle: FileHandle, offset: int, buffer) -> int:
         """Take all of `buffer`; it is stored later, at the latest by flush. An error of an earlier write is raised here, once.
@@ -178,6 +224,9 @@ class Files(Names):
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
+            lease = self.leases.held(file.inode)
+            if lease is not None and file.grant_rights & READ:
+                lease.grant = file.grant  # for the next open
             self.writer.forget(file)
             self.meta.release(file.inode, file.opened)
 
@@ -201,9 +250,12 @@ class Files(Names):
             raise InvalidRequest(f"{place} bytes are asked for and the buffer has {len(into)}")
         if plan:
             await self.reader.read_many(plan, into)
+            for handle, _, _ in reads:
+                if handle.file.untold and self.leases.held(handle.inode) is None:
+                    await self._confirm(handle.file)
         return lengths
 
     async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
-        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
+        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s() and self.leases.held(file.inode) is None:
             await self._look(file)
         return max(0, min(length, file.size - offset))
