@@ -7,7 +7,7 @@ import asyncio
 from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NotFound, Unavailable
-from nvpool.base.grants import READ
+from nvpool.base.grants import READ, allows
 from nvpool.client.batchread import BatchReader
 from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
@@ -99,7 +99,9 @@ class Core:
 
     def _leased(self, entry, sent_s: float) -> Lease | None:
         """The lease of an answer to a request that was sent then, if it has one."""
-        return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant) if entry.lease_ms else None
+        if not entry.lease_ms:
+            return None
+        return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b"")
 
     async def _leases_ended(self, inodes: list[int]) -> None:
         for inode in inodes:

@@ -16,7 +16,8 @@ from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
-_RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
+_RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
+"""Who writes a file may open it again to read it, without a question."""
 
 
 def rights_of(flags: int) -> int:

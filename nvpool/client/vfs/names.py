@@ -70,7 +70,7 @@ class Names(Core):
             if attr is not None:
                 self.siblings.hit(parent)
                 return self._merged(attr)
-        count = self.siblings.missed(parent)
+        count = self.siblings.missed(parent, name)
         attr = await (self._look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
         file = self.cache.open.get(attr.inode)
         if file is not None and file.written is not None:

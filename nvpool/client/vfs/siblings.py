@@ -19,9 +19,10 @@ PAUSE_S = 30.0
 
 
 class _Directory:
-    __slots__ = ("misses", "patience", "window", "hits", "last_s", "asking")
+    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking")
 
     def __init__(self) -> None:
+        self.name = b""    # the last that missed: a directory on the way to others is looked up again and again
         self.misses = 0
         self.patience = MISSES_MIN
         self.window = 0    # names of the last answer; 0: none was asked for
@@ -41,7 +42,7 @@ class Siblings:
         if known is not None:
             known.hits += 1
 
-    def missed(self, directory: int) -> int:
+    def missed(self, directory: int, name: bytes) -> int:
         """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
         now_s = self._clock.boottime_s()
         known = self._directories.pop(directory, None)
@@ -51,8 +52,9 @@ class Siblings:
         if len(self._directories) > DIRECTORIES_MAX:
             del self._directories[next(iter(self._directories))]
         known.last_s = now_s
-        if known.asking:
+        if known.asking or name == known.name:
             return 1
+        known.name = name
         if known.window:
             known.patience = MISSES_MIN if known.hits * 2 >= known.window else min(known.patience * 4, MISSES_MAX)
             known.window = min(known.window * 4, WINDOW_MAX) if known.hits * 2 >= known.window else 0
