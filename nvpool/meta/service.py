@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     Busy,
-    DeadlineExceeded,
     Draining,
     Fenced,
     InUse,
@@ -47,16 +46,13 @@ from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
+from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
-
-WAITING_MAX = 4096
-"""Requests that wait for something at once; more are told Busy."""
-
 
 class MetaService:
     def __init__(self, kv: Kv, *, shard: int = 1, grant_secret: bytes, dialer: Dialer | None = None,
@@ -75,9 +71,9 @@ class MetaService:
         self._runs = Runs(clock)
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
-        self._waiting: set[asyncio.Task] = set()
+        self._waits = Waits(clock, f"shard {shard}", self._die)
         self._background: set[asyncio.Task] = set()
-        self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0, "waited": 0}
+        self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the service can not go on (a fenced engine, a background task that broke): the daemon ends then."""
         self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
@@ -140,9 +136,9 @@ class MetaService:
         self._state = "draining"
         self._runs.end_all()
         self._watches.close()
-        if self._waiting and drain_s > 0:
-            await asyncio.wait(self._waiting, timeout=drain_s)
-        tasks = [*self._waiting, *self._background]
+        if self._waits.tasks and drain_s > 0:
+            await asyncio.wait(self._waits.tasks, timeout=drain_s)
+        tasks = [*self._waits.tasks, *self._background]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -379,37 +375,11 @@ class MetaService:
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call anew when the wait is over: nothing of it is decided yet."""
-        self._task(call, wait, lambda: call.cancelled or self.handle(call))
+        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call))
 
     def _answer_later(self, call: Call, done: Awaitable, answer: bytes) -> None:
         """The change is made; its answer goes when `done`. A caller that can not wait so long may ask again."""
-        self._task(call, lambda: done, lambda: call.reply(answer), may_be_applied=True)
-
-    def _task(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False) -> None:
-        if len(self._waiting) >= WAITING_MAX and not may_be_applied:
-            raise Busy(f"{WAITING_MAX} requests wait already")
-        self._counters["waited"] += 1
-        task = asyncio.ensure_future(self._wait(call, wait, then, may_be_applied))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-    async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
-                await wait()
-        except TimeoutError:
-            call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
-        except asyncio.CancelledError:
-            call.fail(Draining(f"shard {self._shard} is stopping", may_be_applied=may_be_applied))
-            raise
-        except NvpoolError as error:
-            if isinstance(error, Fenced):
-                self._die(error)
-            call.fail(error)
-        except Exception as error:
-            call.fail(error)
-        else:
-            then()
+        self._waits.add(call, lambda: done, lambda: call.reply(answer), may_be_applied=True)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -507,7 +477,7 @@ class MetaService:
                     call.reply(found.SerializeToString())
                 await asyncio.sleep(0)
 
-        self._task(call, go_on, lambda: None)
+        self._waits.add(call, go_on, lambda: None)
 
     def _names(self, call: Call) -> None:
         call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
@@ -528,25 +498,29 @@ class MetaService:
             removed += await self._collector.sweep_all()
             call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
 
-        self._task(call, run, lambda: None)
+        self._waits.add(call, run, lambda: None)
 
-    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer]) -> None:
+    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
         async def run() -> None:
             answer = await work
+            if then is not None:
+                then()
             call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
 
         try:
-            self._task(call, run, lambda: None)
+            self._waits.add(call, run, lambda: None)
         except Busy:
             work.close()
             raise
 
     def _fsck(self, call: Call) -> None:
+        request = pb.FsckRequest.FromString(call.message)
+
         def make(repair: bool) -> Fsck:
             return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
 
-        self._answer(call, fsck_step(self._runs, pb.FsckRequest.FromString(call.message), self._kv, self._view,
-                                     self._numbers, make))
+        self._answer(call, fsck_step(self._runs, request, self._kv, self._view,
+                                     self._numbers, make), self._watches.end_all if request.repair else None)
 
     def _dump(self, call: Call) -> None:
         answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
@@ -587,7 +561,8 @@ class MetaService:
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting), **self._watches.counters())
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
+                            **self._watches.counters())
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())

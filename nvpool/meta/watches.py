@@ -142,7 +142,7 @@ class Watches:
         if watch is None:
             watch = self._begin(session)
         else:
-            watch.number, watch.begins = self._number(), True
+            self._begin_anew(watch)
         watch.until_s = self._clock.boottime_s() + self._watch_s
         return watch.number, self._watch_ms
 
@@ -264,13 +264,25 @@ class Watches:
             return list(self._watches.values())
         return [watch for index in indexes if (watch := self._by_index.get(index)) is not None]
 
+    def end_all(self) -> None:
+        """A repair has changed inodes: every session is told to forget what it knows. Nothing waits for that."""
+        for watch in self._watches.values():
+            self._begin_anew(watch)
+            self._answer_soon(watch)
+
+    def _begin_anew(self, watch: _Watch) -> None:
+        watch.number, watch.begins = self._number(), True
+        watch.pending.clear()
+        watch.told.clear()
+
     def _tell(self, watch: _Watch, number: int) -> None:
         if len(watch.pending) >= PENDING_MAX:
-            watch.number, watch.begins = self._number(), True
-            watch.pending.clear()
-            watch.told.clear()
+            self._begin_anew(watch)
         if not watch.begins or watch.call is None:
             watch.pending[number] = None
+        self._answer_soon(watch)
+
+    def _answer_soon(self, watch: _Watch) -> None:
         if watch.call is not None and not watch.due:
             watch.due = True
             asyncio.get_running_loop().call_soon(self._answer, watch, watch.call)  # with what else this turn changes
