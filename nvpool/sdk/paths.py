@@ -1,7 +1,7 @@
 """Paths of a pool: from text to inodes, symbolic links followed, and errors as Python programs know them.
 
 A path is text or bytes with `/` between names; it begins at the pool's root whether or not it begins with `/`. Called by the
-SDK's file systems. Believes directories for the client's `attr_s`; opening a file asks the service again.
+SDK's file systems. Believes directories for the client's `attr_s`; what a file's name stands for is true when it is opened.
 """
 
 from __future__ import annotations

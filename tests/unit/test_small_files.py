@@ -364,6 +364,8 @@ def test_a_file_opened_without_a_question_stays_readable_when_another_client_unl
         async with Case(meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)) as case:
             one, other, content = case.one, case.other, os.urandom(200 * KIB)
             inode = await put(other, b"file", content)
+            await asyncio.sleep(0.1)
+            assert not case.pool.meta._sessions.holders
             await one.lookup(ROOT_INODE, b"file")
             handle, sent = await case.counted(one.open(inode, os.O_RDONLY, ME))
             assert not sent and handle.file.untold
@@ -464,7 +466,7 @@ def test_an_answer_that_was_sent_before_a_lease_ended_begins_none():
 async def history(seed: int, steps: int, faults: bool) -> None:
     """Clients rewrite, replace and read a few files. Whoever opens one sees at least what was closed before he began."""
     dice = random.Random(seed)
-    meta = MetaOptions(watch_s=0.5, linger_s=0.0, tick_s=0.05)
+    meta = MetaOptions(watch_s=0.5, linger_s=1.5, tick_s=0.05)
     async with Case(EXACT._replace(deadline_s=30.0, tell_s=0.05), meta=meta) as case:
         clients = [case.one, case.other, (await case.client()).vfs]
         names = [b"%d" % number for number in range(3)]
@@ -516,7 +518,7 @@ async def history(seed: int, steps: int, faults: bool) -> None:
                     await case.pool.stop_shard()
                     await case.pool.start_shard()
 
-        others = [asyncio.create_task(read(vfs)) for vfs in clients] + [asyncio.create_task(disturb())] * faults
+        others = [asyncio.create_task(work) for work in [read(vfs) for vfs in clients] + ([disturb()] if faults else [])]
         try:
             await asyncio.gather(*[write(vfs) for vfs in clients])
         finally:

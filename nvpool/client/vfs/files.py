@@ -29,8 +29,8 @@ def rights_of(flags: int) -> int:
 
 class Files(Names):
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
-        """A handle, with attributes as the service has them now (close-to-open). flags as of open(2): access mode, O_TRUNC
-        and O_APPEND count. NotFound where the inode is gone."""
+        """A handle, with attributes as the service has them now (close-to-open), asked for or known by a lease. flags as of
+        open(2): access mode, O_TRUNC and O_APPEND count. NotFound where the inode is gone."""
         rights = rights_of(flags)
         handle = self.open_now(inode, flags)
         if handle is not None:

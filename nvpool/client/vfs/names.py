@@ -27,7 +27,8 @@ class Names(Core):
         self.siblings = Siblings(self.clock)
 
     async def lookup(self, parent: int, name: bytes) -> Attr:
-        """The attributes of what the name stands for, true within the last `fresh_s`. NotFound, NotADirectory, NameTooLong."""
+        """The attributes of what the name stands for, true within the last `fresh_s` or by a lease. NotFound, NotADirectory,
+        NameTooLong."""
         if self.cache.is_absent(parent, name, self.options.fresh_s):
             raise NotFound
         return await self._find(parent, name, self.options.fresh_s)
