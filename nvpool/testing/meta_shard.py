@@ -69,7 +69,8 @@ class ShardClient:
                "LISTXATTR": pb.ListXattrReply, "READLINK": pb.ReadLinkReply, "OPEN_SESSION": pb.OpenSessionReply,
                "RENEW_SESSION": pb.RenewSessionReply, "CLOSE_SESSION": pb.CloseSessionReply, "SYNC": pb.SyncReply,
                "RELEASE": pb.ReleaseReply, "STATUS": pb.MetaStatusReply, "COLLECT": pb.CollectReply,
-               "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply}
+               "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply, "WATCH": pb.WatchReply,
+               "LOOKUP_MANY": pb.LookupManyReply}
 
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
         self.service = service
