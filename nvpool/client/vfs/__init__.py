@@ -18,12 +18,12 @@ from nvpool.client.vfs.contract import (
     FileHandle,
     StatFs,
 )
-from nvpool.client.vfs.files import Files
 from nvpool.client.vfs.listing import Listing
+from nvpool.client.vfs.many import Many
 
 __all__ = ["NOW", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE", "Caller", "DirHandle", "FileHandle",
            "StatFs", "Vfs"]
 
 
-class Vfs(Files, Attributes, Listing):
+class Vfs(Many, Attributes, Listing):
     """Made by client/session."""
