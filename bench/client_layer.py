@@ -30,6 +30,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs import Caller
 from nvpool.logic.poolmap import decode_map, encode_map
+from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.dial import Dialer
 from nvpool.wire.registry import listen
@@ -137,6 +138,7 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
         await vfs.release(born)
 
     print(f"{transport}: create, write 4 KiB, close{await rate(seconds, birth):8.0f} /s")
+    await measure_small(transport, pool_map)
     await dialer.close()
     await client.close()
 
@@ -200,6 +202,77 @@ async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
     os.close(data)
     await by_ours.close()
     await by_socket.close()
+
+
+SMALL_FILES = 4000
+
+
+async def measure_small(transport: str, pool_map) -> None:
+    """Whole files of 4 KiB, and names: each by a client that knows nothing, then by the same once more."""
+    maker = await Client.open(pool_map, "maker")
+    parent = (await maker.vfs.mkdir(1, b"small", 0o755, ME)).inode
+
+    async def make(number: int) -> None:
+        _, born = await maker.vfs.create(parent, b"%d" % number, 0o644, os.O_WRONLY, ME)
+        await maker.vfs.write(born, 0, bytes(4 * KIB))
+        await maker.vfs.flush(born)
+        await maker.vfs.release(born)
+
+    for first in range(0, SMALL_FILES, 16):
+        await asyncio.gather(*[make(number) for number in range(first, first + 16)])
+    listed, more = [], True
+    while more:
+        entries, more = await maker.vfs.readdir(await maker.vfs.opendir(parent), listed[-1].cursor if listed else 0, 1000)
+        listed += entries
+    await maker.close()
+    in_order = [entry.name for entry in listed]
+    at_random = random.Random(7).sample(in_order, len(in_order))
+
+    async def whole(client: Client, name: bytes) -> None:
+        handle = await client.vfs.open((await client.vfs.lookup(parent, name)).inode, os.O_RDONLY, ME)
+        assert len(await client.vfs.read(handle, 0, 4 * KIB)) == 4 * KIB
+        await client.vfs.release(handle)
+
+    async def look(client: Client, name: bytes) -> None:
+        await client.vfs.lookup(parent, name)
+
+    async def over(names: list[bytes], at_once: int, step) -> list[float]:
+        client = await Client.open(pool_map, "cold")
+        await client.vfs.getattr(parent)
+        found = []
+        for _ in range(2):
+            gc.collect()
+            began = time.perf_counter()
+            for first in range(0, len(names), at_once):
+                if at_once == 1:
+                    await step(client, names[first])
+                else:
+                    await asyncio.gather(*[step(client, name) for name in names[first:first + at_once]])
+            found.append(len(names) / (time.perf_counter() - began))
+        await client.close()
+        return found
+
+    async def by_path() -> list[float]:
+        client = await Client.open(pool_map, "cold")
+        pool, found = AsyncFileSystem(client, ME), []
+        paths = [b"/small/" + name for name in at_random]
+        for _ in range(2):
+            await pool.stat("/small")
+            gc.collect()
+            began = time.perf_counter()
+            for first in range(0, len(paths), 500):
+                await pool.read_many(paths[first:first + 500])
+            found.append(len(paths) / (time.perf_counter() - began))
+        await client.close()
+        return found
+
+    for what, figures in (
+            ("open, read, close 4 KiB", await over(at_random, 1, whole)),
+            ("the same, 16 at once", await over(at_random, 16, whole)),
+            ("read_many of 500 paths", await by_path()),
+            ("stat, order of a listing", await over(in_order, 1, look)),
+            ("stat at random", await over(at_random, 1, look))):
+        print(f"{transport}: {what:25} {figures[0]:8.0f} /s    again {figures[1]:8.0f} /s")
 
 
 def main() -> None:

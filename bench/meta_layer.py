@@ -17,7 +17,7 @@ import time
 from nvpool.base.ids import ROOT_INODE
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.meta import records
-from nvpool.meta.service import MetaService
+from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import DirectCall, ShardClient
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -48,7 +48,7 @@ def requests(method: int, made) -> list[DirectCall]:
 
 async def run(files: int, directory: str) -> None:
     kv = await LmdbKv.open(os.path.join(directory, "kv"), LmdbOptions(map_bytes=1 << 30))
-    service = MetaService(kv, grant_secret=b"s" * 32)
+    service = MetaService(kv, grant_secret=b"s" * 32, options=MetaOptions(session_lease_s=3600, watch_s=3600))
     await service.start()
     client = await ShardClient(service, 1000, 1000).begin()
     home = (await client.mkdir(ROOT_INODE, b"data")).inode
@@ -116,6 +116,15 @@ async def run(files: int, directory: str) -> None:
     for lookup in lookups:
         lookup.rights = 1
     await measure("lookup from LMDB with a grant", requests(wire.META_LOOKUP, lookups), handle, rows)
+    watching = await client.ask("OPEN_SESSION", pb.OpenSessionRequest(client="watching", watch=True))
+    for lookup in lookups:
+        lookup.session = watching.session
+    await measure("the same with a lease", requests(wire.META_LOOKUP, lookups), handle, rows)
+    together = requests(wire.META_LOOKUP_MANY, (pb.LookupManyRequest(
+        session=watching.session, rights=1, directories=[pb.NamesIn(parent=home, names=names[at:at + 100])])
+        for at in range(0, files, 100)))
+    rows.append(("a name of a hundred looked up together", await spend(together, handle) / files * 1e6))
+    await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=watching.session))
     await measure("getattr from LMDB", requests(wire.META_GETATTR, (
         pb.GetAttrRequest(session=client.session, inode=inode) for inode in inodes)), handle, rows)
     cursor, listed, spent = 0, 0, 0.0

@@ -47,6 +47,11 @@ def read(raw: bytes) -> Grant:
     return Grant(*_BODY.unpack(raw[:_BODY.size])[1:])
 
 
+def allows(raw: bytes, rights: int) -> bool:
+    """Whether it is a grant of these rights, whenever it ends. For its holder."""
+    return len(raw) == GRANT_BYTES and raw[1] & rights == rights
+
+
 def verify(raw: bytes, secret: bytes, now_ms: int) -> Grant:
     """The fields of a grant whose signature and time are good; StaleGrant otherwise. Callers keep the result and only
     look at `ends_ms` on later requests."""

@@ -190,8 +190,21 @@ class BatchReader:
         batch.future = self._loop.create_future()
         connection = self._dialer.live(batch.lane.endpoints)
         if connection is None:
-            self._one_by_one(batch, into)
-            return batch.future
+            _cancelled_with(batch.future, self._chunks.own(self._send_when_connected(batch, into, deadline_s)))
+        else:
+            self._submit(connection, batch, into, deadline_s)
+        return batch.future
+
+    async def _send_when_connected(self, batch: _Batch, into: memoryview, deadline_s: float) -> None:
+        try:
+            connection = await self._dialer.connect(batch.lane.endpoints, deadline_s)
+        except NvpoolError:
+            await self._read_singly(batch, into)  # each finds out what else can be done
+            return
+        self._submit(connection, batch, into, deadline_s)
+        await asyncio.wait([batch.future])
+
+    def _submit(self, connection, batch: _Batch, into: memoryview, deadline_s: float) -> None:
         count = len(batch.places)
         message = data_pb2.ReadRequest(map_epoch=self._chunks.epoch, target=batch.lane.target, grants=list(batch.grants),
                                        reads=reads_struct(count).pack(*batch.headers))
@@ -203,7 +216,6 @@ class BatchReader:
             submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
         else:
             connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, on_done=on_done)
-        return batch.future
 
     def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
         batch.lane.in_flight -= 1

@@ -1,7 +1,7 @@
 """What this client knows of names and inodes, for a time.
 
 Attributes and entries (negative ones too) carry the time at which they were true; who asks says how old they may be. Own
-changes forget them, and both are bounded. An
+changes forget them, and both are bounded. What there is a lease on is true now, whatever its age. An
 inode that is open has one `OpenInode`, shared by all its handles: its layout, its newest attributes, the grant that every
 chunk request carries, and what the writer holds of it. Called by vfs, reader and writer; asks nobody.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
+from nvpool.client.leases import Lease, Leases
 from nvpool.client.options import ClientOptions
 from nvpool.logic.layout import Layout
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -27,7 +28,7 @@ class OpenInode:
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
                  "written", "ahead", "renewal", "located", "changes", "credit", "missed",
-                 "looking", "looking_s", "foreign", "lost")
+                 "looking", "looking_s", "foreign", "lost", "untold", "fetching")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -58,6 +59,8 @@ class OpenInode:
         self.looking_s = NEVER_S
         self.foreign = False    # somebody else has changed it since who asks for locks last looked
         self.lost = False       # our locks on it ended before we gave them back: whoever has it open must open it anew
+        self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
+        self.fetching = None    # (change, future): the whole of a small file, on its way
 
     @property
     def size(self) -> int:
@@ -94,15 +97,19 @@ class WholeDirectory:
 
 
 _WHOLE_DIRECTORIES_MAX = 64
+_RENAMED_MAX = 4096
 
 
 class Cache:
     """Attributes, entries and open inodes of one client."""
 
-    def __init__(self, options: ClientOptions, clock: Clock):
+    def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
+        self.leases = leases
         self.open: dict[int, OpenInode] = {}
         self._attrs: dict[int, tuple[Attr, float]] = {}
-        self._entries: dict[tuple[int, bytes], tuple[int, float]] = {}
+        self._entries: dict[tuple[int, bytes], tuple[int, float, float]] = {}   # inode, true then, for leases since not after
+        self._renamed_s: dict[int, float] = {}   # directory -> when we last changed a name in it
+        self._renamed_floor_s = NEVER_S
         self._whole: dict[int, WholeDirectory] = {}
         self._whole_names = 0
         self._trusted_from_s = NEVER_S
@@ -117,14 +124,17 @@ class Cache:
         """The attributes, when they were true no longer than `age_s` ago."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
-        return attr if self.is_believed(born_s, age_s) else None
+        if self.is_believed(born_s, age_s):
+            return attr
+        return attr if attr is not None and self.leases.held(inode) is not None else None
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
         """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""
         return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s
 
     def distrust(self) -> None:
-        """Believe nothing that was learned before now: what others did until they gave a lock back must be seen."""
+        """Believe nothing that was learned before now and that there is no lease on: what others did until they gave a lock
+        back must be seen, and of what there is a lease on we have been told."""
         self._trusted_from_s = self._clock.boottime_s()
 
     def put_attr(self, attr: Attr, *, ours: bool = False) -> None:
@@ -159,6 +169,11 @@ class Cache:
             del self._attrs[next(iter(self._attrs))]
 
     def forget_attr(self, inode: int) -> None:
+        self.leases.forget(inode)
+        self.grow_old(inode)
+
+    def grow_old(self, inode: int) -> None:
+        """The attributes may not be those of the inode any more."""
         opened = self.open.get(inode)
         if opened is not None:
             opened.attr_born_s = NEVER_S
@@ -170,19 +185,38 @@ class Cache:
 
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
         """The inode of the name, 0 when it is known not to exist, None when nothing so young is known."""
-        inode, born_s = self._entries.get((parent, name), (None, NEVER_S))
-        return inode if self.is_believed(born_s, age_s) else None
+        inode, born_s, sure_s = self._entries.get((parent, name), (None, NEVER_S, NEVER_S))
+        if self.is_believed(born_s, age_s):
+            return inode
+        lease = self.leases.held(inode) if inode else None
+        return inode if lease is not None and sure_s >= lease.since_s else None
 
-    def put_entry(self, parent: int, name: bytes, inode: int) -> None:
-        """`inode` 0: the name does not exist."""
+    def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
+        """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the
+        question was sent. `lease`: the inode's, of the same answer."""
+        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+            return
         key = (parent, name)
         self._entries.pop(key, None)
-        self._entries[key] = (inode, self._clock.boottime_s())
+        self._entries[key] = (inode, self._clock.boottime_s(), sent_s if lease is None else max(sent_s, lease.since_s))
         if len(self._entries) > self._options.cached_entries:
             del self._entries[next(iter(self._entries))]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
+        """We change the name, or have."""
         self._entries.pop((parent, name), None)
+        self._renamed_s.pop(parent, None)
+        self._renamed_s[parent] = self._clock.boottime_s()
+        if len(self._renamed_s) > _RENAMED_MAX:
+            self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(next(iter(self._renamed_s))))
+
+    def put_own_entry(self, parent: int, name: bytes, inode: int, lease: Lease | None = None) -> None:
+        """By our change, which has just been answered, the name stands for `inode`, 0: nothing."""
+        self.forget_entry(parent, name)
+        now_s = self._clock.boottime_s()
+        self._entries[parent, name] = inode, now_s, NEVER_S if lease is None else lease.since_s
+        if len(self._entries) > self._options.cached_entries:
+            del self._entries[next(iter(self._entries))]
 
     # -- directories that are known as a whole ---------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
@@ -19,6 +19,8 @@ from nvpool.base.errors import (
     Disconnected,
     LockLost,
     NvpoolError,
+    Refused,
+    Stale,
     StaleEpoch,
     StaleSession,
     Unavailable,
@@ -29,8 +31,10 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
+from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
+from nvpool.client.watch import keep_watch
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 NOBODY = 0
@@ -56,6 +60,10 @@ class ShardSession:
         self.opening: asyncio.Task | None = None
         self.renewal: asyncio.Task | None = None
         self.releasing: asyncio.Task | None = None
+        self.watch = ShardWatch()
+        self.watching: asyncio.Task | None = None
+        self.untold: dict[int, int] = {}                 # of `open`: what the shard has not been told of
+        self.telling: asyncio.Task | None = None
 
 
 class MetaClient:
@@ -69,6 +77,11 @@ class MetaClient:
         self._closed = False
         self.on_lost: Callable[[int], None] = lambda shard: None
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
+        self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
+        self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
+        """Told of inodes on which leases have ended, which others are going to change."""
+        self.told: Callable[[list[int]], None] = lambda inodes: None
+        """Told which of the opens that asked nobody the shard knows of now."""
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -87,6 +100,8 @@ class MetaClient:
                 state = self._shard_of(inode)
                 if not state.session:
                     await self._ensure_session(state, deadline_s)
+                elif state.watching is None or state.watching.done():
+                    self._watch(state)
                 request.session = state.session
                 request.map_epoch = self._view.map.epoch
                 return decoded(reply_type, await self._send(state, method, request, deadline_s))
@@ -131,6 +146,12 @@ class MetaClient:
                     uncertain = uncertain or error.may_be_applied
                     tries, reason = tries + 1, reason_of(error, reason)
                     await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
+        except (Refused, Stale):
+            raise
+        except BaseException:
+            # who knows what it has changed
+            self.leases.end_all(self._shard_of(inode).watch)
+            raise
         finally:
             self._give_back(state, slot, sequence, generation)
 
@@ -164,6 +185,7 @@ class MetaClient:
         return reply.message
 
     def shard_of(self, inode: int) -> int:
+        """The number of the shard that has the inode, and the names in it."""
         return self._view.map.shard_of_partition[partition_of(inode)]
 
     def session_of(self, inode: int) -> int:
@@ -247,7 +269,8 @@ class MetaClient:
         await asyncio.shield(state.opening)
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
-        request = meta_pb2.OpenSessionRequest(client=self._name)
+        request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases)
+        sent_s = self._clock.boottime_s()
         raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
         reply = decoded(meta_pb2.OpenSessionReply, raw)
         state.generation += 1
@@ -258,6 +281,12 @@ class MetaClient:
         state.slots = deque(enumerate(last))
         state.session = reply.session
         state.unnamed = bool(state.open)
+        self.leases.end_all(state.watch)
+        state.watch.number, state.watch.seen = reply.watch, 0
+        state.watch.until_s = sent_s + reply.watch_ms * WATCH_SHARE / 1000
+        if state.watching is not None:
+            state.watching.cancel()
+        self._watch(state)
         self.counters["sessions"] += 1
         if state.unnamed:
             await self._renew(state, deadline_s)
@@ -270,6 +299,7 @@ class MetaClient:
         """The shard does not know the session any more: the next request opens a new one."""
         if session and state.session == session:
             state.session = 0
+            self.leases.end_all(state.watch)
             state.generation += 1
             self.on_lost(state.shard)
             state.slots.clear()
@@ -278,6 +308,25 @@ class MetaClient:
                 future = state.waiting.popleft()
                 if not future.done():
                     future.set_result(None)
+
+    def _watch(self, state: ShardSession) -> None:
+        if not state.watch.number or self._closed:
+            return
+
+        async def send(request, deadline_s: float):
+            return await self._send(state, wire_pb2.META_WATCH, request, deadline_s)
+
+        async def ended(inodes: list[int]) -> None:
+            told = not state.untold.keys().isdisjoint(inodes)
+            await self.ended(inodes)
+            if told:
+                try:
+                    await self._tell(state)
+                except NvpoolError:
+                    pass  # who reads these asks first
+
+        state.watching = asyncio.create_task(keep_watch(state.watch, state.session, send=send, leases=self.leases, ended=ended,
+                                                        options=self._options, clock=self._clock))
 
     async def _keep(self, state: ShardSession) -> None:
         """Renew the session for as long as the client lives; what fails is tried again after a second."""
@@ -302,6 +351,7 @@ class MetaClient:
         again = state.unnamed
         if again:
             state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
+            state.untold.clear()
         released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
@@ -336,6 +386,47 @@ class MetaClient:
         state = self._shard_of(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
 
+    def opened_quietly(self, inode: int) -> None:
+        """We have opened `inode` by a lease, without a question: the service is told soon, or before it is changed."""
+        self.opened(inode)
+        state = self._shard_of(inode)
+        state.untold[inode] = state.untold.get(inode, 0) + 1
+        if state.telling is None or state.telling.done():
+            state.telling = asyncio.create_task(self._tell_soon(state))
+
+    async def _tell_soon(self, state: ShardSession) -> None:
+        while state.untold and not self._closed:
+            await asyncio.sleep(self._options.tell_s)
+            try:
+                await self._tell(state)
+            except NvpoolError:
+                pass  # it is said again; and whoever reads without a lease asks first
+
+    async def tell_opened(self, inode: int) -> None:
+        """On return the service knows all that is open of the inode."""
+        await self._tell(self._shard_of(inode))
+
+    async def _tell(self, state: ShardSession) -> None:
+        """Errors as `ask`; then it is said again."""
+        untold, state.untold = state.untold, {}
+        opened = [inode for inode, count in untold.items() for _ in range(count)]
+        if not opened:
+            return
+        try:
+            if not state.session:
+                # names all that is open
+                await self._ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
+                opened = []
+            for begin in range(0, len(opened), RENEW_INODES_MAX):
+                request = meta_pb2.RenewSessionRequest(opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+                await self.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
+        except BaseException:
+            for inode, count in untold.items():
+                if inode in state.open:
+                    state.untold[inode] = state.untold.get(inode, 0) + count
+            raise
+        self.told(list(untold))
+
     def release(self, inode: int, count: int = 1) -> None:
         """`count` registrations of `inode` are given up. Told to the service soon, in a batch; it is no loss if that fails:
         the service forgets them with the session."""
@@ -345,7 +436,11 @@ class MetaClient:
             state.open[inode] = left
         else:
             state.open.pop(inode, None)
-        if not state.session:
+        untold = state.untold.pop(inode, 0)
+        if untold > count:
+            state.untold[inode] = untold - count
+        count -= min(untold, count)
+        if not state.session or not count:
             return
         state.released.extend([inode] * count)
         if state.releasing is None or state.releasing.done():
@@ -375,7 +470,8 @@ class MetaClient:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
         for state in self._shards.values():
-            for task in (state.renewal, state.releasing, state.opening):
+            self.leases.end_all(state.watch)
+            for task in (state.renewal, state.releasing, state.opening, state.watching, state.telling):
                 if task is not None:
                     task.cancel()
             if not state.session or not say_so:
@@ -386,6 +482,10 @@ class MetaClient:
             except NvpoolError:
                 pass  # it ends by itself
             state.session = 0
+
+
+async def _nothing(inodes: list[int]) -> None:
+    pass
 
 
 def _inodes(inodes: list[int]) -> bytes:

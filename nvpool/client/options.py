@@ -12,9 +12,10 @@ class ClientOptions(NamedTuple):
     deadline_s: float = 60.0
     """Every operation ends by then. Longer than any failover, so that a restarted daemon is a pause and not an error."""
     attr_s: float = 1.0
-    """For how long paths are walked by attributes and entries that are here. Opening a file always asks (close-to-open)."""
+    """For how long paths are walked by attributes and entries that are here, where there is no lease on what they tell of."""
     fresh_s: float = 0.05
-    """For how long `lookup` and `getattr` answer from here: a kernel that asks has a cache of its own, whose age adds up."""
+    """For how long `lookup` and `getattr` answer from here without a lease: a kernel that asks has a cache of its own, whose
+    age adds up."""
     cached_entries: int = 200_000
     write_buffer_bytes: int = 64 * MIB
     """Written and not yet stored, over all files; writers wait above it."""
@@ -34,6 +35,12 @@ class ClientOptions(NamedTuple):
     retry_last_s: float = 0.5
     release_s: float = 0.1
     """Closed handles are told to the metadata service in batches this far apart."""
+    leases: bool = True
+    """Open, look up and stat without a question what the metadata service promises to tell us of before it changes."""
+    tell_s: float = 1.0
+    """Files that were opened without a question and are still open after so long are registered, in batches."""
+    small_bytes: int = 64 * MIB
+    """Contents of small files (64 KiB and less) that were read as a whole."""
 
 
 def configured(section: ClientSection) -> ClientOptions:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import NvpoolError, Stale
 from nvpool.base.units import KIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.contents import SMALL_BYTES, Contents
+from nvpool.client.leases import Leases
 from nvpool.client.options import ClientOptions
 from nvpool.client.shortcut import NOW_BYTES_MAX
 from nvpool.client.writer import Writer
@@ -51,8 +54,10 @@ class Ahead:
 
 
 class Reader:
-    def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, *,
+    def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, leases: Leases, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]]):
+        self._leases = leases
+        self._contents = Contents(options.small_bytes, leases, clock)
         self._chunks = chunks
         self._batches = batches
         self._writer = writer
@@ -70,7 +75,7 @@ class Reader:
         size = file.size
         end = offset + length
         if end > size:
-            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s():
+            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
                 await self._refresh(file, 0)  # somebody else may have made it longer
                 size = file.size
             if end > size:
@@ -79,7 +84,11 @@ class Reader:
                 return EMPTY
             length = end - offset
         written = file.written
-        if written is not None and (written.dirty or written.sending):
+        if written is None:
+            if size <= SMALL_BYTES and self._options.small_bytes:
+                content = self.content(file) or await self._read_whole(file)
+                return memoryview(content)[offset:end]
+        elif written.dirty or written.sending:
             laid = self._writer.overlay(file, offset, end)
             if laid:
                 return await self._read_over(file, offset, length, laid)
@@ -108,7 +117,7 @@ class Reader:
             return None
         end, size = offset + length, file.size
         if end > size:
-            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s():
+            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
                 return None  # somebody else may have made it longer
             if offset >= size:
                 return EMPTY
@@ -159,6 +168,56 @@ class Reader:
             whole[at - offset:border - offset] = found[skip:skip + border - at]
             at = border
         return whole
+
+    # -- small files -------------------------------------------------------------------------------------------------------
+
+    def content(self, file: OpenInode) -> bytes | None:
+        """All bytes of a small file, where they are here and are what a read of the file would return now."""
+        return self._contents.get(file.inode, file.attr.change) if file.written is None and not file.lost else None
+
+    def content_now(self, file: OpenInode, offset: int, length: int) -> memoryview | None:
+        """As `read`, where the file's content is here and its end needs no question."""
+        content = self.content(file)
+        if content is None:
+            return None
+        if (offset + length > len(content) and file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+                and self._leases.held(file.inode) is None):
+            return None  # somebody else may have made it longer
+        return memoryview(content)[offset:offset + length]
+
+    def forget_content(self, inode: int) -> None:
+        """It is changed here, or we can not know any more who changes it."""
+        self._contents.forget(inode)
+
+    def forget_contents(self) -> None:
+        self._contents.forget_all()
+
+    def target_of(self, file: OpenInode) -> int:
+        """Which target has the first bytes; 0: not known now."""
+        try:
+            return (file.lanes.get(0) or self._chunks.find_lane(file, 0)).target
+        except Stale:
+            return 0
+
+    async def _read_whole(self, file: OpenInode) -> memoryview | bytes:
+        """All bytes of a small file that is not written here. Who reads it at the same time waits for the same answer."""
+        change, size = file.attr.change, file.attr.size
+        if file.fetching is None or file.fetching[0] != change:
+            future = self._chunks.read(file, 0, 0, size + 4095 & -4096)
+            file.fetching = change, future
+            future.add_done_callback(partial(self._whole_came, file, change, size, self._clock.boottime_s()))
+        return await asyncio.shield(file.fetching[1])
+
+    def _whole_came(self, file: OpenInode, change: int, size: int, asked_s: float, future: asyncio.Future) -> None:
+        wanted = file.fetching is not None and file.fetching[1] is future
+        if wanted:
+            file.fetching = None
+        self._contents.counters["small_reads"] += 1
+        if future.cancelled() or future.exception() is not None:
+            return
+        # written, cut or locked here meanwhile, by now it may be older than what is to be read
+        if wanted and file.attr.change == change and file.written is None:
+            self._contents.put(file.inode, change, bytes(future.result()[:size]), asked_s)
 
     async def _read_over(self, file: OpenInode, offset: int, length: int, laid: list) -> memoryview:
         if len(laid) == 1 and laid[0][0] == offset and laid[0][1] == offset + length:
@@ -268,7 +327,9 @@ class Reader:
         file.ahead.discard(ahead)
 
     def changed(self, file: OpenInode) -> None:
-        """The file is written or cut here: nothing that was fetched before may be handed out."""
+        """The file is written, cut or locked here: nothing that was fetched before may be handed out."""
+        file.fetching = None
+        self._contents.forget(file.inode)
         for ahead in list(file.ahead):
             place = ahead.next
             self.forget(file, ahead)

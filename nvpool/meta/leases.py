@@ -38,13 +38,14 @@ class Slot:
 
 
 class Session:
-    __slots__ = ("number", "secret", "client", "opened_ns", "expires_s", "slots", "opens")
+    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens")
 
     def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
         self.number = number
         self.secret = record.secret
         self.client = record.client
         self.opened_ns = record.opened_ns
+        self.watches = record.watches
         self.expires_s = expires_s
         self.slots: list[Slot | None] = [None] * SLOTS_PER_SESSION
         self.opens: dict[int, int] = {}

@@ -10,6 +10,11 @@ class MetaOptions(NamedTuple):
     grant_s: float = 120.0
     linger_s: float = 5.0
     """How long an unlinked inode stays for opens that asked nobody: a client tells of those within less."""
+    watch_s: float = 3.0
+    """How long a client that is dead or stopped holds up the first change of a file that it may have a lease on. Clients send a
+    message every third of it; see `meta/watches`."""
+    lease_s: float = 60.0
+    """How long a lease on an inode holds without another question about it."""
     tick_s: float = 1.0
     """Between two looks at leases and at the collector's work."""
     sweep_s: float = 3600.0

@@ -409,6 +409,8 @@ class SessionRecord(NamedTuple):
     secret: bytes
     opened_ns: int
     client: str
+    watches: bool = False
+    """It may have leases, which a restart of the shard does not know."""
 
 
 class SlotRecord(NamedTuple):
@@ -495,12 +497,13 @@ def decode_lock(raw: bytes) -> tuple[int, int, int]:
 
 
 def encode_session(record: SessionRecord) -> bytes:
-    return _SESSION.pack(_VERSION, record.secret, record.opened_ns) + record.client.encode()[:255]
+    return _SESSION.pack(_VERSION + record.watches, record.secret, record.opened_ns) + record.client.encode()[:255]
 
 
 def decode_session(raw: bytes) -> SessionRecord:
-    secret, opened_ns = _fields(_SESSION, raw, "a session", exact=False)
-    return SessionRecord(secret, opened_ns, raw[_SESSION.size:].decode(errors="replace"))
+    watches = raw[:1] == bytes((_VERSION + 1,))
+    secret, opened_ns = _fields(_SESSION, bytes((_VERSION,)) + raw[1:] if watches else raw, "a session", exact=False)
+    return SessionRecord(secret, opened_ns, raw[_SESSION.size:].decode(errors="replace"), watches)
 
 
 def encode_slot(sequence: int, waits_for: int, answer: bytes) -> bytes:

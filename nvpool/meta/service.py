@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -22,7 +23,6 @@ from google.protobuf.message import DecodeError
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     Busy,
-    DeadlineExceeded,
     Draining,
     Fenced,
     InUse,
@@ -49,15 +49,13 @@ from nvpool.meta.routes import CHANGES, QUERIES
 from nvpool.meta.targets import Dialer, Targets
 from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
+from nvpool.meta.waits import Waits
+from nvpool.meta.watches import Watches
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
-
-WAITING_MAX = 4096
-"""Requests that wait for something at once; more are told Busy."""
-
 
 class MetaService:
     def __init__(self, kv: Kv, *, shard: int = 1, grant_secret: bytes, dialer: Dialer | None = None,
@@ -76,9 +74,9 @@ class MetaService:
         self._runs = Runs(clock)
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
-        self._waiting: set[asyncio.Task] = set()
+        self._waits = Waits(clock, f"shard {shard}", self._die)
         self._background: set[asyncio.Task] = set()
-        self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0, "waited": 0}
+        self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the service can not go on (a fenced engine, a background task that broke): the daemon ends then."""
         self.died.add_done_callback(lambda died: died.cancelled() or died.exception())
@@ -111,6 +109,9 @@ class MetaService:
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
+        self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
+                                self._options.lease_s)
+        self._view.promise = self._watches.lend
         return identity
 
     async def _take_up(self) -> None:
@@ -119,6 +120,7 @@ class MetaService:
         raw = self._kv.get(records.COUNTS_KEY)
         self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
         self._sessions.load(self._clock.boottime_s())
+        self._watches.after_restart(number for number, session in self._sessions.by_number.items() if session.watches)
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
         remains = await partitions_with_remains(self._kv)
@@ -140,9 +142,10 @@ class MetaService:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"
         self._runs.end_all()
-        if self._waiting and drain_s > 0:
-            await asyncio.wait(self._waiting, timeout=drain_s)
-        tasks = [*self._waiting, *self._background]
+        self._watches.close()
+        if self._waits.tasks and drain_s > 0:
+            await asyncio.wait(self._waits.tasks, timeout=drain_s)
+        tasks = [*self._waits.tasks, *self._background]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -244,7 +247,9 @@ class MetaService:
             wire.META_CLOSE_SESSION: self._close_session,
             wire.META_RELEASE: self._release,
             wire.META_LOCK_WAIT: self._wait_for_lock,
+            wire.META_WATCH: self._watch,
             wire.META_LIST: self._list,
+            wire.META_LOOKUP_MANY: self._lookup_many,
             wire.META_STATFS: self._statfs,
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
@@ -304,6 +309,10 @@ class MetaService:
             try:
                 # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
                 draft = decide(self._view, request, self._clock.wall_ns())
+                wait = self._watches.conflict(session.number, draft)
+                if wait is not None:
+                    self._later(call, wait)  # what was decided is thrown away
+                    return
                 self._commit(call, draft, session, slot, index, sequence)
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
@@ -337,14 +346,19 @@ class MetaService:
             self._collector.add(orphan)
         if draft.then is not None:
             draft.then()
-        if draft.parent is not None:
+        if draft.parent is not None or draft.opened:
             beside = type(draft.reply)()
-            fill_attr(beside.parent, draft.parent)
+            if draft.parent is not None:
+                fill_attr(beside.parent, draft.parent)
+            if draft.opened:
+                entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
+                entry.lease_ms = self._view.lend(session.number, draft.inodes[draft.opened])
             answer += beside.SerializeToString()  # encoded messages that follow one another are one message
         if draft.intent is not None:
-            self._answer_later(call, asyncio.shield(self._cuts.begin(*draft.intent)), answer)
+            cut = asyncio.shield(self._cuts.begin(*draft.intent))
+            self._answer_later(call, lambda: cut, answer)
         elif draft.sync or effects and self._kv.sync_before_answer:
-            self._answer_later(call, self._kv.sync(self._kv.sequence), answer)
+            self._answer_later(call, partial(self._kv.sync, self._kv.sequence), answer)
         else:
             call.reply(answer)
 
@@ -359,9 +373,10 @@ class MetaService:
         if slot.error is not None:
             call.fail(slot.error)
         elif slot.waits_for in self._view.cutting:
-            self._answer_later(call, asyncio.shield(self._view.cutting[slot.waits_for]), slot.answer)
+            cut = asyncio.shield(self._view.cutting[slot.waits_for])
+            self._answer_later(call, lambda: cut, slot.answer)
         elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
-            self._answer_later(call, self._kv.sync(), slot.answer)
+            self._answer_later(call, self._kv.sync, slot.answer)
         else:
             call.reply(slot.answer)
 
@@ -373,37 +388,11 @@ class MetaService:
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call anew when the wait is over: nothing of it is decided yet."""
-        self._task(call, wait, lambda: call.cancelled or self.handle(call))
+        self._waits.add(call, wait, lambda: call.cancelled or self.handle(call))
 
-    def _answer_later(self, call: Call, done: Awaitable, answer: bytes) -> None:
-        """The change is made; its answer goes when `done`. A caller that can not wait so long may ask again."""
-        self._task(call, lambda: done, lambda: call.reply(answer), may_be_applied=True)
-
-    def _task(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False) -> None:
-        if len(self._waiting) >= WAITING_MAX and not may_be_applied:
-            raise Busy(f"{WAITING_MAX} requests wait already")
-        self._counters["waited"] += 1
-        task = asyncio.ensure_future(self._wait(call, wait, then, may_be_applied))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-    async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
-                await wait()
-        except TimeoutError:
-            call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
-        except asyncio.CancelledError:
-            call.fail(Draining(f"shard {self._shard} is stopping", may_be_applied=may_be_applied))
-            raise
-        except NvpoolError as error:
-            if isinstance(error, Fenced):
-                self._die(error)
-            call.fail(error)
-        except Exception as error:
-            call.fail(error)
-        else:
-            then()
+    def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
+        """The change is made; its answer goes when the wait is over. A caller that can not wait so long may ask again."""
+        self._waits.add(call, wait, lambda: call.reply(answer), may_be_applied=True)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -421,13 +410,15 @@ class MetaService:
                 return
             number = self._shard << 48 | self._numbers.next_session
             record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
-                                           request.client)
+                                           request.client, request.watch)
             session, effects = self._sessions.opening(number, record, now_s)
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
                                     slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
+        if session.watches:
+            reply.watch, reply.watch_ms = self._watches.begin(session.number)
         if request.session:
             reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
         call.reply(reply.SerializeToString())
@@ -456,8 +447,16 @@ class MetaService:
 
     def _end_session(self, session: Session, grants_live_s: float) -> None:
         self._kv.apply(self._sessions.ending(session), reclaims=True)
+        self._watches.end(session.number)
         self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
         self._locks.end_session(session.number, said_so=not grants_live_s)
+
+    def _watch(self, call: Call) -> None:
+        request = pb.WatchRequest.FromString(call.message)
+        session = self._sessions.get(request.session)
+        # who watches lives: a lease never holds longer than the session
+        session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
+        self._watches.ask(call, request)
 
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
@@ -477,7 +476,15 @@ class MetaService:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.get(request.session)
-        steps = queries.listing(self._view, request)
+        self._reply_in_steps(call, queries.listing(self._view, request))
+
+    def _lookup_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.LookupManyRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
+
+    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
         reply = next(steps)
         if reply is not None:
             call.reply(reply.SerializeToString())
@@ -489,24 +496,20 @@ class MetaService:
                     call.reply(found.SerializeToString())
                 await asyncio.sleep(0)
 
-        self._task(call, go_on, lambda: None)
+        self._waits.add(call, go_on, lambda: None)
 
     def _names(self, call: Call) -> None:
         call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
 
     def _statfs(self, call: Call) -> None:
         self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
-        files = self._view.inode_count
-        statistics = self._kv.statistics()
-        free_bytes = statistics.get("map_bytes_max", 0) - statistics.get("used_bytes", 0)
-        files_max = files + int(free_bytes / _BYTES_PER_FILE) if statistics.get("map_bytes_max") else self._options.files_max
-        call.reply(pb.StatFsReply(files=files, files_max=max(files, files_max)).SerializeToString())
+        call.reply(queries.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
 
     def _sync(self, call: Call) -> None:
         session = pb.SyncRequest.FromString(call.message).session
         if session:  # tools that check a pool have none
             self._sessions.get(session)
-        self._answer_later(call, self._kv.sync(), pb.SyncReply().SerializeToString())
+        self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
 
     def _collect(self, call: Call) -> None:
         async def run() -> None:
@@ -514,25 +517,29 @@ class MetaService:
             removed += await self._collector.sweep_all()
             call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
 
-        self._task(call, run, lambda: None)
+        self._waits.add(call, run, lambda: None)
 
-    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer]) -> None:
+    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
         async def run() -> None:
             answer = await work
+            if then is not None:
+                then()
             call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
 
         try:
-            self._task(call, run, lambda: None)
+            self._waits.add(call, run, lambda: None)
         except Busy:
             work.close()
             raise
 
     def _fsck(self, call: Call) -> None:
+        request = pb.FsckRequest.FromString(call.message)
+
         def make(repair: bool) -> Fsck:
             return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
 
-        self._answer(call, fsck_step(self._runs, pb.FsckRequest.FromString(call.message), self._kv, self._view,
-                                     self._numbers, make))
+        self._answer(call, fsck_step(self._runs, request, self._kv, self._view,
+                                     self._numbers, make), self._watches.end_all if request.repair else None)
 
     def _dump(self, call: Call) -> None:
         answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
@@ -573,14 +580,13 @@ class MetaService:
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waiting), **self._locks.counters())
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
+                            **self._locks.counters(), **self._watches.counters())
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))
-_BYTES_PER_FILE = 300
-"""Of LMDB, cautiously: 146 with names of 16 bytes."""
 
 __all__ = ["MetaOptions", "MetaService"]

@@ -57,6 +57,12 @@ class View:
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
         self.tables: frozenset[int] = frozenset((1,))
+        self.promise: Callable[[int, Inode], int] = lambda session, inode: 0
+        """See Watches.lend."""
+
+    def lend(self, session: int, inode: Inode) -> int:
+        """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
+        return 0 if inode.number in self.cutting else self.promise(session, inode)
 
     def use_map(self, pool_map: PoolMap) -> None:
         owners = pool_map.shard_of_partition

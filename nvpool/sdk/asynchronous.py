@@ -148,14 +148,16 @@ class AsyncFileSystem:
     async def open_handle(self, path: Path, flags: int, mode: int = 0o666) -> FileHandle:
         """Open as open(2) would, but for rights and the umask, which are the caller's affair."""
         if flags & os.O_CREAT:
-            place = await locate(self.vfs, path, follow=not flags & os.O_EXCL)
+            place = await locate(self.vfs, path, follow=not flags & os.O_EXCL, to_open=True)
             if not place.name:
                 raise IsADirectory
             if place.attr is None or flags & os.O_EXCL:
                 return (await self.vfs.create(place.parent, place.name, mode, flags, self.caller))[1]
             attr = place.attr
         else:
-            attr = await find(self.vfs, path)
+            attr = (await locate(self.vfs, path, to_open=True)).attr
+            if attr is None:
+                raise NotFound
         if stat.S_ISDIR(attr.mode):
             raise IsADirectory
         if not stat.S_ISREG(attr.mode):
@@ -176,13 +178,19 @@ class AsyncFileSystem:
         with as_os_error(path):
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
-    async def read_many(self, reads: Sequence[tuple[Path | AsyncFile | FileHandle, int, int]], into=None):
-        """Each (path or open file, offset, length), all in one message per target.
+    async def read_many(self, reads: Sequence[tuple[Path | AsyncFile | FileHandle, int, int] | Path], into=None):
+        """Each (path or open file, offset, length), all in one message per target. Or paths alone, each a whole file: looked
+        up, opened and read in one message per metadata shard and one per target; a list of memoryviews, FileNotFoundError and
+        its like for the first that is no file. Directories that were not walked within a second take messages of their own.
 
         With `into` (any writable buffer) the bytes lie there, each read's at the sum of the lengths before it, and a list of
         lengths is returned: shorter than asked for only at the end of a file. Without, a list of memoryviews. On an error
         `into` holds nothing that may be relied on; it must not be used while this waits.
         """
+        if reads and type(reads[0]) is not tuple:
+            if into is not None:
+                raise TypeError("whole files are read into memory of their own")
+            return await self._batches.read_whole(reads)
         with as_os_error():
             plan = [(what.handle if type(what) is AsyncFile else what, offset, length) for what, offset, length in reads]
             if into is not None:

@@ -7,13 +7,16 @@ what was not used for longest is closed first. Called by the SDK's file systems.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from nvpool.base.errors import InvalidRequest, IsADirectory
+from nvpool.base.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError
 from nvpool.client.vfs import Caller, FileHandle, Vfs
-from nvpool.sdk.paths import Path, find
+from nvpool.sdk.paths import Path, as_os_error, find, locate, names_of
+from nvpool.wire.v1.meta_pb2 import Attr
 
 KEPT_OPEN = 1024
 """Files; each costs 2 KiB here and a number at the shard."""
@@ -48,6 +51,52 @@ class Batches:
             self._busy -= 1
             if len(self._kept) > KEPT_OPEN and not self._busy:
                 await self._trim(KEPT_OPEN)
+
+    async def read_whole(self, paths: Sequence[Path]) -> list[memoryview]:
+        """All bytes of each file. OSError for the first path that leads to none."""
+        names = [names_of(path) for path in paths]
+        directories = {b"/".join(parts[:-1]): 0 for parts in names}
+        await asyncio.gather(*[self._find_directory(path, directories) for path in directories])
+        plain = [number for number, parts in enumerate(names)
+                 if parts and parts[-1] != b".." and directories[b"/".join(parts[:-1])]]
+        handles: list[FileHandle | None] = [None] * len(paths)
+        try:
+            with as_os_error():
+                opened = await self._vfs.open_many([(directories[b"/".join(names[number][:-1])], names[number][-1])
+                                                    for number in plain], self._caller)
+            found = dict(zip(plain, opened, strict=True))
+            handles = [one if isinstance(one := found.get(number), FileHandle) else None for number in range(len(paths))]
+            for number, path in enumerate(paths):
+                if handles[number] is None:
+                    with as_os_error(path):
+                        handles[number] = await self._open_alone(path, found.get(number))
+            with as_os_error():
+                return await self._vfs.read_whole(handles)
+        finally:
+            for handle in handles:
+                if handle is not None:
+                    await self._vfs.release(handle)
+
+    async def _find_directory(self, path: bytes, directories: dict[bytes, int]) -> None:
+        try:
+            attr = await find(self._vfs, path)
+        except NvpoolError:
+            return  # told with the path itself
+        if stat.S_ISDIR(attr.mode):
+            directories[path] = attr.inode
+
+    async def _open_alone(self, path: Path, known: Attr | NvpoolError | None) -> FileHandle:
+        """What many at once could not: symbolic links, paths that lead nowhere."""
+        if isinstance(known, NvpoolError):
+            raise known
+        attr = (await locate(self._vfs, path, to_open=True)).attr
+        if attr is None:
+            raise NotFound
+        if stat.S_ISDIR(attr.mode):
+            raise IsADirectory
+        if not stat.S_ISREG(attr.mode):
+            raise InvalidRequest("only regular files can be read")
+        return await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
 
     async def _opened(self, path: Path) -> FileHandle:
         key = os.fsencode(path)

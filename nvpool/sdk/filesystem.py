@@ -242,12 +242,15 @@ class FileSystem:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
                                                              line_buffering=buffering == 1)
 
-    def read_many(self, reads: Sequence[tuple], into=None):
-        """Each (path or open file, offset, length), all in one message per target: see AsyncFileSystem.read_many.
+    def read_many(self, reads: Sequence[tuple | Path], into=None):
+        """Each (path or open file, offset, length), all in one message per target; or paths, each a whole file: see
+        AsyncFileSystem.read_many.
 
         Does not touch the files' positions, and what a buffered file has not flushed is not seen.
         """
         runtime = self._running()
+        if reads and type(reads[0]) is not tuple:
+            return runtime.call(runtime.pool.read_many(reads, into))
         return runtime.call(runtime.pool.read_many([(_plain(what), offset, length) for what, offset, length in reads], into))
 
     def read_bytes(self, path: Path) -> bytes:

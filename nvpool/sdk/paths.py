@@ -1,7 +1,7 @@
 """Paths of a pool: from text to inodes, symbolic links followed, and errors as Python programs know them.
 
 A path is text or bytes with `/` between names; it begins at the pool's root whether or not it begins with `/`. Called by the
-SDK's file systems. Believes directories for the client's `attr_s`; opening a file asks the service again.
+SDK's file systems. Believes directories for the client's `attr_s`; what a file's name stands for is true when it is opened.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
     return place.attr
 
 
-async def locate(vfs: Vfs, path: Path, *, follow: bool = True) -> Place:
-    """Where the path leads; its last name need not exist. A symbolic link there is followed unless told otherwise."""
+async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = False) -> Place:
+    """Where the path leads; its last name need not exist. A symbolic link there is followed unless told otherwise.
+    `to_open`: what the last name stands for is true now, not only within `attr_s`."""
     names = names_of(path)[::-1]
     above: list[int] = [ROOT_INODE]   # directories from the root to where we are
     links = 0
@@ -66,7 +67,7 @@ async def locate(vfs: Vfs, path: Path, *, follow: bool = True) -> Place:
                 above.pop()
             continue
         try:
-            attr = await vfs.walk(above[-1], name)
+            attr = await (vfs.walk if names or not to_open else vfs.look)(above[-1], name)
         except NotFound:
             if names:
                 raise

@@ -72,7 +72,8 @@ class ShardClient:
                "RENEW_SESSION": pb.RenewSessionReply, "CLOSE_SESSION": pb.CloseSessionReply, "SYNC": pb.SyncReply,
                "RELEASE": pb.ReleaseReply, "STATUS": pb.MetaStatusReply, "COLLECT": pb.CollectReply,
                "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply,
-               "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply}
+               "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply,
+               "WATCH": pb.WatchReply, "LOOKUP_MANY": pb.LookupManyReply}
 
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0) -> None:
         self.service = service

@@ -21,11 +21,12 @@ from nvpool.client.vfs.contract import (
     StatFs,
 )
 from nvpool.client.vfs.listing import Listing
+from nvpool.client.vfs.many import Many
 from nvpool.client.vfs.ranges import Ranges
 
 __all__ = ["KEEP_SIZE", "NOW", "PUNCH_HOLE", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE",
            "ZERO_RANGE", "Caller", "DirHandle", "FileHandle", "StatFs", "Vfs"]
 
 
-class Vfs(Ranges, Listing):
+class Vfs(Many, Ranges, Listing):
     """Made by client/session."""

@@ -86,6 +86,8 @@ class Attributes(Core):
             return await self.getattr(inode)
         if file is None:
             self.cache.forget_attr(inode)
+            if size is not None:
+                self.reader.forget_content(inode)
             return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
         request.rights = file.grant_rights
         if mtime_ns is not None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.base.errors import LockLost, NotFound, Unavailable
+from nvpool.base.grants import READ, allows
 from nvpool.client.batchread import BatchReader
 from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
+from nvpool.client.leases import Lease
 from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import KnownPaths
@@ -34,7 +36,10 @@ class Core:
         self.view = view
         self.clock = clock
         self.meta = MetaClient(view, dialer, options, clock, name=name)
-        self.cache = Cache(options, clock)
+        self.leases = self.meta.leases
+        self.cache = Cache(options, clock, self.leases)
+        self.meta.ended = self._leases_ended
+        self.meta.told = self._opens_told
         self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh)
         self.chunks.map_changed_files = self._forget_lanes
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
@@ -42,7 +47,7 @@ class Core:
         self.cache.on_change = self.chunks.short.forget
         self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
         batches = BatchReader(self.chunks, dialer, options, clock)
-        self.reader = Reader(self.chunks, batches, self.writer, options, clock, refresh=self._look)
+        self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.ranges = Ranges(self.chunks, dialer, clock)
         self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
@@ -103,10 +108,36 @@ class Core:
         request = meta_pb2.GetAttrRequest(inode=file.inode, rights=rights)
         if file.lost:
             raise LockLost()
+        sent_s = self.clock.boottime_s()
         entry = await self.meta.ask(file.inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         if file.lost:
             raise LockLost()  # the question found out: a grant of the new session must not carry what was written in the old
         self._take(entry, file)
+        self._leased(entry, sent_s)
+
+    def _leased(self, entry, sent_s: float) -> Lease | None:
+        """The lease of an answer to a request that was sent then, if it has one."""
+        if not entry.lease_ms:
+            return None
+        return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b"")
+
+    async def _leases_ended(self, inodes: list[int]) -> None:
+        for inode in inodes:
+            self.cache.grow_old(inode)
+
+    def _opens_told(self, inodes: list[int]) -> None:
+        for inode in inodes:
+            file = self.cache.open.get(inode)
+            # without a lease it may have been told too late: then who reads next asks
+            if file is not None and self.leases.held(inode) is not None:
+                file.untold = False
+
+    async def _confirm(self, file: OpenInode) -> None:
+        """Bytes were read by an open that the service may not know of, and no lease holds any more: if the inode is still there
+        when it does know, they were the file's. NotFound: they may be those of a hole."""
+        await self.meta.tell_opened(file.inode)
+        await self._ask_attr(file, READ)
+        file.untold = False
 
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
         """Believe an answer: attributes, and the grant where the inode is open."""
@@ -148,8 +179,11 @@ class Core:
 
     async def _fetch_attr(self, inode: int) -> Attr:
         request = meta_pb2.GetAttrRequest(inode=inode)
+        sent_s = self.clock.boottime_s()
         entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
-        return self._take(entry)
+        attr = self._take(entry)
+        self._leased(entry, sent_s)
+        return attr
 
     async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
         return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file)

@@ -17,7 +17,8 @@ from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
-_RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: WRITE, os.O_RDWR: READ | WRITE}
+_RIGHTS = {os.O_RDONLY: READ, os.O_WRONLY: READ | WRITE, os.O_RDWR: READ | WRITE}
+"""Who writes a file may open it again to read it, without a question."""
 
 
 def rights_of(flags: int) -> int:
@@ -29,9 +30,12 @@ def rights_of(flags: int) -> int:
 
 class Files(Names, Locks):
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
-        """A handle, with attributes as the service has them now (close-to-open). flags as of open(2): access mode, O_TRUNC
-        and O_APPEND count. NotFound where the inode is gone."""
+        """A handle, with attributes as the service has them now (close-to-open), asked for or known by a lease. flags as of
+        open(2): access mode, O_TRUNC and O_APPEND count. NotFound where the inode is gone."""
         rights = rights_of(flags)
+        handle = self.open_now(inode, flags)
+        if handle is not None:
+            return handle
         truncate = bool(flags & os.O_TRUNC)
         file = self.cache.open.get(inode)
         if file is not None:
@@ -39,22 +43,54 @@ class Files(Names, Locks):
             if truncate:
                 self.reader.changed(file)
                 await self.writer.begin_cut(file, 0)
+        if truncate:
+            self.reader.forget_content(inode)
         try:
             request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate)
+            sent_s = self.clock.boottime_s()
             entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
-            return self._opened(entry, flags)
+            return self._opened(entry, flags, sent_s)
         finally:
             if file is not None and truncate:
                 self.writer.end_cut(file)
                 self.reader.changed(file)
 
-    def _opened(self, entry, flags: int) -> FileHandle:
+    def open_now(self, inode: int, flags: int) -> FileHandle | None:
+        """What `open` would return, where that needs no question: for reading, what there is a lease on and a right to read.
+        The service hears of it within `tell_s`, or before another client changes the file, if it is still open then."""
+        if flags & (os.O_ACCMODE | os.O_TRUNC):
+            return None
+        lease = self.leases.held(inode)
+        if lease is None:
+            return None
+        file = self.cache.open.get(inode)
+        if file is not None:
+            if not file.grant_rights & READ:
+                return None
+            file.handles += 1
+            return FileHandle(file, flags)
+        attr = self.cache.attr(inode, 0.0)
+        if not lease.grant or attr is None or not attr.links or not stat.S_ISREG(attr.mode):
+            return None
+        file = self.cache.hold(attr)
+        file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)
+        if not file.grant:
+            self.cache.drop(file)
+            return None
+        file.untold = True
+        file.opened = 1
+        self.meta.opened_quietly(inode)
+        return FileHandle(file, flags)
+
+    def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
         before = self.cache.open.get(entry.attr.inode)
         change = before.attr.change if before is not None else 0
         file = self.cache.hold(entry.attr)
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
         self.meta.opened(file.inode)
+        file.untold = False
+        self._leased(entry, sent_s)
         if before is not None and file.attr.change != change:
             self.reader.changed(file)
         return FileHandle(file, flags)
@@ -77,25 +113,30 @@ class Files(Names, Locks):
             request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
                                              rights=rights, exclusive=exclusive, truncate=truncate)
             self.cache.forget_entry(parent, name)
+            sent_s = self.clock.boottime_s()
             reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
-            handle = self._opened(reply.entry, flags)
+            handle = self._opened(reply.entry, flags, sent_s)
         finally:
             if cut is not None:
                 self.writer.end_cut(cut)
                 self.reader.changed(cut)
         if reply.created:
-            self._named(parent, name, handle.inode, reply)
+            self._named(parent, name, handle.inode, reply, self.leases.held(handle.inode))
         else:
-            self.cache.put_entry(parent, name, handle.inode)
+            self.cache.put_own_entry(parent, name, handle.inode, self.leases.held(handle.inode))
         return self._merged(handle.attr), handle
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
-        """What `read` would return, when it is to be had on the spot: by the short cut, from memory. Else None, and nothing has
-        happened: call `read`, which waits. A few microseconds; never raises for what `read` would report."""
+        """What `read` would return, when it is to be had on the spot: by the short cut, from memory, or as the content of a
+        small file that is here. Else None, and nothing has happened: call `read`, which waits. A few microseconds; never raises
+        for what `read` would report."""
         file = handle.file
-        if not file.located or not handle.readable or handle.closed or offset < 0 or size <= 0:
+        if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
-        return self.reader.read_now(file, handle.ahead, offset, size)
+        if file.untold and self.leases.held(file.inode) is None:
+            return None
+        found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
+        return found if found is not None else self.reader.content_now(file, offset, size)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
         """Up to `size` bytes, fewer only at the end of the file; the buffer is the caller's. ChecksumMismatch when no replica
@@ -108,7 +149,10 @@ class Files(Names, Locks):
             if offset < 0 or size < 0:
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
-        return await self.reader.read(handle.file, handle.ahead, offset, size)
+        found = await self.reader.read(handle.file, handle.ahead, offset, size)
+        if handle.file.untold and self.leases.held(handle.inode) is None:
+            await self._confirm(handle.file)
+        return found
 
     async def write(self, handle: FileHandle, offset: int, buffer) -> int:
         """Take all of `buffer`; it is stored later, at the latest by flush. An error of an earlier write is raised here, once.
@@ -123,11 +167,9 @@ class Files(Names, Locks):
         if handle.append:
             offset = await self._reserve(handle, len(buffer))
         check_range(file.layout, offset, len(buffer))
-        if file.ahead:
-            self.reader.changed(file)
+        self.reader.changed(file)
         written = await self.writer.write(file, offset, buffer)
-        if file.ahead:
-            self.reader.changed(file)  # what was fetched while the write waited for room
+        self.reader.changed(file)  # what was fetched while the write waited for room
         return written
 
     async def _reserve(self, handle: FileHandle, length: int) -> int:
@@ -204,7 +246,11 @@ class Files(Names, Locks):
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
+            file.fetching = None  # by the time it is here the file may be another's
             self.chunks.short.forget(file)
+            lease = self.leases.held(file.inode)
+            if lease is not None and file.grant_rights & READ and not file.lost:
+                lease.grant = file.grant  # for the next open
             self.writer.forget(file)
             self.meta.release(file.inode, file.opened)
 
@@ -230,9 +276,12 @@ class Files(Names, Locks):
             raise InvalidRequest(f"{place} bytes are asked for and the buffer has {len(into)}")
         if plan:
             await self.reader.read_many(plan, into)
+            for handle, _, _ in reads:
+                if handle.file.untold and self.leases.held(handle.inode) is None:
+                    await self._confirm(handle.file)
         return lengths
 
     async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
-        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s():
+        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s() and self.leases.held(file.inode) is None:
             await self._look(file)
         return max(0, min(length, file.size - offset))

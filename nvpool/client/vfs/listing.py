@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvpool.base.errors import NotADirectory
 from nvpool.client.vfs.contract import DirHandle
-from nvpool.client.vfs.core import Core
+from nvpool.client.vfs.names import Names
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import DirEntry
 
@@ -12,7 +12,7 @@ LIST_MAX = 1024
 """Entries in one answer; the service gives no more."""
 
 
-class Listing(Core):
+class Listing(Names):
     async def opendir(self, inode: int) -> DirHandle:
         """NotFound; NotADirectory. Asks nobody where the attributes are here already."""
         attr = self.cache.attr(inode, self.options.attr_s) or await self._fetch_attr(inode)
@@ -24,12 +24,8 @@ class Listing(Core):
         """Up to `limit` entries behind `cursor` (0 begins), with attributes, and whether there are more. An entry that is there
         during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none."""
         request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True)
-        reply = await self.meta.ask(directory.inode, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
-        entries = list(reply.entries)
-        for entry in entries:
+        for entry in (entries := list((reply := await self._ask_list(directory.inode, request)).entries)):
             if entry.HasField("attr"):
-                self.cache.put_attr(entry.attr)
-                self.cache.put_entry(directory.inode, entry.name, entry.inode)
                 merged = self._merged(entry.attr)
                 if merged is not entry.attr:
                     entry.attr.CopyFrom(merged)

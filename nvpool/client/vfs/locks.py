@@ -194,7 +194,11 @@ class Locks(Core):
 
     def _look_anew(self, file: OpenInode, attr) -> bool:
         self.cache.distrust()
+        self.leases.forget(file.inode)
         self.cache.put_attr(attr)
+        # who had it before may have written and died: then the service knows of no change, and nobody was told
+        self.reader.forget_content(file.inode)
+        file.fetching = None
         foreign, file.foreign = file.foreign, False
         if foreign:
             self.reader.changed(file)
@@ -296,6 +300,9 @@ class Locks(Core):
 
     def _session_lost(self, shard: int) -> None:
         """All locks at the shard are gone, and others may have them soon: who relied on them must not go on."""
+        self.reader.forget_contents()
+        for file in self.cache.open.values():
+            file.fetching = None
         lost: set[int] = set()
         for key, owned in list(self._owned.items()):
             if self.meta.shard_of(key.inode) != shard:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import stat
 
 from nvpool.base.errors import InvalidRequest, NameTooLong, NotFound
+from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.core import Core
+from nvpool.client.vfs.siblings import Siblings
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -20,15 +22,42 @@ def check_name(name: bytes) -> None:
 
 
 class Names(Core):
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self.siblings = Siblings(self.clock)
+
     async def lookup(self, parent: int, name: bytes) -> Attr:
-        """The attributes of what the name stands for, true within the last `fresh_s`. NotFound, NotADirectory, NameTooLong."""
+        """The attributes of what the name stands for, true within the last `fresh_s` or by a lease. NotFound, NotADirectory,
+        NameTooLong."""
         if self.cache.is_absent(parent, name, self.options.fresh_s):
             raise NotFound
         return await self._find(parent, name, self.options.fresh_s)
 
+    def lookup_now(self, parent: int, name: bytes) -> Attr | None:
+        """What `lookup` would return or raise NotFound of, where nobody has to be asked; else None."""
+        inode = self.cache.entry(parent, name, self.options.fresh_s)
+        if inode == 0 or inode is None and self.cache.is_absent(parent, name, self.options.fresh_s):
+            raise NotFound
+        attr = self.getattr_now(inode) if inode is not None else None
+        if attr is not None:
+            self.siblings.hit(parent)
+        return attr
+
+    def getattr_now(self, inode: int) -> Attr | None:
+        """What `getattr` would return, where nobody has to be asked; else None."""
+        file = self.cache.open.get(inode)
+        if file is not None and file.written is not None and file.written.unsettled:
+            return None
+        attr = self.cache.attr(inode, self.options.fresh_s)
+        return None if attr is None else self._merged(attr)
+
     async def walk(self, parent: int, name: bytes) -> Attr:
         """As `lookup`, for the components of a path: believes what was true within `attr_s`."""
         return await self._find(parent, name, self.options.attr_s)
+
+    async def look(self, parent: int, name: bytes) -> Attr:
+        """As `lookup`, true now: for a file that is to be opened."""
+        return await self._find(parent, name, 0.0)
 
     async def _find(self, parent: int, name: bytes, age_s: float) -> Attr:
         if len(name) > NAME_BYTES_MAX:
@@ -40,20 +69,51 @@ class Names(Core):
             await self._settle(inode)
             attr = self.cache.attr(inode, age_s)
             if attr is not None:
+                self.siblings.hit(parent)
                 return self._merged(attr)
-        request = meta_pb2.LookupRequest(parent=parent, name=name)
-        try:
-            entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
-        except NotFound:
-            self.cache.put_entry(parent, name, 0)
-            raise
-        attr = self._take(entry)
-        self.cache.put_entry(parent, name, attr.inode)
+        count = self.siblings.missed(parent, name)
+        attr = await (self._look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
         file = self.cache.open.get(attr.inode)
         if file is not None and file.written is not None:
             await self._settle(attr.inode)
             attr = file.attr
         return self._merged(attr)
+
+    async def _look_up(self, parent: int, name: bytes) -> Attr:
+        # with the right to read it: who looks for a file mostly opens it next
+        request = meta_pb2.LookupRequest(parent=parent, name=name, rights=READ)
+        sent_s = self.clock.boottime_s()
+        try:
+            entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
+        except NotFound:
+            self.cache.put_entry(parent, name, 0, sent_s)
+            raise
+        attr = self._take(entry)
+        self.cache.put_entry(parent, name, attr.inode, sent_s, self._leased(entry, sent_s))
+        return attr
+
+    async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
+        """As `_look_up`; the names behind it in the order of listings are known too after it."""
+        request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True)
+        try:
+            reply = await self._ask_list(parent, request)
+        finally:
+            self.siblings.asked(parent)
+        for entry in reply.entries:
+            if entry.name == name and entry.HasField("attr"):
+                return entry.attr
+        return await self._look_up(parent, name)
+
+    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
+        """The answer; what it tells of names and attributes is believed, as far as we have not changed them since we asked."""
+        sent_s = self.clock.boottime_s()
+        reply = await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+        for entry in reply.entries:
+            if entry.HasField("attr") and self.leases.is_news(entry.inode, sent_s):
+                self.cache.put_attr(entry.attr)
+                lease = self.leases.take(entry.inode, reply.lease_ms, sent_s) if entry.promised else None
+                self.cache.put_entry(directory, entry.name, entry.inode, sent_s, lease)
+        return reply
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)
@@ -87,10 +147,10 @@ class Names(Core):
             self.cache.born_directory(attr)
         return attr
 
-    def _named(self, parent: int, name: bytes, inode: int, reply=None) -> None:
+    def _named(self, parent: int, name: bytes, inode: int, reply=None, lease=None) -> None:
         """The name stands for `inode` now (0: nothing). The answer may bring the directory's attributes, which a kernel asks
         for next."""
-        self.cache.put_entry(parent, name, inode)
+        self.cache.put_own_entry(parent, name, inode, lease)
         if reply is not None and reply.HasField("parent"):
             self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
             self.cache.put_attr(reply.parent)

@@ -63,38 +63,70 @@ class Attr(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("attr", "grant")
+    __slots__ = ("attr", "grant", "lease_ms")
     ATTR_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     attr: Attr
     grant: bytes
-    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client", "session", "secret")
+    __slots__ = ("client", "session", "secret", "watch")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
     client: str
     session: int
     secret: bytes
-    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    watch: bool
+    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
-    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation")
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    WATCH_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     secret: bytes
     lease_s: float
     slots: int
     sequences: _containers.RepeatedScalarFieldContainer[int]
     incarnation: int
-    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    watch: int
+    watch_ms: int
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "watch", "seen")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    watch: int
+    seen: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., watch: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("watch", "number", "inodes", "watch_ms")
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    WATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    watch: int
+    number: int
+    inodes: bytes
+    watch_ms: int
+    def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "released", "opened")
@@ -141,6 +173,40 @@ class LookupRequest(_message.Message):
     name: bytes
     rights: int
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class NamesIn(_message.Message):
+    __slots__ = ("parent", "names")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    parent: int
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, parent: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LookupManyRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "directories", "rights")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    directories: _containers.RepeatedCompositeFieldContainer[NamesIn]
+    rights: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., directories: _Optional[_Iterable[_Union[NamesIn, _Mapping]]] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class FoundName(_message.Message):
+    __slots__ = ("entry", "error")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    entry: Entry
+    error: int
+    def __init__(self, entry: _Optional[_Union[Entry, _Mapping]] = ..., error: _Optional[int] = ...) -> None: ...
+
+class LookupManyReply(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: _containers.RepeatedCompositeFieldContainer[FoundName]
+    def __init__(self, found: _Optional[_Iterable[_Union[FoundName, _Mapping]]] = ...) -> None: ...
 
 class GetAttrRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inode", "rights")
@@ -377,42 +443,48 @@ class ReserveReply(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class ListDirRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs")
+    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     ATTRS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
     cursor: int
     limit: int
     attrs: bool
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ...) -> None: ...
+    name: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ...) -> None: ...
 
 class DirEntry(_message.Message):
-    __slots__ = ("name", "cursor", "inode", "kind", "attr")
+    __slots__ = ("name", "cursor", "inode", "kind", "attr", "promised")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ATTR_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     name: bytes
     cursor: int
     inode: int
     kind: int
     attr: Attr
-    def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
+    promised: bool
+    def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ..., promised: _Optional[bool] = ...) -> None: ...
 
 class ListDirReply(_message.Message):
-    __slots__ = ("entries", "more")
+    __slots__ = ("entries", "more", "lease_ms")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[DirEntry]
     more: bool
-    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class StatFsRequest(_message.Message):
     __slots__ = ("session", "map_epoch")

@@ -49,6 +49,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_LOCK_WAIT: _ClassVar[Method]
     META_LOCKS: _ClassVar[Method]
     META_ALLOCATE: _ClassVar[Method]
+    META_WATCH: _ClassVar[Method]
+    META_LOOKUP_MANY: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -99,6 +101,8 @@ META_LOCK: Method
 META_LOCK_WAIT: Method
 META_LOCKS: Method
 META_ALLOCATE: Method
+META_WATCH: Method
+META_LOOKUP_MANY: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method

@@ -1,0 +1,117 @@
+"""What the shards have promised to tell us of before others change it, and for how long they have.
+
+A lease is held while its own time and that of the shard's watch (`client/watch`) have not run out; both count from the sending
+of what was answered, on a clock that goes on while this process or the machine is stopped. Who asks here asks for this moment:
+no other client has changed the inode since the lease began and no open, close or change of others that ended before now is
+missed. A name that was learned under a lease stands for its inode as long, since whatever takes a name away changes the inode.
+
+Answers may overtake one another: what is told after a lease has ended, by a request sent before, begins no new one. Bounded.
+Filled by vfs, ended by watch and by our own changes; never asks anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from nvpool.base.clock import Clock
+
+NEVER_S = float("-inf")
+_ENDED_MAX = 16384
+WATCH_SHARE = 0.95
+"""Of the times that we are told: clocks of two hosts do not go at the same rate."""
+
+
+class ShardWatch:
+    """What one shard and we have said to one another about leases."""
+
+    __slots__ = ("number", "seen", "until_s", "floor_s", "ended", "used")
+
+    def __init__(self) -> None:
+        self.number = 0          # WatchReply.watch
+        self.seen = 0
+        self.until_s = NEVER_S   # no lease holds longer
+        self.floor_s = NEVER_S   # what was asked before begins no lease
+        self.ended: dict[int, float] = {}   # inode -> when its lease ended, or would have
+        self.used = False
+
+
+class Lease:
+    """On one inode. `grant` was given with it or since: the right to read it, or nothing."""
+
+    __slots__ = ("until_s", "since_s", "grant", "watch")
+
+    def __init__(self, until_s: float, since_s: float, grant: bytes, watch: ShardWatch) -> None:
+        self.until_s = until_s
+        self.since_s = since_s
+        self.grant = grant
+        self.watch = watch
+
+
+class Leases:
+    """`watch_of(inode)` is that of the shard which has the inode."""
+
+    def __init__(self, clock: Clock, count_max: int, watch_of: Callable[[int], ShardWatch]) -> None:
+        self._clock = clock
+        self._count_max = count_max
+        self._watch_of = watch_of
+        self._leases: dict[int, Lease] = {}
+
+    def held(self, inode: int) -> Lease | None:
+        """The lease, where it holds now."""
+        lease = self._leases.get(inode)
+        if lease is None:
+            return None
+        now_s = self._clock.boottime_s()
+        if now_s >= lease.until_s or now_s >= lease.watch.until_s:
+            return None
+        lease.watch.used = True
+        return lease
+
+    def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> Lease | None:
+        """An answer to a request sent at `sent_s` promised so much; the lease, where it holds."""
+        watch = self._watch_of(inode)
+        if not lease_ms or sent_s <= watch.floor_s or sent_s <= watch.ended.get(inode, NEVER_S):
+            return None
+        now_s = self._clock.boottime_s()
+        until_s = sent_s + lease_ms * WATCH_SHARE / 1000
+        before = self._leases.pop(inode, None)
+        if before is not None and now_s < before.until_s:  # it has not ended in between
+            lease = before
+            lease.until_s = max(lease.until_s, until_s)
+            lease.grant = grant or lease.grant
+        else:
+            lease = Lease(until_s, now_s, grant, watch)
+        self._leases[inode] = lease
+        if len(self._leases) > self._count_max:
+            del self._leases[next(iter(self._leases))]
+        return self.held(inode)
+
+    def is_news(self, inode: int, sent_s: float) -> bool:
+        """Whether what a request sent then tells of the inode is not older than our own last change of it."""
+        watch = self._watch_of(inode)
+        return sent_s > watch.floor_s and sent_s > watch.ended.get(inode, NEVER_S)
+
+    def forget(self, inode: int) -> None:
+        """We have changed it, and do not know what it is now."""
+        self._end(self._watch_of(inode), inode, self._clock.boottime_s())
+
+    def end(self, watch: ShardWatch, inodes: Iterable[int]) -> None:
+        """The shard has said so."""
+        now_s = self._clock.boottime_s()
+        for inode in inodes:
+            self._end(watch, inode, now_s)
+
+    def _end(self, watch: ShardWatch, inode: int, now_s: float) -> None:
+        self._leases.pop(inode, None)
+        ended = watch.ended
+        ended.pop(inode, None)
+        ended[inode] = now_s
+        if len(ended) > _ENDED_MAX:
+            watch.floor_s = max(watch.floor_s, ended.pop(next(iter(ended))))
+
+    def end_all(self, watch: ShardWatch) -> None:
+        """Of one shard."""
+        watch.floor_s = self._clock.boottime_s()
+        watch.ended.clear()
+        for inode in [inode for inode, lease in self._leases.items() if lease.watch is watch]:
+            del self._leases[inode]

@@ -1,0 +1,75 @@
+"""Look-ups of one name after another in a directory: when to ask for many at once.
+
+Who lists a directory and then looks at each name, or opens them in that order, would ask once for each. Names that follow one
+another in the order of listings come with their attributes in one answer, so a look-up that misses asks for the ones behind its
+name too: first a few, then more while they are used, up to WINDOW_MAX; where they are not, as with names at random, it stops
+and tries again after ever more misses, a few in a hundred thousand. Bookkeeping only, bounded. Used by names.
+"""
+
+from __future__ import annotations
+
+from nvpool.base.clock import Clock
+
+MISSES_MIN, MISSES_MAX = 4, 1024
+"""Look-ups that miss before names are asked for in advance: at first, and where that was of no use."""
+WINDOW_MIN, WINDOW_MAX = 32, 512
+"""Names in one answer: 512 take the shard five milliseconds."""
+DIRECTORIES_MAX = 256
+PAUSE_S = 30.0
+
+
+class _Directory:
+    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking")
+
+    def __init__(self) -> None:
+        self.name = b""    # the last that missed: a directory on the way to others is looked up again and again
+        self.misses = 0
+        self.patience = MISSES_MIN
+        self.window = 0    # names of the last answer; 0: none was asked for
+        self.hits = 0      # since it came
+        self.last_s = 0.0
+        self.asking = False
+
+
+class Siblings:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._directories: dict[int, _Directory] = {}
+
+    def hit(self, directory: int) -> None:
+        """A look-up in it was answered from here."""
+        known = self._directories.get(directory)
+        if known is not None:
+            known.hits += 1
+
+    def missed(self, directory: int, name: bytes) -> int:
+        """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
+        now_s = self._clock.boottime_s()
+        known = self._directories.pop(directory, None)
+        if known is None or known.last_s + PAUSE_S < now_s:
+            known = _Directory()
+        self._directories[directory] = known
+        if len(self._directories) > DIRECTORIES_MAX:
+            del self._directories[next(iter(self._directories))]
+        known.last_s = now_s
+        if known.asking or name == known.name:
+            return 1
+        known.name = name
+        if known.window:
+            known.patience = MISSES_MIN if known.hits * 2 >= known.window else min(known.patience * 4, MISSES_MAX)
+            known.window = min(known.window * 4, WINDOW_MAX) if known.hits * 2 >= known.window else 0
+            known.misses = 0
+        known.hits = 0
+        if not known.window:
+            known.misses += 1
+            if known.misses < known.patience:
+                return 1
+            known.window = WINDOW_MIN
+        known.asking = True
+        return known.window
+
+    def asked(self, directory: int) -> None:
+        """The answer is here, or there is none."""
+        known = self._directories.get(directory)
+        if known is not None:
+            known.asking = False

@@ -1,0 +1,57 @@
+"""Keeps the watch of a session at its shard: by it leases hold, and by it we are told when they end.
+
+One request is always at the shard, which keeps it for a third of the watch's time or until it has something to tell. The next
+one says that the answer was heeded: so it is sent when the leases are gone here and the files that are open and were opened
+without a question are registered. Nobody waits for this; where it fails leases end by themselves. Made by metaclient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError, StaleSession
+from nvpool.client.answers import decoded
+from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
+from nvpool.client.options import ClientOptions
+from nvpool.wire import codec
+from nvpool.wire.v1 import meta_pb2
+
+IDLE_S = 60.0
+"""Who has no use for leases for so long does not watch, until he asks again."""
+ANSWER_S = 10.0
+
+
+async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
+                     leases: Leases, ended: Callable[[list[int]], Awaitable[None]], options: ClientOptions,
+                     clock: Clock) -> None:
+    """Until the session is gone or nobody uses its leases. `send(request, deadline_s)`; `ended(inodes)` is told of leases that
+    have ended, and returns when the shard may go on."""
+    used_s = clock.boottime_s()
+    tries = 0
+    while True:
+        sent_s = clock.boottime_s()
+        if watch.used:
+            watch.used, used_s = False, sent_s
+        elif sent_s - used_s > IDLE_S:
+            return
+        request = meta_pb2.WatchRequest(session=session, watch=watch.number, seen=watch.seen)
+        try:
+            reply = decoded(meta_pb2.WatchReply, await send(request, sent_s + ANSWER_S))
+        except StaleSession:
+            return  # who asks next finds out and opens another
+        except NvpoolError:
+            tries += 1
+            await asyncio.sleep(min(options.retry_last_s / 2, options.retry_first_s * 2 ** min(tries - 1, 16)))
+            continue
+        tries = 0
+        if reply.watch != request.watch:
+            leases.end_all(watch)
+            watch.number = reply.watch
+        inodes = codec.unpack_inodes(reply.inodes)
+        leases.end(watch, inodes)
+        watch.seen = reply.number
+        watch.until_s = max(watch.until_s, sent_s + reply.watch_ms * WATCH_SHARE / 1000)
+        if inodes:
+            await ended(inodes)
