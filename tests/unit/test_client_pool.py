@@ -701,7 +701,7 @@ def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent
                 assert (await case.vfs.getattr(handle.inode)).size == len(content)
                 into = bytearray(4096)
                 assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
-            while case.vfs.leases.held(other.inode):  # which nobody can change until the shard has let it go  # noqa: ASYNC110 - a state of the client's
+            while case.vfs.leases.held(other.inode):  # noqa: ASYNC110 (it ends by the clock; until then nobody can change it)
                 await asyncio.sleep(0.1)
             with pytest.raises(TimeoutError):  # one that is not open waits
                 await asyncio.wait_for(case.vfs.getattr(other.inode), 2)
