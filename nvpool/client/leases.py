@@ -24,12 +24,13 @@ WATCH_SHARE = 0.95
 class ShardWatch:
     """What one shard and we have said to one another about leases."""
 
-    __slots__ = ("number", "seen", "until_s", "floor_s", "ended", "used")
+    __slots__ = ("number", "seen", "until_s", "linger_s", "floor_s", "ended", "used")
 
     def __init__(self) -> None:
         self.number = 0          # WatchReply.watch
         self.seen = 0
         self.until_s = NEVER_S   # no lease holds longer
+        self.linger_s = 0.0      # a file that has been unlinked since then keeps its bytes so long
         self.floor_s = NEVER_S   # what was asked before begins no lease
         self.ended: dict[int, float] = {}   # inode -> when its lease ended, or would have
         self.used = False
@@ -66,6 +67,12 @@ class Leases:
             return None
         lease.watch.used = True
         return lease
+
+    def keeps_bytes(self, inode: int) -> bool:
+        """Whether the file had a name so short a time ago that its bytes are still there, whoever has unlinked it since."""
+        lease = self._leases.get(inode)
+        return lease is not None and (
+            self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s)
 
     def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> Lease | None:
         """An answer to a request sent at `sent_s` promised so much; the lease, where it holds."""

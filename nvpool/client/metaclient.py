@@ -64,6 +64,7 @@ class ShardSession:
         self.watching: asyncio.Task | None = None
         self.untold: dict[int, int] = {}                 # of `open`: what the shard has not been told of
         self.telling: asyncio.Task | None = None
+        self.tell_now = asyncio.Event()
 
 
 class MetaClient:
@@ -284,6 +285,7 @@ class MetaClient:
         self.leases.end_all(state.watch)
         state.watch.number, state.watch.seen = reply.watch, 0
         state.watch.until_s = sent_s + reply.watch_ms * WATCH_SHARE / 1000
+        state.watch.linger_s = reply.linger_ms * WATCH_SHARE / 1000
         if state.watching is not None:
             state.watching.cancel()
         self._watch(state)
@@ -386,21 +388,29 @@ class MetaClient:
         state = self._shard_of(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
 
-    def opened_quietly(self, inode: int) -> None:
-        """We have opened `inode` by a lease, without a question: the service is told soon, or before it is changed."""
+    def opened_quietly(self, inode: int, now: bool) -> None:
+        """We have opened `inode` by a lease, without a question: the service is told soon (`now`: at once, while we go on), or
+        before it is changed. What is closed before that it is not told of."""
         self.opened(inode)
         state = self._shard_of(inode)
         state.untold[inode] = state.untold.get(inode, 0) + 1
+        if now:
+            state.tell_now.set()
         if state.telling is None or state.telling.done():
             state.telling = asyncio.create_task(self._tell_soon(state))
 
     async def _tell_soon(self, state: ShardSession) -> None:
         while state.untold and not self._closed:
-            await asyncio.sleep(self._options.tell_s)
+            try:
+                async with asyncio.timeout(self._options.tell_s):
+                    await state.tell_now.wait()
+            except TimeoutError:
+                pass
+            state.tell_now.clear()
             try:
                 await self._tell(state)
             except NvpoolError:
-                pass  # it is said again; and whoever reads without a lease asks first
+                await asyncio.sleep(self._options.retry_last_s)  # it is said again; and who reads without a lease asks first
 
     async def tell_opened(self, inode: int) -> None:
         """On return the service knows all that is open of the inode."""

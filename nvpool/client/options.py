@@ -37,8 +37,9 @@ class ClientOptions(NamedTuple):
     """Closed handles are told to the metadata service in batches this far apart."""
     leases: bool = True
     """Open, look up and stat without a question what the metadata service promises to tell us of before it changes."""
-    tell_s: float = 1.0
-    """Files that were opened without a question and are still open after so long are registered, in batches."""
+    tell_s: float = 0.2
+    """Small files that were opened without a question and are still open after so long are registered, in batches. Larger ones
+    are at once: they are kept open for longer, and are to be read on when the service falls silent."""
     small_bytes: int = 64 * MIB
     """Contents of small files (64 KiB and less) that were read as a whole."""
 

@@ -419,6 +419,7 @@ class MetaService:
                                     slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
         if session.watches:
             reply.watch, reply.watch_ms = self._watches.begin(session.number)
+            reply.linger_ms = int(self._options.linger_s * 1000)
         if request.session:
             reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
         call.reply(reply.SerializeToString())

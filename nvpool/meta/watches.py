@@ -186,7 +186,7 @@ class Watches:
     def lend(self, session: int, inode: Inode) -> int:
         """How many milliseconds the session may rely on what it is told of the inode now; 0: not at all."""
         watch = self._watches.get(session)
-        if watch is None or inode.mode & 0o170000 == 0o040000:
+        if watch is None or inode.mode & 0o170000 == 0o040000 or not inode.links:  # the collector tells nobody
             return 0
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s or inode.number in self._recalls:

@@ -406,9 +406,10 @@ def test_a_client_that_was_stopped_for_so_long_that_its_file_is_gone_gets_an_err
         async with Case(EXACT._replace(tell_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)) as case:
             one, other, content = case.one, case.other, b"\1" * size
             inode = await put(other, b"file", content)
+            await asyncio.sleep(0.1)
             await one.lookup(ROOT_INODE, b"file")
-            handle = await one.open(inode, os.O_RDONLY, ME)
-            assert handle.file.untold
+            handle = one.open_now(inode, os.O_RDONLY)
+            state_of(one).telling.cancel()
             state_of(one).watching.cancel()
             await other.unlink(ROOT_INODE, b"file", ME)  # waits until the lease has ended
             await case.pool.meta.run_once()

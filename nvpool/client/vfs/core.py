@@ -128,8 +128,8 @@ class Core:
     def _opens_told(self, inodes: list[int]) -> None:
         for inode in inodes:
             file = self.cache.open.get(inode)
-            # without a lease it may have been told too late: then who reads next asks
-            if file is not None and self.leases.held(inode) is not None:
+            # longer without a lease it may have been told too late: then who reads next asks
+            if file is not None and self.leases.keeps_bytes(inode):
                 file.untold = False
 
     async def _confirm(self, file: OpenInode) -> None:

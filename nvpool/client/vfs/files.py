@@ -9,6 +9,7 @@ import stat
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.cache import OpenInode
+from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.reader import EMPTY
 from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.client.vfs.locks import Locks
@@ -57,7 +58,7 @@ class Files(Names, Locks):
 
     def open_now(self, inode: int, flags: int) -> FileHandle | None:
         """What `open` would return, where that needs no question: for reading, what there is a lease on and a right to read.
-        The service hears of it within `tell_s`, or before another client changes the file, if it is still open then."""
+        The service hears of it soon, or before another client changes the file, if it is still open then."""
         if flags & (os.O_ACCMODE | os.O_TRUNC):
             return None
         lease = self.leases.held(inode)
@@ -79,7 +80,7 @@ class Files(Names, Locks):
             return None
         file.untold = True
         file.opened = 1
-        self.meta.opened_quietly(inode)
+        self.meta.opened_quietly(inode, now=attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
 
     def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
@@ -133,7 +134,7 @@ class Files(Names, Locks):
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
-        if file.untold and self.leases.held(file.inode) is None:
+        if file.untold and not self.leases.keeps_bytes(file.inode):
             return None
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
@@ -150,7 +151,7 @@ class Files(Names, Locks):
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
         found = await self.reader.read(handle.file, handle.ahead, offset, size)
-        if handle.file.untold and self.leases.held(handle.inode) is None:
+        if handle.file.untold and not self.leases.keeps_bytes(handle.inode):
             await self._confirm(handle.file)
         return found
 
@@ -277,7 +278,7 @@ class Files(Names, Locks):
         if plan:
             await self.reader.read_many(plan, into)
             for handle, _, _ in reads:
-                if handle.file.untold and self.leases.held(handle.inode) is None:
+                if handle.file.untold and not self.leases.keeps_bytes(handle.inode):
                     await self._confirm(handle.file)
         return lengths
 

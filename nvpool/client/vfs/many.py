@@ -111,7 +111,7 @@ class Many(Files):
         await self.reader.read_many(plan, into)
         for _, number in asked:
             file = handles[number].file
-            if file.untold and self.leases.held(file.inode) is None:
+            if file.untold and not self.leases.keeps_bytes(file.inode):
                 await self._confirm(file)
         return found
 

@@ -85,7 +85,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
-    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms")
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class OpenSessionReply(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WATCH_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    LINGER_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     secret: bytes
     lease_s: float
@@ -102,7 +103,8 @@ class OpenSessionReply(_message.Message):
     incarnation: int
     watch: int
     watch_ms: int
-    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ...) -> None: ...
+    linger_ms: int
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "watch", "seen")
