@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 
-from nvpool.base.errors import InvalidRequest, NameTooLong, NotFound
+from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
@@ -95,11 +95,14 @@ class Names(Core):
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
         """As `_look_up`; the names behind it in the order of listings are known too after it."""
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True)
+        entries = ()
         try:
-            reply = await self._ask_list(parent, request)
+            entries = (await self._ask_list(parent, request)).entries
+        except Damaged:
+            pass  # one of the names behind it, perhaps: this one is asked for alone
         finally:
             self.siblings.asked(parent)
-        for entry in reply.entries:
+        for entry in entries:
             if entry.name == name and entry.HasField("attr"):
                 return entry.attr
         return await self._look_up(parent, name)
