@@ -220,7 +220,7 @@ def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
 
 def test_an_interrupted_import_goes_on(pool, tmp_path):
     (tmp_path / "src").mkdir()
-    for number in range(600):
+    for number in range(4000):  # several seconds of work
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
     command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "1")
     moving = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

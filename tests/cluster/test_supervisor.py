@@ -282,7 +282,8 @@ def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
     kill(supervisor, signal.SIGTERM)
     until(lambda: processes_of(pool) == [], "all have ended")
     directory = PoolDirectory(pool)
-    assert list(directory.run.glob("*.json")) == [] and directory.supervisor() is None
+    until(lambda: directory.supervisor() is None, "nobody waits for its exit code any more")
+    assert list(directory.run.glob("*.json")) == []
     log = (directory.log / "nvpoold.log").read_text().splitlines()
     assert log[-1].endswith("stopped")
     for name in ("meta-1", "target-1", "target-2"):
