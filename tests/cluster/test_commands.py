@@ -1,5 +1,6 @@
 """The commands that move and check whole pools, on a real pool of this machine, by the command line."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from nvpool import connect
 
 MIB = 1 << 20
 
@@ -185,10 +188,15 @@ def wait_until_all_serve(pool, without):
 
 
 def wait_until_there(place, moving):
+    """Asked without a program of its own: in the time that one takes to start, all may be there."""
     deadline = time.monotonic() + 60
-    while moving.poll() is None and time.monotonic() < deadline:
-        if not subprocess.run([sys.executable, "-m", "nvpool.cli.main", "file", "info", place], capture_output=True).returncode:
-            return
+    directory, _, path = place.partition(":")
+    with contextlib.closing(connect(directory)) as client:
+        while moving.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                client.stat(path)
+                return
+            time.sleep(0.005)
     raise AssertionError(f"{place} never came, or all was there at once")
 
 
