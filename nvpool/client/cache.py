@@ -27,7 +27,7 @@ class OpenInode:
 
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
-                 "written", "ahead", "renewal", "located", "changes", "credit", "missed",
+                 "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
                  "looking", "looking_s", "foreign", "lost", "untold", "fetching")
 
     def __init__(self, attr: Attr) -> None:
@@ -53,7 +53,8 @@ class OpenInode:
         self.renewal = None     # one question for a new grant at a time
         self.located: dict = {}  # chunk index -> where the shortcut knows it to lie
         self.changes = 0        # grows when nothing of that holds any longer
-        self.credit = 64        # chunks that may be located before reads have to hit
+        self.owes = 0           # chunks that were located and reads that have not hit yet
+        self.denied = 0         # misses that could not be located, for that
         self.missed = False     # a read has gone to a store: the first one of many files is the only one
         self.looking = None     # the oldest question for attributes that is out, and since when
         self.looking_s = NEVER_S
