@@ -34,7 +34,7 @@ import scaling  # noqa: E402
 from compare import Comparison  # noqa: E402
 from drawing import Line, Sheet  # noqa: E402
 from report import commit, machine  # noqa: E402
-from subjects.contract import MARK, Failed, drop_page_cache  # noqa: E402
+from subjects.contract import MARK, Failed, drop_page_cache, run  # noqa: E402
 from subjects.local import FuseBare, FuseFromMemory, PlainDirectory  # noqa: E402
 from subjects.pool import VARIANTS, Pool  # noqa: E402
 from workloads import KIB, MIB, Sizes  # noqa: E402
@@ -66,7 +66,9 @@ class Asked:
         self.comparison.stop()
 
     def mounted(self, subject, threads: int, direct: bool = True) -> dict:
-        """fio's threads for so many seconds."""
+        """fio's threads for so many seconds, on bytes that whoever serves them has in memory."""
+        run("dd", f"if={subject.mount / 'large'}", "of=/dev/null", "bs=1M", f"count={self.region // MIB}", "status=none",
+            *(["iflag=direct"] if direct else []))
         return loads.fio(subject.mount / "large", "randread", 4 * KIB, threads, self.seconds, direct=direct,
                          size_bytes=self.region)
 
@@ -75,14 +77,14 @@ class Asked:
 
     # -- latency against concurrency ---------------------------------------------------------------------------------------
 
-    def concurrency(self) -> dict:
+    def concurrency(self, levels: list[int]) -> dict:
         ways = {
             "SDK, short cut": lambda level: self.sdk(self.short, "flight", "--in-flight", level),
             "SDK, stream": lambda level: self.sdk(self.stream, "flight", "--in-flight", level),
             "mount, short cut": lambda level: self.mounted(self.short, level),
             "mount, stream": lambda level: self.mounted(self.stream, level),
         }
-        return concurrency.measure(ways, concurrency.LEVELS, self.rounds, say)
+        return concurrency.measure(ways, levels, self.rounds, say)
 
     # -- layer by layer ----------------------------------------------------------------------------------------------------
 
@@ -120,10 +122,10 @@ class Asked:
         return self.sdk(pool, verb, "--cold")
 
 
-def scaled(directory: Path, seconds: float, region: int, rounds: int, ends: list) -> dict:
-    """Throughput of pools of 1, 2 and 4 targets, one after the other, by 1, 2 and 4 client processes."""
-    rows = []
-    for targets in scaling.TARGETS:
+def scaled(directory: Path, options: argparse.Namespace, ends: list) -> dict:
+    """Throughput of pools of so many targets, one after the other, by so many client processes."""
+    rows, region = [], options.region_mib * MIB
+    for targets in options.targets:
         pool = Pool(STREAM._replace(name=f"targets-{targets}"), targets)
         ends.append(pool.stop)
         with open(pool.start(directory / pool.name) / "large", "wb") as file:
@@ -131,13 +133,13 @@ def scaled(directory: Path, seconds: float, region: int, rounds: int, ends: list
                 file.write(os.urandom(MIB))
             os.fsync(file.fileno())
         found: dict[tuple, list[dict]] = {}
-        for turn in range(rounds):
+        for turn in range(options.rounds):
             for variant, way in ((STREAM, "stream"), (SHORT, "short cut")):
                 for block, block_bytes in scaling.BLOCKS.items():
                     command = pool.sdk_command("flight", "/large", "--region", region, "--block", block_bytes, "--in-flight",
-                                               scaling.IN_FLIGHT, "--seconds", seconds, "--wait", variant=variant)
-                    for processes in scaling.PROCESSES:
-                        one = scaling.together(command, processes, pool.environment(), seconds)
+                                               scaling.IN_FLIGHT, "--seconds", options.seconds, "--wait", variant=variant)
+                    for processes in options.clients:
+                        one = scaling.together(command, processes, pool.environment(), options.seconds)
                         found.setdefault((way, block, processes), []).append(one)
                         say(f"round {turn + 1}: {targets} targets, {processes} clients, {way}, {block}: "
                             f"{one['rate']:,.0f} reads/s")
@@ -197,14 +199,18 @@ def chart(results: dict) -> str:
                 sheet.bars(f"{block} reads a second, {way}, by targets and client processes",
                            [(f"{targets} target{'s' * (targets > 1)}", [found[count] for count in sorted(found)])
                             for targets, found in groups.items()],
-                           [f"{count} client{'s' * (count > 1)}" for count in scaling.PROCESSES], "/s")
+                           [f"{count} client{'s' * (count > 1)}" for count in sorted(next(iter(groups.values())))], "/s")
     return sheet.svg()
+
+
+def numbers(text: str) -> list[int]:
+    return sorted({int(word) for word in text.split(",")})
 
 
 def expected_s(options: argparse.Namespace, wanted: list[str]) -> float:
     """A step takes its seconds and about one more: for a process to start, or a mount to be made anew."""
-    steps = {"concurrency": 4 * len(concurrency.LEVELS), "layers": 15,
-             "scaling": 4 * len(scaling.TARGETS) * len(scaling.PROCESSES)}
+    steps = {"concurrency": 4 * len(options.in_flight), "layers": 15,
+             "scaling": 4 * len(options.targets) * len(options.clients)}
     return 60 + options.rounds * (options.seconds + 1.2) * sum(steps[name] for name in wanted)
 
 
@@ -214,6 +220,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each step")
     parser.add_argument("--region-mib", type=int, default=64, help="the part of each file that is read")
     parser.add_argument("--only", choices=QUESTIONS, action="append", help="one question; repeat it")
+    for name, default in (("in-flight", concurrency.LEVELS), ("targets", scaling.TARGETS), ("clients", scaling.PROCESSES)):
+        parser.add_argument(f"--{name}", type=numbers, default=default, metavar="N,…")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
     parser.add_argument("--results", type=Path, help="write questions.json, questions.md and questions.svg there")
     options = parser.parse_args(words)
@@ -223,17 +231,20 @@ def main(words: list[str] | None = None) -> int:
     say(f"{', '.join(wanted)}: this takes about {minutes(expected_s(options, wanted))}")
     results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "rounds": options.rounds,
                      "seconds": options.seconds, "region_mib": options.region_mib}
-    begin, whole, region = time.monotonic(), False, options.region_mib * MIB
+    begin, whole = time.monotonic(), False
     with workspace(options.directory) as (directory, ends), processors_awake(can_keep_awake()):
         os.environ[MARK] = str(directory)  # also what is started without a subject is ended with the rest
         if {"concurrency", "layers"} & set(wanted):
-            asked = Asked(directory, options.seconds, region, options.rounds)
+            asked = Asked(directory, options.seconds, options.region_mib * MIB, options.rounds)
             ends.append(asked.stop)
             asked.start()
-            results |= {name: getattr(asked, name)() for name in wanted if name != "scaling"}
+            if "concurrency" in wanted:
+                results["concurrency"] = asked.concurrency(options.in_flight)
+            if "layers" in wanted:
+                results["layers"] = asked.layers()
             asked.stop()
         if "scaling" in wanted:
-            results["scaling"] = scaled(directory, options.seconds, region, options.rounds, ends)
+            results["scaling"] = scaled(directory, options, ends)
         whole = options.rounds >= 3 and not options.only
     results["took_s"] = round(time.monotonic() - begin)
     print(markdown(results))

@@ -50,13 +50,14 @@ def medians(rounds: list[dict]) -> dict:
 
 def table(rows: list[dict]) -> str:
     """rows: {"way", "block", "targets", "processes", "rate", …}; one line for each way, block and number of targets."""
-    text = ["| reads | targets | " + " | ".join(f"{count} client process{'es' * (count > 1)}" for count in PROCESSES) + " |",
-            "|---|---:|" + "---:|" * len(PROCESSES)]
+    counts = sorted({row["processes"] for row in rows})
+    text = ["| reads | targets | " + " | ".join(f"{count} client process{'es' * (count > 1)}" for count in counts) + " |",
+            "|---|---:|" + "---:|" * len(counts)]
     lines: dict[tuple, dict[int, str]] = {}
     for row in rows:
         mib_s = row["rate"] * BLOCKS[row["block"]] / (1 << 20)
         figure = f"{row['rate']:,.0f} reads/s" if row["block"] == "4 KiB" else f"{mib_s:,.0f} MiB/s"
         lines.setdefault((f"{row['block']}, {row['way']}", row["targets"]), {})[row["processes"]] = figure
     for (name, targets), cells in sorted(lines.items(), key=lambda line: line[0]):
-        text.append(f"| {name} | {targets} | " + " | ".join(cells.get(count, "–") for count in PROCESSES) + " |")
+        text.append(f"| {name} | {targets} | " + " | ".join(cells.get(count, "–") for count in counts) + " |")
     return "\n".join(text)
