@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report  # noqa: E402
 from subjects import every_subject  # noqa: E402
-from subjects.contract import OWNER, Failed, Subject, mounted_below, sweep, write_out  # noqa: E402
+from subjects.contract import OWNER, Failed, Subject, mounted_below, sweep, sweep_left, write_out  # noqa: E402
 from subjects.local import compile_c  # noqa: E402
 from workloads import LOADS, MIB, Load, Place, Sizes, value_of  # noqa: E402
 
@@ -155,15 +155,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def sweep_left(directory: Path) -> None:
-    """What a bench that was killed has left there."""
-    for left in directory.glob(f"{PREFIX}*"):
-        owner = left / OWNER
-        if owner.is_file() and not Path(f"/proc/{owner.read_text()}").exists():
-            say(f"removing {left}, left by a bench that was killed")
-            sweep(left)
-
-
 def room_needed(sizes: Sizes, rounds: int, subjects: int, awake_too: bool) -> int:
     turns = rounds * (2 if awake_too else 1)
     # A block of the drive for each file, and as much again for its name, its inode and what a peer keeps of it.
@@ -210,7 +201,7 @@ def main(words: list[str] | None = None) -> int:
     file_bytes = options.file_mib * MIB
     sizes = Sizes(options.seconds, file_bytes, file_bytes // 2, options.files)
     options.directory.mkdir(parents=True, exist_ok=True)
-    sweep_left(options.directory.resolve())
+    sweep_left(options.directory.resolve(), PREFIX, say)
     space = os.statvfs(options.directory)
     needed = room_needed(sizes, options.rounds, len(subjects), awake_too)
     if space.f_bavail * space.f_frsize < needed:
