@@ -32,11 +32,10 @@ class _Call:
         """What it returns or raises. CancelledError of concurrent.futures when the loop ends first."""
         try:
             self._loop.call_soon_threadsafe(self._begin)
+            self._ended.acquire()
         except RuntimeError:
             self._work.close()  # the loop is closed: it is never begun
             raise
-        try:
-            self._ended.acquire()
         except BaseException:  # Ctrl-C: do not leave the work behind
             self._loop.call_soon_threadsafe(self._cancel)
             raise
@@ -52,7 +51,10 @@ class _Call:
         self._ended.release()
 
     def _cancel(self) -> None:
-        self._task.cancel()
+        if self._task is None:
+            self._work.close()
+        else:
+            self._task.cancel()
 
 
 class Runtime:
