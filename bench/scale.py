@@ -207,7 +207,10 @@ def main(words: list[str] | None = None) -> int:
     work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=options.directory)).resolve()
     (work / OWNER).write_text(str(os.getpid()))
 
+    told_to_end = []
+
     def interrupted(number, frame):
+        told_to_end.append(number)
         raise KeyboardInterrupt
 
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -230,7 +233,9 @@ def main(words: list[str] | None = None) -> int:
                 made = made or bench.make(shape, files)
                 if not options.make_only:
                     cases.append(bench.measure(shape, files, made))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BaseExceptionGroup):  # a group where several tasks were at work
+        if not told_to_end:
+            raise
         say("\ninterrupted; stopping what was started, which takes a few seconds")
         code = 130
     except Failed as failed:
