@@ -128,7 +128,7 @@ def compared(offline: Kv, served: Kv, files: int, per_directory: int, progress: 
             compare(f"directory {number // per_directory}", _seen(offline, parents[0]), _seen(served, parents[1]))
         found = []
         for kv, parent in zip((offline, served), parents, strict=True):
-            raw = kv.get(tree.dentry_key(number, parent))
+            raw = kv.get(next(tree.dentry_keys([number], parent)))
             inode = records.decode_dentry(partition_of(parent), raw)[0] if raw is not None else 0
             found.append(_seen(kv, inode))
         compare(f"file {number}", *found)

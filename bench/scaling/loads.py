@@ -206,7 +206,7 @@ def engine_look_ups(kv: LmdbKv, tree: Tree, seconds: float) -> float:
         keys = []
         for number in (next(numbers) for _ in range(1000)):
             parent = tree.parent_of(number)
-            keys.append((tree.dentry_key(number, parent), records.inode_key(tree.inode_of(number, parent))))
+            keys.append((*tree.dentry_keys([number], parent), *tree.inode_keys([number], parent)))
         began_s = time.perf_counter()
         for dentry, inode in keys:
             if kv.get(dentry) is None or kv.get(inode) is None:
@@ -226,9 +226,9 @@ async def engine_creates(kv: LmdbKv, tree: Tree, first: int, seconds: float) -> 
         made = []
         for number in range(first + done, first + done + 1000):
             parent = tree.parent_of(number)
-            made.append((*tree.dentry(number, parent), *tree.inode(number, parent)))
+            made.append((*tree.dentries([number], parent), *tree.inodes([number], parent)))
         began_s = time.perf_counter()
-        for dentry, entry, inode, record in made:
+        for (dentry, entry), (inode, record) in made:
             while kv.full:
                 await kv.room()
             kv.apply([(records.COUNTS_KEY, counts_record), (dentry, entry), (home, home_record), (inode, record),

@@ -148,7 +148,7 @@ class _Measuring:
         client = await Client(connection).begin()
         status = await client.status()
         self._figures["replayed"] = int(status.counters["kv_replayed"])
-        self._figures["files_after"] = status.inodes - self._tree.inodes + self._tree.files - len(self._parents)
+        self._figures["files_after"] = status.inodes - self._tree.inode_count + self._tree.files - len(self._parents)
         if await client.look_up(self._parent, iter(acknowledged)) < len(acknowledged):
             raise Failed("the daemon was killed, and files that it had acknowledged are not there")
         await self._listed(client)
