@@ -107,10 +107,11 @@ class Bench:
     def make(self, shape: str, files: int) -> dict:
         place, begin = self.database(shape, files), self.progress(f"{report.short(files)} files, {report.SHAPES[shape]}")
         shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        self._refuse_without_room(place, files, "to make")
+        self._databases.mkdir(exist_ok=True)
+        self._refuse_without_room(self._databases, files, "to make")
         per_directory = PER_DIRECTORY if shape == "many" else 0
         dense = self.work / "dense" if files <= DENSE_FILES_MAX else None
+        place.mkdir()
         try:
             made = build.build(place / "shard", files, per_directory, dense, begin("making"))
             if files <= self.options.check:
