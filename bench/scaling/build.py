@@ -8,10 +8,15 @@ that a running service has made holds the same.
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import shutil
+import signal
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -25,7 +30,7 @@ from nvpool.logic.layout import Layout
 from nvpool.meta import records
 from nvpool.meta.identity import take_identity
 
-from .tree import BATCH_KEYS, Tree
+from .tree import BATCH_KEYS, Records, Tree
 
 BYTES_A_FILE = 180
 """At most, with what is free in the file: to see beforehand whether a drive has room."""
@@ -64,16 +69,43 @@ def _put(shard: Path, tree: Tree, root: records.Inode, progress: Progress) -> No
     stored, done = LmdbTree(shard, 64 << 20), 0.0
     try:
         mark = stored.mark()
-        for share, batch in chain([(0.0, tree.few(root))], tree.batches()):
-            if batch:
-                mark = mark._replace(sequence=mark.sequence + 1)
-                stored.prepare(len(batch) * _PAIR_BYTES)
-                while not stored.write(batch, mark, lambda step: None):
-                    stored.double_map()
-            done += share
-            progress(done)
+        with made_beside(chain([(0.0, tree.few(root))], tree.batches())) as batches:
+            for share, batch in batches:
+                if batch:
+                    mark = mark._replace(sequence=mark.sequence + 1)
+                    stored.prepare(len(batch) * _PAIR_BYTES)
+                    while not stored.write(batch, mark, lambda step: None):
+                        stored.double_map()
+                done += share
+                progress(done)
     finally:
         stored.close()
+
+
+@contextmanager
+def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[tuple[float, Records]]]:
+    """The same, made by a process of its own while this one works off those before; it ends with the block."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # our parent ends us
+        try:
+            os.close(reading)
+            with open(writing, "wb") as pipe:
+                for batch in batches:
+                    marshal.dump(batch, pipe)
+                marshal.dump(None, pipe)
+        except BaseException:
+            traceback.print_exc()  # our parent finds the pipe at its end too early
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        with open(reading, "rb") as pipe:
+            yield iter(partial(marshal.load, pipe), None)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def packed_bytes(shard: Path, scratch: Path) -> int:

@@ -15,7 +15,7 @@ from nvpool.logic.layout import Layout
 
 from .build import pages
 from .loads import Client, at_random, engine_creates, engine_look_ups, until
-from .shard import Failed, Shard, forget, memory_available, read_whole
+from .shard import Failed, Shard, forget, read_whole
 from .tree import Tree
 
 COLD_LOOK_UPS = 4000
@@ -89,16 +89,17 @@ class _Measuring:
         figures["cold_look_ups"] = await self._rate(client.look_up(tree.parent_of, islice(numbers, COLD_LOOK_UPS)))
         await shard.stop()
 
-        figures["in_memory"] = memory_available() > shard.database.stat().st_size * 11 // 10
-        await asyncio.to_thread(read_whole, shard.database, self._progress("reading into memory"))
+        await self._warm()
         connection, figures["start_s"] = await shard.start()
         self._see("started")
         client = await Client(connection).begin()
         seconds = self._options.seconds
         for name, ask, seed in (("look_ups", client.look_up, 2), ("look_ups_together", client.look_up_together, 3)):
+            await self._warm()
             numbers = until(at_random(tree.files, seed), seconds, self._progress(name))
             figures[name] = await self._rate(ask(tree.parent_of, numbers))
         self._see("after look-ups")
+        await self._warm()
         await self._grow(client, seconds)
         await self._killed(client)
         figures["stop_s"] = await shard.stop()
@@ -110,12 +111,19 @@ class _Measuring:
         memory = self._shard.memory()
         self._memory[when] = {**memory, "anonymous_bytes": max(most, memory["anonymous_bytes"])}
 
+    async def _warm(self) -> None:
+        """Before each load: there are machines that take pages away from who has not used them for half a minute."""
+        await asyncio.to_thread(read_whole, self._shard.database, self._progress("reading into memory"))
+
     async def _rate(self, work) -> dict:
-        """{a second, µs of the shard's processor for one, how many}."""
-        spent_s, began_s = self._shard.processor_s(), time.monotonic()
+        """{a second, µs of the shard's processor for one, pages read from the drive for one, how many}."""
+        spent_s, pages_read = self._shard.spent()
+        began_s = time.monotonic()
         done = await work
-        took_s, spent_s = time.monotonic() - began_s, self._shard.processor_s() - spent_s
-        return {"per_s": done / took_s, "processor_us": 1e6 * spent_s / max(done, 1), "count": done}
+        took_s, (spent_now_s, pages_now) = time.monotonic() - began_s, self._shard.spent()
+        each = max(done, 1)
+        return {"per_s": done / took_s, "processor_us": 1e6 * (spent_now_s - spent_s) / each,
+                "pages_read": (pages_now - pages_read) / each, "count": done}
 
     # -- growing ---------------------------------------------------------------------------------------------------------
 
@@ -172,10 +180,12 @@ class _Measuring:
     # -- the engine ------------------------------------------------------------------------------------------------------
 
     async def _engine(self) -> None:
+        await self._warm()
         kv = await LmdbKv.open(self._shard.path, LmdbOptions())
         try:
             seconds = self._options.seconds / 2
             self._figures["engine_look_ups"] = {"per_s": engine_look_ups(kv, self._tree, seconds)}
+            await self._warm()
             rate = await engine_creates(kv, self._tree, 2 * self._next, seconds)
             self._figures["engine_creates"] = {"per_s": rate}
         finally:

@@ -115,10 +115,10 @@ class Shard:
         return {name: int(re.search(rf"Rss{kind}:\s+(\d+)", text)[1]) << 10 for name, kind in
                 (("anonymous_bytes", "Anon"), ("mapped_bytes", "File"))}
 
-    def processor_s(self) -> float:
-        """Of all its threads so far."""
+    def spent(self) -> tuple[float, int]:
+        """Of all its threads so far: seconds of processors, pages of mapped files that were waited for (major faults)."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * _TICK_S
+        return (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[9])
 
     async def most_anonymous(self, work) -> tuple[object, int]:
         """(What `work` gives, the most memory that the process had for itself meanwhile.)"""
@@ -147,6 +147,3 @@ def read_whole(path: Path, progress) -> None:
             done += count
             progress(done / size)
 
-
-def memory_available() -> int:
-    return int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
