@@ -94,6 +94,7 @@ def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[t
             with open(writing, "wb") as pipe:
                 for batch in batches:
                     marshal.dump(batch, pipe)
+                    pipe.flush()  # shares of work without records are small
                 marshal.dump(None, pipe)
         except BaseException:
             traceback.print_exc()  # our parent finds the pipe at its end too early
