@@ -152,9 +152,9 @@ def _billion(cases: list[dict]) -> str:
         said.append(f"{SHAPES[shape]}: {figures['look_ups']['per_s']:,.0f} look-ups/s with all leaves in memory, "
                     f"{cold['per_s']:,.0f}/s with none ({cold['pages_read']:.1f} pages read for each)")
     lines.append(f"\nA look-up goes down the tree twice, for the entry and for the inode. Each level is {fan_out:.0f} times as "
-                 "wide as the one above it, so all but the leaves are a hundredth of the whole and stay in memory: what a look-up "
-                 "can wait for is two leaves, one after the other, and nobody else is served meanwhile. " + "; ".join(said)
-                 + ". In between, the share of the leaves that is in memory decides. So a billion files want as much memory as "
-                 "they have pages in use, on one machine or, as partitions spread over shards, on several; what grows with the "
-                 "number of shards is also the rate of creates, since each has a processor of its own.")
+                 "wide as the one above it, so all but the leaves are a hundredth of the whole and stay in memory: what a "
+                 "look-up can wait for is two leaves, one after the other, and nobody else is served meanwhile. "
+                 + "; ".join(said) + ". In between, the share of the leaves that is in memory decides. So a billion files want "
+                 "as much memory as they have pages in use, on one machine or, as partitions spread over shards, on several, each "
+                 "with a processor of its own for creates. (One directory is in one partition, unless it was made wide.)")
     return "\n".join(lines)
