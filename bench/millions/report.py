@@ -155,6 +155,6 @@ def _billion(cases: list[dict]) -> str:
                  "wide as the one above it, so all but the leaves are a hundredth of the whole and stay in memory: what a "
                  "look-up can wait for is two leaves, one after the other, and nobody else is served meanwhile. "
                  + "; ".join(said) + ". In between, the share of the leaves that is in memory decides. So a billion files want "
-                 "as much memory as they have pages in use, on one machine or, as partitions spread over shards, on several, each "
-                 "with a processor of its own for creates. (One directory is in one partition, unless it was made wide.)")
+                 "as much memory as they have pages in use, on one machine or, as partitions spread over shards, on several, "
+                 "each with a processor of its own for creates. (One directory is in one partition, unless it was made wide.)")
     return "\n".join(lines)
