@@ -1,6 +1,6 @@
 """One metadata shard with 1, 10 and 100 million files: bytes of LMDB, rates, memory, starts and listings at each size.
 
-    make bench-scale                                                        everything: hours and 60 GB the first time
+    make bench-scale                                                        everything: an hour and 60 GB the first time
     python bench/scale.py --sizes 1e6 --shape many                          a first look: four minutes
     python bench/scale.py --keep DIR --make-only                            make the databases and keep them
     python bench/scale.py --keep DIR --reuse --results bench/results        measure those that are kept, and nothing else
