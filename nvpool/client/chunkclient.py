@@ -170,6 +170,15 @@ class ChunkClient:
             raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
         return table.chains[chain_of(file.inode, index)].targets
 
+    def all_targets(self) -> set[int]:
+        """Those of the pool that are in chains."""
+        return {target for table in self._view.map.tables for chain in table.chains for target in chain.targets}
+
+    def begin_life(self, number: int) -> None:
+        """Requests are numbered behind those of the processes before us, whose session we go on with: else stores would take ours
+        for repetitions of theirs."""
+        self._sequence = number << 40
+
     def targets_of(self, file: OpenInode) -> set[int]:
         """All targets that can hold chunks of the file."""
         return {t for chain in self._view.map.table_by_id[file.layout.table].chains for t in chain.targets}

@@ -21,8 +21,10 @@ from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, 
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.keeping import Keeping, KeptFile
+from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
-from nvpool.client.written import Segment, WrittenFile, cut_out, kept, prepared
+from nvpool.client.written import Record, Segment, WrittenFile, cut_out, kept, prepared
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,13 @@ class Writer:
 
     def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]],
-                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]]):
+                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]], keeping: Keeping | None = None):
         self._chunks = chunks
         self._options = options
         self._clock = clock
         self._refresh = refresh
         self._report = report
+        self._keeping = keeping
         self._files: dict[int, WrittenFile] = {}
         self._held = 0
         self._in_flight = 0
@@ -69,17 +72,58 @@ class Writer:
         if written.error is not None:
             raise self.take_error(written)
         length = len(buffer)
-        if self._held + length > self._options.write_buffer_bytes and self._held:
+        if not self._has_room(length):
             await self._wait_for_room(length)
-        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer))
+        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer), asking())
         return length
 
+    def write_now(self, file: OpenInode, offset: int, buffer, unique: int = 0) -> bool:
+        """Whether `buffer` was taken, as `write` would do; else `write` has to be asked. `unique`: of the kernel's request."""
+        written = file.written or self._written(file)
+        if written.error is not None or not self._has_room(len(buffer)):
+            return False
+        self._put(written, offset, buffer, unique)
+        return True
+
+    def _has_room(self, length: int) -> bool:
+        if self._held + length > self._options.write_buffer_bytes and self._held:
+            return False
+        return self._keeping is None or self._keeping.has_room(length)
+
     def _written(self, file: OpenInode) -> WrittenFile:
-        written = file.written = WrittenFile(file)
+        written = WrittenFile(file)
+        if self._keeping is not None:
+            self._keeping.begin(written)
+        file.written = written
         self._files[file.inode] = written
         return written
 
-    def _put(self, written: WrittenFile, offset: int, data) -> None:
+    def take_over(self, file: OpenInode, left: KeptFile) -> None:
+        """Go on with what the process before us has left of the file, which is open."""
+        written = file.written = WrittenFile(file)
+        self._files[file.inode] = written
+        if left.entry < 0:
+            self._keeping.begin(written)
+        else:
+            written.entry = left.entry
+        if left.error:
+            written.error = Cancelled("bytes written earlier could not be stored, as the process before this one has met")
+        written.wrote = written.begun = True
+        written.wrote_s = self._clock.boottime_s()
+        if file.truncated <= left.cut:
+            written.stored_end, written.stored_bytes = left.stored_end, left.stored_bytes
+        for piece in left.pieces:
+            self._put_unit(written, piece.offset >> written.unit_bits, piece.offset, piece.data, written.wrote_s, piece.record)
+        written.find_end()
+        self._keeping.note(written)
+        self._all_due(written)
+        self._pump(written)
+
+    def flushes_all(self, unflushed: bool) -> None:
+        """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
+        self._recent_lost = unflushed
+
+    def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
         if not length:
             return
@@ -96,8 +140,11 @@ class Writer:
         begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
         written.begun = True
         ready = False
+        keeping, record = self._keeping, None
         if (end - 1) >> bits == offset >> bits:
-            ready = self._put_unit(written, offset >> bits, offset, data, now_s)
+            if keeping is not None:
+                record, data = keeping.keep(written, offset, data, unique, True)
+            ready = self._put_unit(written, offset >> bits, offset, data, now_s, record)
             if begins:
                 ready = written.dirty[offset >> bits][0].due = True
         else:
@@ -106,12 +153,14 @@ class Writer:
             while place < end:
                 border = min((place >> bits) + 1 << bits, end)
                 part = view[place - offset:border - offset]
-                ready = self._put_unit(written, place >> bits, place, part, now_s) or ready
+                if keeping is not None:
+                    record, part = keeping.keep(written, place, part, unique, border == end)
+                ready = self._put_unit(written, place >> bits, place, part, now_s, record) or ready
                 place = border
         if ready:
             self._pump(written)
 
-    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float) -> bool:
+    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
         """Whether a segment has become ready to be sent."""
         length = len(data)
         end = start + length
@@ -125,16 +174,18 @@ class Writer:
             if type(tail) is bytearray and len(tail) + length <= _TAIL_BYTES:
                 tail += data
             else:
-                last.parts.append(kept(data))
+                last.parts.append(kept(data, record is not None))
             last.end = end
             segment = last
         elif last is None or start > last.end:
             self._hold(written, length)
             self._number += 1
-            segment = Segment(start, end, [kept(data)], self._number, now_s)
+            segment = Segment(start, end, [kept(data, record is not None)], self._number, now_s)
             segments.append(segment)
         else:
             segment = self._merge(written, segments, start, end, data, now_s)
+        if record is not None:
+            segment.records.append(record)
         if end & (1 << written.unit_bits) - 1 == 0:
             segment.due = True
         return segment.due
@@ -156,6 +207,7 @@ class Writer:
         segment = Segment(first, last, [whole], min([self._number, *[s.number for s in touched]]),
                           min([now_s, *[s.born_s for s in touched]]))
         segment.due = any(s.due for s in touched)
+        segment.records = sorted(record for s in touched for record in s.records)
         self._hold(written, len(whole) - sum(s.end - s.start for s in touched))
         rest = [s for s in segments if s not in touched]
         segments[:] = sorted([*rest, segment], key=lambda s: s.start)
@@ -175,11 +227,11 @@ class Writer:
 
     async def _wait_for_room(self, length: int) -> None:
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        while self._held and self._held + length > self._options.write_buffer_bytes:
+        while self._held and not self._has_room(length):
             for written in list(self._files.values()):
                 self._all_due(written)
                 self._pump(written)
-            if not self._held or self._held + length <= self._options.write_buffer_bytes:
+            if not self._held or self._has_room(length):
                 return
             future = asyncio.get_running_loop().create_future()
             self._room.append(future)
@@ -259,6 +311,8 @@ class Writer:
             # and only one more stamp tells.
             written.wrote = True
             self._note_recent(file.inode, target)
+            if self._keeping is not None:
+                self._note(written)
         except NvpoolError as error:
             log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", length, segment.start, file.inode,
                       error)
@@ -272,9 +326,12 @@ class Writer:
             sending.remove(segment)
             if not sending:
                 del written.sending[unit]
+            if self._keeping is not None:
+                self._keeping.drop(segment.records)
             self._hold(written, -length)
             if written.error is not None:
                 written.find_end()
+                self._note(written)
             self._tell(written)
             if written.dirty:
                 self._pump(written)
@@ -282,6 +339,10 @@ class Writer:
                 if self._in_flight >= self._options.write_flight_bytes:
                     break
                 self._pump(self._stalled.popitem(last=False)[1])
+
+    def _note(self, written: WrittenFile) -> None:
+        if written.entry >= 0:
+            self._keeping.note(written)
 
     @staticmethod
     def _tell(written: WrittenFile) -> None:
@@ -298,6 +359,8 @@ class Writer:
                 self._recent_lost = True
         self._noted += 1
         targets[target] = self._noted
+        if self._keeping is not None:
+            self._keeping.note_unflushed(True)
 
     # -- flushing ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +410,7 @@ class Writer:
                     continue
                 except NotFound:
                     written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
+                    self._note(written)
                     raise
                 except BaseException:
                     written.wrote = written.wrote or wrote
@@ -355,11 +419,13 @@ class Writer:
                 if written.stored_end <= end:
                     written.stored_end = 0
                     written.find_end()
+                self._note(written)
                 return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
         """The kept error, which is forgotten by this: to be raised to an application."""
         error, written.error = written.error, None
+        self._note(written)
         return error
 
     def raise_error(self, file: OpenInode) -> None:
@@ -371,8 +437,11 @@ class Writer:
         """Return when what we have stored of the inode survives the loss of power."""
         targets = self._recent.get(inode)
         if targets is None:
-            if self._recent_lost and file is not None:
-                await self._chunks.flush(file, sorted(self._chunks.targets_of(file)))
+            if self._recent_lost:
+                await self._flush_all()
+            return
+        if self._recent_lost:
+            await self._flush_all()
             return
         # They stay noted until the flush has ended: who asks meanwhile must wait for one as well.
         flushed = dict(targets)
@@ -382,15 +451,32 @@ class Writer:
                 del targets[target]
         if not targets and self._recent.get(inode) is targets:
             del self._recent[inode]
+            if self._keeping is not None and not self._recent:
+                self._keeping.note_unflushed(False)
+
+    async def _flush_all(self) -> None:
+        """Which targets have what is not remembered: all of them flush, once."""
+        before = {inode: dict(targets) for inode, targets in self._recent.items()}
+        await self._chunks.flush(None, sorted(self._chunks.all_targets()))
+        self._recent_lost = False
+        for inode, flushed in before.items():
+            targets = self._recent.get(inode, {})
+            for target, number in flushed.items():
+                if targets.get(target) == number:
+                    del targets[target]
+            if not targets:
+                self._recent.pop(inode, None)
+        if self._keeping is not None and not self._recent:
+            self._keeping.note_unflushed(False)
 
     @property
     def busy(self) -> bool:
         """Whether anything is here, or at stores and not flushed, at all."""
-        return bool(self._files or self._recent)
+        return bool(self._files or self._recent or self._recent_lost)
 
     def unflushed(self, inode: int) -> bool:
         """Whether stores have bytes of the inode that were not flushed since we sent them."""
-        return inode in self._recent
+        return inode in self._recent or self._recent_lost
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
@@ -404,6 +490,7 @@ class Writer:
         await self.pause(file)
         written.stored_end = min(written.stored_end, size)
         written.find_end()
+        self._note(written)
 
     async def pause(self, file: OpenInode) -> None:
         """Wait for what is on the way, and send nothing until `end_cut`."""
@@ -431,6 +518,8 @@ class Writer:
         for unit, segments in list(written.dirty.items()):
             kept = []
             for segment in segments:
+                if self._keeping is not None and segment.end > size:
+                    self._keeping.clip(segment, size)
                 if segment.start >= size:
                     freed += segment.end - segment.start
                     continue
@@ -461,6 +550,7 @@ class Writer:
             written.stored_end = max(written.stored_end, end)
             written.stored_bytes += byte_count
             written.find_end()
+        self._note(written)
         if target:
             self._note_recent(file.inode, target)
 
@@ -501,7 +591,7 @@ class Writer:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             elif written.clean and not file.handles:
-                del self._files[inode]
+                self._drop(written)
                 if file.written is written:
                     file.written = None
 
@@ -515,11 +605,16 @@ class Writer:
         """The last handle is closed: nothing of the file is kept here any more, stored or not."""
         written = self._files.get(file.inode)
         if written is not None and written is file.written:
-            del self._files[file.inode]
+            self._drop(written)
             freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
             written.dirty.clear()
             self._hold(written, -freed)
             self._tell(written)
+
+    def _drop(self, written: WrittenFile) -> None:
+        del self._files[written.file.inode]
+        if self._keeping is not None:
+            self._keeping.end(written)
 
     def lose(self, file: OpenInode) -> None:
         """What is not stored must not be sent any more, and what is not reported must not be: the locks under which it was
