@@ -48,10 +48,11 @@ HANDLE = struct.Struct("<QIIIIQQ")
 LOCK = struct.Struct("<QQQQ")
 """inode, owner, handle through which it was taken, kind (mark)"""
 FILE = struct.Struct("<QQQIIQ")
-"""end of what stores have and the service does not know, bytes of that, cut number, errno that was not told, zero, inode (mark)"""
+"""end of what stores have and the service does not know, bytes of that, cut number, errno that was not told, zero, inode
+(mark)"""
 WRITE = struct.Struct("<QQQQIIQ")
-"""inode, place in the file, place in the arena, unique, length, twice the bytes taken in the arena (one more in the last piece of
-a write), number (mark)"""
+"""inode, place in the file, place in the arena, unique, length, twice the bytes taken in the arena (one more in the last piece
+of a write), number (mark)"""
 _MARK = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 
@@ -147,8 +148,8 @@ class KeptMemory:
         self._memory = memory = mmap.mmap(descriptor, size)
         magic, version, _, total, arena_bytes = _HEAD.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
-            raise WrongFormat(f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: unmount, "
-                              "and mount again" if magic == MAGIC else "this is no memory of a mount's process")
+            raise WrongFormat(f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: "
+                              "unmount, and mount again" if magic == MAGIC else "this is no memory of a mount's process")
         places = _places(arena_bytes)
         if total != size or arena_bytes % MIB or places[-1] + arena_bytes != total:
             raise CorruptRecord(f"the memory that a mount's process left says that it has {total} bytes, and has {size}")

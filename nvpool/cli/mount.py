@@ -52,7 +52,8 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, holder: bool | None, no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
+          congestion_threshold: int | None, holder: bool | None, no_short_cut: bool, options: tuple[str, ...],
+          as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder

@@ -1,6 +1,6 @@
-"""How a mount of ours is made and ended.
+"""How a mount of ours is made and ended, and how its process is replaced.
 
-Called by `mount`, `umount`, `dev` and `pool destroy`; and how its process is replaced. Guarantees that nothing here waits for a dead mount. Never unmounts
+Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount. Never unmounts
 what is not nvpool's.
 """
 
@@ -139,11 +139,11 @@ class Upgraded(NamedTuple):
 
 
 def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
-    """Replace the process that serves the mount at `mountpoint` by one of the software that is installed now; nobody who uses the
-    mount sees more than a pause. On return the new one serves.
+    """Replace the process that serves the mount at `mountpoint` by one of the software that is installed now; nobody who uses
+    the mount sees more than a pause. On return the new one serves.
 
-    NotFound and InvalidRequest where there is no such mount, or it does not outlive its process. Unavailable when the new process
-    does not start: the old one goes on. DeadlineExceeded when nothing came of it within wait_s.
+    NotFound and InvalidRequest where there is no such mount, or it does not outlive its process. Unavailable when the new
+    process does not start: the old one goes on. DeadlineExceeded when nothing came of it within wait_s.
     """
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     place = str(place_of(mountpoint))
@@ -166,8 +166,8 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
                 pid = max(newer)
                 return Upgraded(pid, _pause_of(pid))
             if heir and heir not in now:
-                raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and the "
-                                  "log of the mount has the reason")
+                raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
+                                  "the log of the mount has the reason")
             heir = heir or max(newer, default=0)
             pause(0.02)
         raise DeadlineExceeded(f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason")

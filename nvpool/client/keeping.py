@@ -1,9 +1,9 @@
 """What was written and no store has yet, also in the memory that outlives this process (base/kept).
 
 A piece of a write lies there before the write is answered, and goes when a store has it; how far stores have a file that the
-service has not been told of goes when it has. Pieces never cross a unit's border: so those that overlap are in one segment, or the
-older one is stored before the newer is sent, and they go in the order of their numbers. What the successor finds it lays
-over one another in that order. Called by the writer, and by vfs/restore at the start of a successor.
+service has not been told of goes when it has. Pieces never cross a unit's border: so those that overlap are in one segment, or
+the older one is stored before the newer is sent, and they go in the order of their numbers. What the successor finds it lays
+over one another in that order. Called by the writer, and by vfs/takeover at the start of a successor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Keeping:
         self.note(written)
 
     def note(self, written: WrittenFile) -> None:
-        """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was told."""
+        """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was
+        told."""
         file = written.file
         error = written.error.errno if written.error is not None else 0
         self.memory.files.put(written.entry, written.stored_end, written.stored_bytes, file.cut, error, 0, file.inode)

@@ -70,7 +70,7 @@ class ShardSession:
         self.record = -1                                 # of the memory that outlives this process
         self.earlier: tuple[int, bytes] | None = None    # the session and secret of the process before us, to be taken up
         self.taken_up = -1                               # the generation in which it was
-        self.early: dict[int, int] = {}                  # slot -> sequence: of requests that were not answered, and may come again
+        self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
 
 
 class MetaClient:
@@ -84,7 +84,7 @@ class MetaClient:
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
         self._kept = kept
-        self._once = Once(kept) if kept is not None else None
+        self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
         self.on_lost: Callable[[int], None] = lambda shard: None
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
@@ -130,7 +130,7 @@ class MetaClient:
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         tries, reason, uncertain = 0, None, False
         state, slot, sequence, generation = None, 0, 0, 0
-        unique = asking() if once and self._once is not None else 0
+        unique = asking() if once and self.once is not None else 0
         change = request.change
         change.uid, change.gid = uid, gid
         try:
@@ -146,11 +146,11 @@ class MetaClient:
                             await self._ensure_session(now, deadline_s)
                         if file is not None and file.lost:
                             raise LockLost()
-                        slot, sequence, generation = (self._slot_of(unique, now, method) if unique else None) \
+                        slot, sequence, generation = (self.once.slot_of(unique, now, method) if unique else None) \
                             or await self._take_slot(now, deadline_s)
                         state = now
                         if unique:
-                            self._once.note(state.record, slot, sequence, method, unique)
+                            self.once.note(state.record, slot, sequence, method, unique)
                         change.session, change.slot, change.sequence = state.session, slot, sequence
                     change.map_epoch = self._view.map.epoch
                     return decoded(reply_type, await self._send(state, method, request, deadline_s))
@@ -205,10 +205,6 @@ class MetaClient:
     def session_of(self, inode: int) -> int:
         """The session at the inode's shard; 0: none at the moment."""
         return self._shard_of(inode).session
-
-    def was_sent(self) -> bool:
-        """Whether a change for the kernel's present request was sent by the process before us: it may have been carried out."""
-        return self._once is not None and asking() in self._once.early
 
     def was_taken_up(self, inode: int) -> bool:
         """Whether the session at the inode's shard is that of the process before us."""
@@ -271,59 +267,19 @@ class MetaClient:
         slot, sequence = state.slots.popleft()
         return slot, sequence + 1, state.generation
 
-    def _slot_of(self, unique: int, state: ShardSession, method: int) -> tuple[int, int, int] | None:
-        """The slot, and its sequence, of a change for a request of the kernel that has one already."""
-        held = self._once.held.pop(unique, None)
-        if held is not None:
-            if held.state is state and held.generation == state.generation:
-                return held.slot, held.sequence + 1, held.generation
-            self._over(held)
-        found = self._once.earlier(unique, state.shard, method) if state.early else None
-        if found is None:
-            return None
-        del state.early[found[0]]
-        return *found, state.generation
-
     def _leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         """The slot is not used any more; where a request of the kernel has it, when that is answered."""
         if unique and state is not None and state.generation == generation and sequence:
-            self._once.held[unique] = Held(state, slot, sequence, generation)
+            self.once.held[unique] = Held(state, slot, sequence, generation)
         else:
             self._give_back(state, slot, sequence, generation)
-
-    @property
-    def held(self) -> dict[int, Held]:
-        """Requests of the kernel for which slots are held until they are answered; see `answered`."""
-        return self._once.held if self._once is not None else {}
-
-    def answered(self, unique: int) -> None:
-        held = self.held.pop(unique, None)
-        if held is not None:
-            self._over(held)
-
-    def _over(self, held: Held) -> None:
-        if held.state.generation == held.generation:
-            self._once.over(held.state.record, held.slot)
-            self._give_back(held.state, held.slot, held.sequence, held.generation)
-
-    def all_came_again(self) -> None:
-        """Every request that the process before us left unanswered was handed to us by now: what else it sent was answered."""
-        if self._once is None:
-            return
-        self._once.early.clear()
-        for state in self._shards.values():
-            while state.early:
-                slot, sequence = state.early.popitem()
-                self._once.over(state.record, slot)
-                if state.session:
-                    self._give_back(state, slot, sequence, state.generation)
 
     def take_over(self, opened: list[int]) -> None:
         """Go on with the sessions of the process before us, which had these inodes open."""
         for shard, (record, session, secret) in self._kept.shards().items():
             state = self._state(shard)
             state.record, state.earlier = record, (session, secret)
-            state.early = self._once.take_over(shard, record)
+            state.early = self.once.take_over(shard, record)
         for inode in opened:
             self._shard_of(inode).open[inode] = 1
 
@@ -406,9 +362,8 @@ class MetaClient:
         """The shard does not know the session any more: the next request opens a new one."""
         if session and state.session == session:
             state.session = 0
-            if self._once is not None:
-                self._once.lost(state.shard)
-                state.early.clear()
+            if self.once is not None:
+                self.once.lost(state.shard)
             self.leases.end_all(state.watch)
             state.generation += 1
             self.on_lost(state.shard)

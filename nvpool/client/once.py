@@ -1,8 +1,8 @@
 """Changes that a request of the kernel asks for are carried out once, also when the process that sent them is killed.
 
 The kernel hands a request that was not answered to the next process again. So before a change is sent it is written into the
-memory that outlives the process (base/kept) for which request, in which slot and under which sequence it travels; and the slot is
-not used again before the request is answered. The successor sends a request's change under the same name, and gets the first
+memory that outlives the process (base/kept) for which request, in which slot and under which sequence it travels; and the slot
+is not used again before the request is answered. The successor sends a request's change under the same name, and gets the first
 answer if there was one. A request has one slot: where it makes several changes the last one is known, those before it may
 be made again (they take away privileges, and find them gone).
 
@@ -12,6 +12,7 @@ What needs none of this: reports of sizes, which say what is, and locks, which t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nvpool.base.kept import KeptMemory
@@ -41,35 +42,67 @@ class _Early(NamedTuple):
 
 
 class Once:
-    def __init__(self, memory: KeptMemory) -> None:
+    """`shards`: sessions of the metaclient, by shard; `give_back(session, slot, sequence, generation)`: a slot is free."""
+
+    def __init__(self, memory: KeptMemory, shards: dict, give_back: Callable) -> None:
         self._memory = memory
+        self._shards = shards
+        self._give_back = give_back
         self.held: dict[int, Held] = {}
-        self.early: dict[int, _Early] = {}
+        """Requests of the kernel for which slots are held; `answered` has to be called when they are."""
+        self._early: dict[int, _Early] = {}
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
         """slot -> sequence of those that wait for their requests to come again."""
         found = {}
         for slot, sequence, method, unique in self._memory.slots(number):
-            self.early[unique] = _Early(shard, slot, sequence, method)
+            self._early[unique] = _Early(shard, slot, sequence, method)
             found[slot] = sequence
         return found
 
-    def earlier(self, unique: int, shard: int, method: int) -> tuple[int, int] | None:
-        """(slot, sequence) under which such a change of this request was sent; told once."""
-        found = self.early.get(unique)
-        if found is None or found.shard != shard or found.method != method:
+    def was_sent(self) -> bool:
+        """Whether a change for the kernel's present request was sent by the process before us: it may have been carried out."""
+        return asking() in self._early
+
+    def slot_of(self, unique: int, state, method: int) -> tuple[int, int, int] | None:
+        """(slot, sequence, generation) for such a change of a request that has a slot already."""
+        held = self.held.pop(unique, None)
+        if held is not None:
+            if held.state is state and held.generation == state.generation:
+                return held.slot, held.sequence + 1, held.generation
+            self._over(held)
+        early = self._early.get(unique)
+        if early is None or early.shard != state.shard or early.method != method:
             return None
-        del self.early[unique]
-        return found.slot, found.sequence
+        del self._early[unique], state.early[early.slot]
+        return early.slot, early.sequence, state.generation
+
+    def answered(self, unique: int) -> None:
+        held = self.held.pop(unique, None)
+        if held is not None:
+            self._over(held)
+
+    def _over(self, held: Held) -> None:
+        if held.state.generation == held.generation:
+            self._memory.clear_slot(held.state.record, held.slot)
+            self._give_back(held.state, held.slot, held.sequence, held.generation)
+
+    def all_came_again(self) -> None:
+        """Every request that the process before us left unanswered was handed to us by now: what else it sent was answered."""
+        self._early.clear()
+        for state in self._shards.values():
+            while state.early:
+                slot, sequence = state.early.popitem()
+                self._memory.clear_slot(state.record, slot)
+                if state.session:
+                    self._give_back(state, slot, sequence, state.generation)
 
     def note(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
         self._memory.clear_slot(number, slot)  # the mark of a change before would stand for half of this one
         self._memory.keep_slot(number, slot, sequence, method, unique)
 
-    def over(self, number: int, slot: int) -> None:
-        self._memory.clear_slot(number, slot)
-
     def lost(self, shard: int) -> None:
         """The session at the shard has ended."""
-        for unique in [unique for unique, early in self.early.items() if early.shard == shard]:
-            del self.early[unique]
+        self._shards[shard].early.clear()
+        for unique in [unique for unique, early in self._early.items() if early.shard == shard]:
+            del self._early[unique]

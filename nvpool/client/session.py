@@ -54,8 +54,9 @@ class Client:
         nodes, or a PoolMap. Without `options` it behaves as [client] of the directory's node.toml says.
 
         Talks to no metadata service yet: the session begins with the first operation, so that a mount comes up while a shard is
-        down. `kept`: what has to outlive this process is written there too; see Vfs.take_over. NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers
-        there.
+        down. `kept`: what has to outlive this process is written there too; see Vfs.take_over.
+
+        NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers there.
         """
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)

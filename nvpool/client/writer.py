@@ -24,13 +24,13 @@ from nvpool.client.cache import OpenInode
 from nvpool.client.keeping import Keeping, KeptFile
 from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
+from nvpool.client.unflushed import Unflushed
 from nvpool.client.written import Record, Segment, WrittenFile, cut_out, kept, prepared
 
 log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 256 * KIB
 """Up to this size small writes grow one buffer: growing larger ones would copy too much."""
-_RECENT_MAX = 100_000
 
 
 class Writer:
@@ -53,10 +53,7 @@ class Writer:
         self._room: list[asyncio.Future] = []
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
-        # inode -> targets that have unflushed bytes of ours, each with the number of the last write to it
-        self._recent: OrderedDict[int, dict[int, int]] = OrderedDict()
-        self._noted = 0
-        self._recent_lost = False
+        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -102,10 +99,9 @@ class Writer:
         """Go on with what the process before us has left of the file, which is open."""
         written = file.written = WrittenFile(file)
         self._files[file.inode] = written
+        written.entry = left.entry
         if left.entry < 0:
             self._keeping.begin(written)
-        else:
-            written.entry = left.entry
         if left.error:
             written.error = Cancelled("bytes written earlier could not be stored, as the process before this one has met")
         written.wrote = written.begun = True
@@ -121,7 +117,7 @@ class Writer:
 
     def flushes_all(self, unflushed: bool) -> None:
         """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
-        self._recent_lost = unflushed
+        self._unflushed.forgotten = unflushed
 
     def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
@@ -310,7 +306,7 @@ class Writer:
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
             # and only one more stamp tells.
             written.wrote = True
-            self._note_recent(file.inode, target)
+            self._unflushed.note(file.inode, target)
             if self._keeping is not None:
                 self._note(written)
         except NvpoolError as error:
@@ -349,18 +345,6 @@ class Writer:
         """Wake who waits for segments to end: one has been stored, dropped or cut away."""
         if written.changed is not None and not written.changed.done():
             written.changed.set_result(None)
-
-    def _note_recent(self, inode: int, target: int) -> None:
-        targets = self._recent.get(inode)
-        if targets is None:
-            targets = self._recent[inode] = {}
-            if len(self._recent) > _RECENT_MAX:
-                self._recent.popitem(last=False)
-                self._recent_lost = True
-        self._noted += 1
-        targets[target] = self._noted
-        if self._keeping is not None:
-            self._keeping.note_unflushed(True)
 
     # -- flushing ------------------------------------------------------------------------------------------------------
 
@@ -433,50 +417,18 @@ class Writer:
         if file.written is not None and file.written.error is not None:
             raise self.take_error(file.written)
 
-    async def make_durable(self, inode: int, file: OpenInode | None) -> None:
-        """Return when what we have stored of the inode survives the loss of power."""
-        targets = self._recent.get(inode)
-        if targets is None:
-            if self._recent_lost:
-                await self._flush_all()
-            return
-        if self._recent_lost:
-            await self._flush_all()
-            return
-        # They stay noted until the flush has ended: who asks meanwhile must wait for one as well.
-        flushed = dict(targets)
-        await self._chunks.flush(file, sorted(flushed))
-        for target, number in flushed.items():
-            if targets.get(target) == number:
-                del targets[target]
-        if not targets and self._recent.get(inode) is targets:
-            del self._recent[inode]
-            if self._keeping is not None and not self._recent:
-                self._keeping.note_unflushed(False)
-
-    async def _flush_all(self) -> None:
-        """Which targets have what is not remembered: all of them flush, once."""
-        before = {inode: dict(targets) for inode, targets in self._recent.items()}
-        await self._chunks.flush(None, sorted(self._chunks.all_targets()))
-        self._recent_lost = False
-        for inode, flushed in before.items():
-            targets = self._recent.get(inode, {})
-            for target, number in flushed.items():
-                if targets.get(target) == number:
-                    del targets[target]
-            if not targets:
-                self._recent.pop(inode, None)
-        if self._keeping is not None and not self._recent:
-            self._keeping.note_unflushed(False)
-
     @property
     def busy(self) -> bool:
         """Whether anything is here, or at stores and not flushed, at all."""
-        return bool(self._files or self._recent or self._recent_lost)
+        return bool(self._files or self._unflushed)
 
     def unflushed(self, inode: int) -> bool:
         """Whether stores have bytes of the inode that were not flushed since we sent them."""
-        return inode in self._recent or self._recent_lost
+        return inode in self._unflushed
+
+    async def make_durable(self, inode: int) -> None:
+        """Return when what we have stored of the inode survives the loss of power."""
+        await self._unflushed.flush(inode)
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
@@ -552,7 +504,7 @@ class Writer:
             written.find_end()
         self._note(written)
         if target:
-            self._note_recent(file.inode, target)
+            self._unflushed.note(file.inode, target)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 
@@ -578,7 +530,7 @@ class Writer:
     async def run_once(self) -> None:
         """Send and report what is older than `write_age_s`, and let go of files that are closed and clean."""
         oldest_s = self._clock.boottime_s() - self._options.write_age_s
-        for inode, written in list(self._files.items()):
+        for written in list(self._files.values()):
             file = written.file
             for segments in written.dirty.values():
                 for segment in segments:

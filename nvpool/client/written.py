@@ -93,8 +93,8 @@ class WrittenFile:
 
 
 def kept(data, stays: bool = False):
-    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, and what `stays` as long as
-    it is needed; or a copy."""
+    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, and what `stays` as long
+    as it is needed; or a copy."""
     if len(data) >= _KEEP_BYTES:
         if type(data) is bytes or stays:
             return data

@@ -1,7 +1,7 @@
-"""Numbers of open files and directories, valid from open to release; also in a process that goes on after this one (base/kept).
+"""Numbers of open files and directories, valid from open to release; also in a process that goes on after this one.
 
-Then a number says which record of the shared memory stands for it: it is written before the kernel hears of the number, and goes
-when what was open is released. Called by `fuse/ops`.
+Then (base/kept) a number says which record of the shared memory stands for it: it is written before the kernel hears of the
+number, and goes when what was open is released. Called by `fuse/ops`.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class KernelEngine(KernelRequests):
         return self._fd
 
     def go_on(self, descriptor: int) -> Mount:
-        """Instead of `mount`: serve what another process has served until it was killed, or left. `serve` asks the kernel for the
-        requests that it has not answered. The mount as it was made; it may be gone."""
+        """Instead of `mount`: serve what another process has served until it was killed, or left. `serve` asks the kernel for
+        the requests that it has not answered. The mount as it was made; it may be gone."""
         self._fd = descriptor
         self._asked_again = True
         self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
@@ -216,8 +216,8 @@ class KernelEngine(KernelRequests):
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:
-        """Take no further request and return when those in work are answered, but for those that wait for locks, or after `wait_s`.
-        Then this process is to end at once: its successor is handed the rest."""
+        """Take no further request and return when those in work are answered, but for those that wait for locks, or after
+        `wait_s`. Then this process is to end at once: its successor is handed the rest."""
         self._leaving = True
         self._stop_reading()
         if len(self._work) > self._lock_waits:

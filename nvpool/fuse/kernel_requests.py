@@ -230,7 +230,7 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "release", self._ops.release(fields[9]), self._done)
+        self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)
@@ -244,7 +244,7 @@ class KernelRequests:
 
     def _on_releasedir(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "releasedir", self._ops.releasedir(fields[9]), self._done)
+        self._start(fields[2], "releasedir", self._ops.releasedir(fields[9], fields[2] > FIRST), self._done)
 
     def _on_readdirplus(self, count: int) -> None:
         self._list(requests.decode_read(self._buffer, count), True)

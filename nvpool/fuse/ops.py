@@ -398,12 +398,13 @@ class FuseOps(LockOps):
         finally:
             self._changes += 1
 
-    async def release(self, handle: int) -> None:
-        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again."""
+    async def release(self, handle: int, again: bool = False) -> None:
+        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again. `again`: the
+        process before us may have done it."""
         self._appending.pop(handle, None)
-        file = self._files.pop(handle, None)
-        if file is None:
-            return  # asked for again: the process before us has done it
+        if again and handle not in self._files:
+            return
+        file = self._files.pop(handle)
         try:
             await self._vfs.release(file)
         finally:
@@ -453,11 +454,12 @@ class FuseOps(LockOps):
                 return
             directory.changes = -1
 
-    async def releasedir(self, handle: int) -> None:
-        directory = self._directories.pop(handle, None)
-        if directory is not None:
-            self._handles.give_back(handle)
-            await self._vfs.releasedir(directory.handle)
+    async def releasedir(self, handle: int, again: bool = False) -> None:
+        if again and handle not in self._directories:
+            return
+        directory = self._directories.pop(handle)
+        self._handles.give_back(handle)
+        await self._vfs.releasedir(directory.handle)
 
     async def fsyncdir(self, handle: int) -> None:
         await self._vfs.fsyncdir(self._directories[handle].inode)
@@ -533,15 +535,15 @@ class FuseOps(LockOps):
         """Whatever the kernel asks from now on it asks for the first time."""
         self._opened_before.clear()
         self._written_before.clear()
-        self._vfs.meta.all_came_again()
+        self._vfs.meta.once.all_came_again()
 
     @property
     def held(self) -> dict:
         """Requests of the kernel that `answered` is to be called for when they are; empty for ever where nothing is kept."""
-        return self._vfs.meta.held if self.kept is not None else {}
+        return self._vfs.meta.once.held if self.kept is not None else {}
 
     def answered(self, unique: int) -> None:
-        self._vfs.meta.answered(unique)
+        self._vfs.meta.once.answered(unique)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

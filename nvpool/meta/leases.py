@@ -130,9 +130,11 @@ class Sessions:
                 self.open(session, inode)
             session.opens[inode] = 1
 
-    def closed(self, session: Session, inodes: tuple[int, ...]) -> None:
-        """The client has been answered what opened them, and has closed them."""
-        for slot in session.slots:
+    def release(self, session: Session, inodes: tuple[int, ...]) -> None:
+        """The client has closed these, one handle each: so it was answered what opened them."""
+        for inode in inodes:
+            self.close(session, inode)
+        for slot in session.slots if inodes else ():
             if slot is not None and slot.opened in inodes:
                 slot.opened = 0
 

@@ -342,8 +342,7 @@ class MetaService:
         if draft.opened:
             self._sessions.open(session, draft.opened)
         if draft.closed:
-            self._sessions.close(session, draft.closed)
-            self._sessions.closed(session, (draft.closed,))
+            self._sessions.release(session, (draft.closed,))
         for orphan in draft.orphans:
             self._collector.add(orphan)
         if draft.then is not None:
@@ -435,10 +434,7 @@ class MetaService:
         for inode in inodes_of(request.opened):
             self._sessions.check_room(session)
             self._sessions.open(session, inode)
-        released = inodes_of(request.released)
-        for inode in released:
-            self._sessions.close(session, inode)
-        self._sessions.closed(session, released)
+        self._sessions.release(session, inodes_of(request.released))
         call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
                                         map_epoch=self._map.epoch if self._map else 0).SerializeToString())
 
@@ -468,10 +464,7 @@ class MetaService:
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
         session = self._sessions.get(request.session)
-        released = inodes_of(request.inodes)
-        for inode in released:
-            self._sessions.close(session, inode)
-        self._sessions.closed(session, released)
+        self._sessions.release(session, inodes_of(request.inodes))
         call.reply(b"")
 
     def _wait_for_lock(self, call: Call) -> None:

@@ -12,9 +12,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.kept import KeptMemory
 from nvpool.run.daemon import command
 
@@ -42,8 +42,8 @@ class Held:
         self.holder_pid = os.getppid()
         self.serves = False
         """Whether the end of this process is that of the mount."""
-        self.since_ns = 0
-        """When the process before us died or was asked to leave, on the monotonic clock."""
+        self.since_s = 0.0
+        """When the process before us died or was asked to leave, on the clock that counts from the boot."""
         self.on_stop: Callable[[], None] = lambda: None
         self.left = asyncio.Event()
         """Set when this process is to leave for its successor."""
@@ -72,7 +72,7 @@ class Held:
                 return False
             word, _, value = said.partition(" ")
             if word == "go":
-                self.since_ns = int(value)
+                self.since_s = float(value)
                 return True
             if not word:
                 return False
@@ -121,14 +121,14 @@ class Held:
         self._control.close()
         if self._popen is not None:
             self._popen.wait()
-        now_s = time.monotonic()
+        now_s = SYSTEM_CLOCK.boottime_s()
         if now_s - self._started_s < _AGAIN_S:
             loop.call_later(_AGAIN_S, self._start_holder)
         else:
             self._start_holder()
 
     def _start_holder(self) -> None:
-        self._started_s = time.monotonic()
+        self._started_s = SYSTEM_CLOCK.boottime_s()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         pidfd = os.pidfd_open(os.getpid())

@@ -4,11 +4,11 @@ Started by the CLI, by systemd or by hand; stays in the foreground. Exit codes a
 then systemd is told, and the pool directory (where it is on this machine) names this process. It ends when somebody unmounts,
 or on SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it leaves the name space at
 once, and their users get --drain-s seconds; then everything written is stored and the session closed. A second signal shortens
-the waiting. However it ends, no mount is left behind, except after kill -9 without a holder: the next start with --force cleans
-that up.
+the waiting. However it ends, no mount is left behind, except after kill -9 without a holder: the next start with --force
+cleans that up.
 
-With a holder (the default where it can be) this process becomes run/mount_holder at once, which starts it again with --held: then
-a kill -9 of either is a pause and no more.
+With a holder (the default where it can be) this process becomes run/mount_holder at once, which starts it again with --held:
+then a kill -9 of either is a pause and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 
 import nvpool
@@ -75,8 +74,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--writeback", action="store_true",
                         help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
                              "or program changes these files")
-    parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this process: "
-                        "needs engine kernel and Linux 6.9 (where it can be)")
+    parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
+                        "process: needs engine kernel and Linux 6.9 (where it can be)")
     parser.add_argument("--held", help=argparse.SUPPRESS)  # by run/mount_holder: descriptors
     parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
@@ -225,8 +224,8 @@ class _Mounted:
             notify_ready()
         else:
             self._held.ready()
-            if self._held.goes_on and self._held.since_ns:
-                pause_ms = (time.monotonic_ns() - self._held.since_ns) // 1_000_000
+            if self._held.goes_on and self._held.since_s:
+                pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)
                 log.info("this process goes on at %s after a pause of %d ms", self._place, pause_ms)
                 self._announce("mount", os.getpid(), pause_ms)
                 return

@@ -1,15 +1,16 @@
 """The holder of a mount: `python -m nvpool.run.mount_holder [options] POOL MOUNTPOINT`, with the words of run/mount_daemon.
 
-It starts the serving process (run/mount_daemon), gets from it the descriptors of /dev/fuse and of the memory that outlives it
-(base/kept), and keeps them. When the serving process dies in whatever way but an orderly end, another one is started at once, is
-given both and goes on: the mount has never been gone. The serving process does the same for the holder. It ends with the exit
-code of an orderly end; so the two end together, or not at all.
+It starts the serving process (run/mount_daemon), gets from it the descriptors of /dev/fuse and of the memory that outlives
+it (base/kept), and keeps them. When the serving process dies in whatever way but an orderly end, another one is started at
+once, is given both and goes on: the mount has never been gone. The serving process does the same for the holder. It ends with
+the exit code of an orderly end; so the two end together, or not at all.
 
 SIGTERM and SIGINT are passed on. SIGUSR1 replaces the serving process on purpose, by what is installed now: the new one is made
 ready first, then the old one finishes what it has in work and leaves; where the new one does not start, nothing happens.
 
-The two talk over a socket: "keep" with descriptors, "ready", "warm" (a successor could go on), "ended CODE" to here; "go WHEN", "stop",
-"leave" from here. Tiny on purpose, of the standard library alone: what does next to nothing has nothing to die of.
+The two talk over a socket: "keep" with descriptors, "ready", "warm" (a successor could go on), "ended CODE" to here; "go WHEN",
+"stop", "leave" from here. Tiny on purpose, of little more than the standard library: what does next to nothing has nothing to
+die of.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+
+from nvpool.base.clock import SYSTEM_CLOCK
 
 QUICK_DEATHS_MAX = 3
 """Serving processes that die before they serve are started again at once so often; after that with a pause that grows."""
@@ -65,7 +67,7 @@ class Holder:
         self._stops = 0
         self._deaths = 0
         self._start_s = 0.0      # when the next serving process is to be started; 0: one is there
-        self._died_ns = 0
+        self._died_s = 0.0
         self._leave_until_s = 0.0
         self._signals, signals = socket.socketpair()
         self._signals.setblocking(False)
@@ -89,7 +91,7 @@ class Holder:
                                                 for one in (process.pidfd, process.control))):
                 poll.register(descriptor, select.POLLIN)
             wake_s = min((at_s for at_s in (self._start_s, self._leave_until_s) if at_s), default=0.0)
-            poll.poll(max(0.0, wake_s - time.monotonic()) * 1000 + 1 if wake_s else None)
+            poll.poll(max(0.0, wake_s - SYSTEM_CLOCK.boottime_s()) * 1000 + 1 if wake_s else None)
             self._take_signals()
             for process in (self._serving, self._heir):
                 if process is not None:
@@ -100,11 +102,11 @@ class Holder:
                 code = self._died()
                 if code is not None:
                     return code
-            now_s = time.monotonic()
+            now_s = SYSTEM_CLOCK.boottime_s()
             if self._serving is None and now_s >= self._start_s:
                 self._start_s = 0.0
                 self._serving = self._start()
-                self._serving.say(f"go {self._died_ns}")
+                self._serving.say(f"go {self._died_s}")
                 for _ in range(self._stops):
                     self._serving.say("stop")
             if self._leave_until_s and now_s >= self._leave_until_s:
@@ -140,8 +142,8 @@ class Holder:
                 process.ready, self._deaths = True, 0
                 _notify(f"READY=1\nMAINPID={os.getpid()}")
             elif word == "warm" and process is self._heir:
-                self._leave_until_s = time.monotonic() + LEAVE_S
-                self._died_ns = time.monotonic_ns()
+                self._leave_until_s = SYSTEM_CLOCK.boottime_s() + LEAVE_S
+                self._died_s = SYSTEM_CLOCK.boottime_s()
                 self._serving.say("leave")
             elif word == "ended":
                 process.ended = int(value or 0)
@@ -161,13 +163,13 @@ class Holder:
         self._leave_until_s = 0.0
         if self._heir is not None:
             self._serving, self._heir = self._heir, None
-            self._serving.say(f"go {self._died_ns}")
+            self._serving.say(f"go {self._died_s}")
             return None
-        self._died_ns = time.monotonic_ns()
+        self._died_s = SYSTEM_CLOCK.boottime_s()
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
         pause_s = 0.0 if over <= 0 else min(0.1 * 2 ** over, PAUSE_S_MAX)
-        self._start_s = time.monotonic() + pause_s
+        self._start_s = SYSTEM_CLOCK.boottime_s() + pause_s
         log.warning("the serving process has died (%s)%s; another one goes on%s", _told(code),
                     "" if process.ready else " before it served", f" in {pause_s:.1f} s" if pause_s else "")
         return None

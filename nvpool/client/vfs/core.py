@@ -199,6 +199,8 @@ class Core:
         """Send and report what has waited long enough; renew grants in use that are past half their life."""
         await self.writer.run_once()
         self.chunks.short.run_once()
+        if self.kept is not None:
+            self.kept.trim()
         now_ms = self.clock.wall_ns() // 1_000_000
         for file in list(self.cache.open.values()):
             if file.grant_used and file.grant and file.grant_half_ms <= now_ms and len(self._renewals) < 64:

@@ -231,7 +231,7 @@ class Files(Names, Locks):
             raise LockLost()
         await self.writer.store(file)
         self.writer.raise_error(file)
-        await self.writer.make_durable(file.inode, file)
+        await self.writer.make_durable(file.inode)
         await self.writer.settle(file, sync=True)
         self.writer.raise_error(file)
 

@@ -229,4 +229,4 @@ class Names(Core):
         if file is not None:
             await self.writer.store(file)
             await self.writer.settle(file)
-        await self.writer.make_durable(moved, file)
+        await self.writer.make_durable(moved)

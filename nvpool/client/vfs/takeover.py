@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nvpool.base.errors import LockLost, NotFound, NvpoolError, Unavailable
+from nvpool.base.errors import NotFound, NvpoolError, Unavailable
 from nvpool.base.kept import Word
 from nvpool.client.cache import OpenInode
 from nvpool.client.vfs.contract import FileHandle
@@ -37,15 +37,16 @@ class OpenBefore(NamedTuple):
 
 class TakeOver(Files):
     async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
-        """Handles of what was open, by number. Those of files that are gone, or that nobody could be asked for until the deadline,
-        answer LockLost (EIO); so do those that held locks in a session that has ended meanwhile.
+        """Handles of what was open, by number. Those of files that are gone, or that nobody could be asked for until the
+        deadline, answer LockLost (EIO); so do those that held locks in a session that has ended meanwhile.
 
         Called once, before anything else is asked of this client. Waits for the metadata service.
         """
         memory, opened = self.kept, list(opened)
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
-        self.chunks.begin_life(life)
+        # Behind those of the processes before us, whose session we go on with: else stores take our requests for their repetitions.
+        self.chunks.sequence = life << 40
         self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
         left = self.keeping.left()
         rights: dict[int, int] = {}
