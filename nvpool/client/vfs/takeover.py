@@ -45,7 +45,7 @@ class TakeOver(Files):
         memory, opened = self.kept, list(opened)
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
-        # Behind those of the processes before us, whose session we go on with: else stores take our requests for their repetitions.
+        # behind those of the processes before us, whose session we go on with: else stores take our requests for repetitions
         self.chunks.sequence = life << 40
         self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
         left = self.keeping.left()
