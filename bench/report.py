@@ -10,16 +10,37 @@ import subprocess
 import time
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from subjects.pool import VARIANTS
 from workloads import value_of
 
 COLUMNS = ("same host", "tcp")
 """Those of the goals: the best way between processes of one host, and TCP on loopback as the peers have it."""
-DRIVE, PASSTHROUGH = "plain", "c-passthrough"
-REREAD_SHARE = 0.9
-DEPTH_1_COST = {"same host": 2.0, "tcp": 3.0}
-"""Times the cost of a 4 KiB read through the passthrough in C, one at a time."""
+DRIVE, PASSTHROUGH, SOCKET = "plain", "c-passthrough", "c-socket"
+
+
+class Floor(NamedTuple):
+    """A load of nvpool against a load of another subject (`under`), or against a figure. `goals` by column. `cost`: of one
+    operation, at most so many times; else the rate, at least."""
+
+    title: str
+    key: str
+    under: tuple[str, str] | float
+    goals: dict[str, float]
+    cost: bool = False
+
+
+FLOORS = (
+    Floor("warm re-read, × the plain directory", "reread", (DRIVE, "reread"), dict.fromkeys(COLUMNS, 0.9)),
+    Floor("read_many of 4 KiB by one process, thousands a second", "sdk-many", 1000.0, dict.fromkeys(COLUMNS, 150.0)),
+    Floor("cost of one 4 KiB read by the SDK, × a blocking C socket's round trip", "sdk-one", (SOCKET, "socket"),
+          {"tcp": 3.0}, True),
+    Floor("the same from a thread (File.pread)", "sdk-thread", (SOCKET, "socket"), {"tcp": 3.0}, True),
+    Floor("cost of a 4 KiB read through the mount, one at a time, × C passthrough", "read4k-1", (PASSTHROUGH, "read4k-1"),
+          {"same host": 2.0, "tcp": 3.0}, True),
+)
+"""The goals beside those of the peers."""
 
 
 def machine() -> str:
@@ -55,10 +76,12 @@ def summary(comparison, loads, options, took_s: float) -> dict:
                 cells.setdefault(name, {})["failed"] = comparison.failures[name, load.key]
         peers = {name: cell["best"] for name, cell in cells.items() if subjects[name]["kind"] == "peer" and "best" in cell}
         found.append({"key": load.key, "name": load.name, "unit": load.unit, "cold": load.cold, "durable": load.durable,
-                      "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals else None, "cells": cells,
+                      "by": load.by, "cells": cells,
+                      "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals else None,
                       "best_peer": max(peers, key=peers.get, default=None)})
     columns = {variant.column: variant.name for variant in VARIANTS if variant.column}
     return {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "took_s": round(took_s),
+            "floors": [against(floor, found, columns) for floor in FLOORS],
             "rounds": options.rounds, "seconds": options.seconds, "file_mib": options.file_mib, "files": options.files,
             "busy_before": comparison.busy_before, "busy_idle": comparison.busy_idle,
             "columns": columns, "subjects": subjects, "loads": found}
@@ -69,6 +92,23 @@ def _way(load, rounds: list[dict]) -> dict:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": values,
             "p50_us": statistics.median(found["p50_us"] for found in rounds),
             "p99_us": statistics.median(found["p99_us"] for found in rounds)}
+
+
+def against(floor: Floor, loads: list[dict], columns: dict[str, str]) -> dict:
+    """The floor as JSON has it: in each column the figure, its goal or None, and whether it is reached or None."""
+    by_key = {load["key"]: load for load in loads}
+
+    def rate(key: str, name: str | None) -> float | None:
+        return best(by_key[key], name) if key in by_key else None
+
+    cells = {}
+    for column in COLUMNS:
+        mine = rate(floor.key, columns.get(column))
+        under = floor.under if isinstance(floor.under, float) else rate(floor.under[1], floor.under[0])
+        value, goal = ratio(under, mine) if floor.cost else ratio(mine, under), floor.goals.get(column)
+        reached = None if value is None or goal is None else value <= goal if floor.cost else value >= goal
+        cells[column] = {"value": value, "goal": goal, "reached": reached}
+    return {"title": floor.title, "at_most": floor.cost, "columns": cells}
 
 
 def best(load: dict, name: str | None) -> float | None:
@@ -104,8 +144,9 @@ def markdown(results: dict) -> str:
              f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
              f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
              "## nvpool, times the best peer", _goals(results), "## Against the floors", _floors(results),
-             "## Everything", "Where there are two figures, the second is with the processors kept awake (/dev/cpu_dma_latency "
-             "held at 0), as nvpool's daemons do it by themselves; the better one counts.", _everything(results)]
+             "## Everything", "Drive and floors: with the processors kept awake (/dev/cpu_dma_latency held at 0), as nvpool's "
+             "daemons do it by themselves. Where there are two figures, the first is without that; the better one counts. "
+             "SDK: one process, in the memory of the store.", _everything(results)]
     missing = [f"* **{name}**: {subject['missing']}" for name, subject in subjects.items() if subject["missing"]]
     missing += [f"* **{name}**, {load['name']}: {cell['failed']}" for load in loads for name, cell in load["cells"].items()
                 if "failed" in cell]
@@ -113,7 +154,7 @@ def markdown(results: dict) -> str:
         parts += ["## Missing", "\n".join(missing)]
     parts += ["## What they are", "\n".join(
         f"* **{name}**" + (f" ({subject['version']})" if subject["version"] else "") + ": "
-        + "; ".join(filter(None, (subject["notes"], f"cold: {subject['cold']}")))
+        + "; ".join(filter(None, (subject["notes"], subject["cold"] and f"cold: {subject['cold']}")))
         for name, subject in subjects.items() if not subject["missing"]),
         "Random reads use O_DIRECT, each block at most once, and are cold as well; so are whole files. Sequential reads do not "
         "use O_DIRECT."]
@@ -123,7 +164,7 @@ def markdown(results: dict) -> str:
 def _goals(results: dict) -> str:
     rows = ["| work | plain directory | best peer | nvpool | × best peer | × drive | nvpool, TCP | × best peer | × drive |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
-    for load in results["loads"]:
+    for load in (load for load in results["loads"] if load["by"] == "mount"):
         peer, drive = best(load, load["best_peer"]), best(load, DRIVE)
         row = [f"{load['name']} ({load['unit']})", number(drive), f"{number(peer)} {load['best_peer'] or ''}".strip()]
         for column in COLUMNS:
@@ -134,18 +175,11 @@ def _goals(results: dict) -> str:
 
 
 def _floors(results: dict) -> str:
-    by_key = {load["key"]: load for load in results["loads"]}
-    rows = ["| share of a floor | nvpool | nvpool, TCP |", "|---|---:|---:|"]
-
-    def row(title, key, floor, goals, cost):
-        load, cells = by_key.get(key), []
-        for column in COLUMNS:
-            mine, other = (best(load, name) if load else None for name in (results["columns"].get(column), floor))
-            cells.append(judged(ratio(other, mine) if cost else ratio(mine, other), goals[column], cost))
-        rows.append(f"| {title} | {' | '.join(cells)} |")
-
-    row("warm re-read, × the plain directory", "reread", DRIVE, dict.fromkeys(COLUMNS, REREAD_SHARE), False)
-    row("cost of a 4 KiB read, one at a time, × C passthrough", "read4k-1", PASSTHROUGH, DEPTH_1_COST, True)
+    rows = ["| floor | nvpool | nvpool, TCP |", "|---|---:|---:|"]
+    for floor in results["floors"]:
+        cells = [judged(floor["columns"][column]["value"], floor["columns"][column]["goal"], floor["at_most"])
+                 for column in COLUMNS]
+        rows.append(f"| {floor['title']} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -167,7 +201,8 @@ def _everything(results: dict) -> str:
 
 # -- the chart ---------------------------------------------------------------------------------------------------------------
 
-COLOURS = {"same host": "#1b7f5a", "tcp": "#7cc4a4", None: "#c8e6d9"}
+COLOURS = {"same host": "#1b7f5a", "tcp": "#7cc4a4"}
+VARIANT_COLOURS = ("#a8d5c2", "#c8e6d9", "#dfece6")
 PEER_COLOURS = ("#c0504d", "#e39a3b", "#8064a2")
 FLOOR_COLOUR = "#b9c4d0"
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 900, 300, 70, 11, 16, 64
@@ -214,7 +249,8 @@ def _bars(results: dict) -> list[tuple[str, str, str | None]]:
     """(name, colour, column of the goals) of what is in the chart, in its order; the drive is far outside of it."""
     column_of = {name: column for column, name in results["columns"].items()}
     kinds = {name: subject["kind"] for name, subject in results["subjects"].items() if not subject["missing"]}
-    colours = iter(PEER_COLOURS)
-    bars = [(name, COLOURS[column_of.get(name)], column_of.get(name)) for name, kind in kinds.items() if kind == "nvpool"]
+    colours, shades = iter(PEER_COLOURS), iter(VARIANT_COLOURS)
+    bars = [(name, COLOURS[column_of[name]] if name in column_of else next(shades, "#e6efe9"), column_of.get(name))
+            for name, kind in kinds.items() if kind == "nvpool"]
     bars += [(name, next(colours, "#9c9c9c"), None) for name, kind in kinds.items() if kind == "peer"]
     return bars + [(PASSTHROUGH, FLOOR_COLOUR, None)] * (PASSTHROUGH in kinds)

@@ -1,6 +1,7 @@
 """The loads of the comparison: the same against any directory, each the only work of one process in C.
 
-fio reads and writes the large file, `files_load` (bench/files_load.c) everything with many files. Every subject holds, before
+fio reads and writes the large file, `files_load` (bench/files_load.c) everything with many files; what nvpool's SDK does is
+measured by sdk_loads.py, beside `socket_floor` (bench/socket_floor.c). Every subject that mounts holds, before
 the first round: `large`, a file of random bytes, and `files`, one directory of 4 KiB files.
 
 Cold: `Subject.forget` was called right before, and nothing is asked for twice: each thread of a random read has a region of
@@ -19,12 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from subjects.contract import PROBE, Failed, Subject, run
+from subjects.contract import PROBE, Failed, Subject
 
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 4 * KIB
 WAIT_S = 300.0
 """How much longer than its time a load may take: writing back, and a peer that stands still for a while."""
+
+
+SDK_BYTES = 64 * MIB
+"""Of the large file, for the SDK's loads: read once before, so that what is measured is neither drive nor page cache."""
 
 
 class Sizes(NamedTuple):
@@ -47,9 +52,11 @@ class Place:
 
     def prepare(self) -> None:
         """Make the files that are read. Failed when the subject does not take them."""
-        run("dd", "if=/dev/zero", f"of={self.mount / PROBE}", "bs=4096", "count=1", "status=none", "conv=fsync")
+        if "mount" not in self.subject.offers:
+            return
+        self.subject.run("dd", "if=/dev/zero", f"of={self.mount / PROBE}", "bs=4096", "count=1", "status=none", "conv=fsync")
         fio(self, self.large, "write", MIB, 1, end_fsync=True, size_bytes=self.sizes.file_bytes)
-        run("mkdir", self.files)
+        self.subject.run("mkdir", self.files)
         self.load("create", self.files, 16, 3600, self.sizes.files, FILE_BYTES, timeout_s=1800)
         self.names(self.files)
 
@@ -57,11 +64,12 @@ class Place:
         """The names in it, in the order of the subject's listing; read once and kept outside, for reading them warms."""
         kept = self.outside / directory.name
         if not kept.exists():
-            kept.write_text(run(self.program, "names", directory, timeout_s=WAIT_S))
+            kept.write_text(self.subject.run(self.program, "names", directory, timeout_s=WAIT_S))
         return kept.read_text()
 
     def load(self, verb: str, directory: Path, *words: object, names: str = "", timeout_s: float | None = None) -> dict:
-        said = run(self.program, verb, directory, *words, text=names, timeout_s=timeout_s or self.sizes.seconds + WAIT_S)
+        said = self.subject.run(self.program, verb, directory, *words, text=names,
+                                timeout_s=timeout_s or self.sizes.seconds + WAIT_S)
         found = json.loads(said)
         seconds = max(found["seconds"], 1e-9)
         return found | {"rate": found["count"] / seconds, "bytes_rate": found["bytes"] / seconds}
@@ -80,7 +88,7 @@ class Place:
 
     def create(self, turn: str, threads: int, size_bytes: int, files_max: int) -> dict:
         made = self.mount / f"created-{size_bytes}-{turn}"
-        run("mkdir", made)
+        self.subject.run("mkdir", made)
         return self.load("create", made, threads, self.sizes.seconds, files_max, size_bytes)
 
     def stat(self, turn: str) -> dict:
@@ -96,10 +104,21 @@ class Place:
         made = self.mount / f"created-{FILE_BYTES}-{turn}"
         return self.load("unlink", made, self.sizes.seconds, names=self.names(made))
 
+    # -- what the SDK does, and the floor under a request of it -------------------------------------------------------------
+
+    def sdk(self, verb: str) -> dict:
+        path = f"/{(self.files if verb == 'files' else self.large).name}"
+        return json.loads(self.subject.sdk(verb, path, "--region", min(SDK_BYTES, self.sizes.file_bytes),
+                                           seconds=self.sizes.seconds))
+
+    def socket(self) -> dict:
+        return json.loads(self.subject.run(self.subject.program, self.sizes.seconds, timeout_s=self.sizes.seconds + WAIT_S))
+
 
 class Load(NamedTuple):
     """`key` is for --only and JSON, `name` for tables. `goals`: times the best peer in the columns "same host" and "tcp".
-    `durable`: the result hangs on whether fsync reaches the drive. `needs`: the load that made its files."""
+    `durable`: the result hangs on whether fsync reaches the drive. `needs`: the load that made its files. `by`: mount, sdk
+    (nvpool's own) or socket. `for_all`: also for the variants of nvpool that stand in no column."""
 
     key: str
     name: str
@@ -110,21 +129,35 @@ class Load(NamedTuple):
     durable: bool = False
     last: bool = False
     needs: str | None = None
+    by: str = "mount"
+    for_all: bool = False
+
+    def suits(self, subject: Subject) -> bool:
+        return self.by in subject.offers and (self.for_all or not subject.in_part)
 
 
 LOADS = (
     Load("read4k-1", "4 KiB random read, 1 thread", "reads/s",
-         lambda place, turn: place.read(turn, "randread", 4 * KIB, 1, True), True, (2, 1.5)),
+         lambda place, turn: place.read(turn, "randread", 4 * KIB, 1, True), True, (2, 1.5), for_all=True),
     Load("read4k-16", "4 KiB random read, 16 threads", "reads/s",
-         lambda place, turn: place.read(turn, "randread", 4 * KIB, 16, True), True, (3.5, 2.5)),
+         lambda place, turn: place.read(turn, "randread", 4 * KIB, 16, True), True, (3.5, 2.5), for_all=True),
     Load("read128k-16", "128 KiB random read, 16 threads", "MiB/s",
-         lambda place, turn: place.read(turn, "randread", 128 * KIB, 16, True), True, (1.6, 1.3)),
+         lambda place, turn: place.read(turn, "randread", 128 * KIB, 16, True), True, (1.6, 1.3), for_all=True),
     Load("readseq", "sequential read, 1 MiB, cold", "MiB/s",
          lambda place, turn: place.read(turn, "read", MIB, 1, False), True, (1.0, 0.8)),
     Load("reread", "the same again, warm", "MiB/s", Place.reread),
+    Load("socket", "C sockets over TCP: question and 4 KiB answer", "reads/s", lambda place, turn: place.socket(), by="socket"),
+    Load("sdk-one", "SDK: 4 KiB random read, one at a time, warm", "reads/s", lambda place, turn: place.sdk("one"), by="sdk",
+         for_all=True),
+    Load("sdk-thread", "SDK: the same from a thread (File.pread)", "reads/s", lambda place, turn: place.sdk("one-thread"),
+         by="sdk"),
+    Load("sdk-many", "SDK: read_many of 1,024 × 4 KiB, warm", "reads/s", lambda place, turn: place.sdk("many"), by="sdk",
+         for_all=True),
+    Load("sdk-files", "SDK: read_many of 1,024 whole 4 KiB files, cold", "files/s",
+         lambda place, turn: place.sdk("files"), True, by="sdk"),
     Load("writeseq", "sequential write with fsync", "MiB/s", Place.write, goals=(1.1, 1.0), durable=True),
     Load("create4k", "create, write, close 4 KiB, 1 thread", "files/s",
-         lambda place, turn: place.create(turn, 1, FILE_BYTES, place.sizes.files), goals=(2, 2)),
+         lambda place, turn: place.create(turn, 1, FILE_BYTES, place.sizes.files), goals=(2, 2), for_all=True),
     Load("create0-16", "create empty, 16 threads in one directory", "files/s",
          lambda place, turn: place.create(turn, 16, 0, 2 * place.sizes.files), goals=(1.5, 1.5)),
     Load("stat", "stat, cold, 1 thread, in the order of a listing", "files/s", Place.stat, True, (1.4, 1.3)),
@@ -144,7 +177,7 @@ def fio(place: Place, path: Path, pattern: str, block_bytes: int, threads: int, 
                f"--direct={int(direct)}", "--randrepeat=0", "--invalidate=0", "--fadvise_hint=0", "--fallocate=none",
                "--percentile_list=50:99", "--output-format=json"]
     command += ["--end_fsync=1", "--refill_buffers"] if end_fsync else [f"--runtime={int(place.sizes.seconds * 1000)}ms"]
-    text = run(*command, timeout_s=place.sizes.seconds + WAIT_S)
+    text = place.subject.run(*command, timeout_s=place.sizes.seconds + WAIT_S)
     # fio may say something before its JSON.
     job = json.loads(text[text.index("{"):])["jobs"][0]
     if job["error"]:

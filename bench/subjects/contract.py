@@ -25,6 +25,7 @@ OWNER = "nvpool-bench-owner"
 START_S = 60.0
 """Until a daemon serves; all here take less than five seconds on an idle machine."""
 END_S = 20.0
+KILLED_S = 5.0
 
 
 class Failed(Exception):
@@ -34,10 +35,13 @@ class Failed(Exception):
 class Subject:
     """`name`: unique, used for its directory too. `kind`: drive, floor, nvpool or peer. `notes`: what a reader must know of its
     figures. `file_bytes_max`: a smaller large file for it. `cold`: how `forget` makes it cold, for the table's legend.
+    `offers`: by which ways loads reach it (workloads.Load.by). `in_part`: asked only for the loads that are for all.
     `directory` is None until `start` and after `stop`."""
 
     name: str
     kind: str
+    offers: tuple[str, ...] = ("mount",)
+    in_part: bool = False
     notes: str = ""
     cold: str = "mounted anew, page cache dropped"
     file_bytes_max: int | None = None
@@ -94,10 +98,9 @@ class Subject:
         """Nothing of it runs, is mounted or lies below its directory afterwards. May be called at any time and twice."""
         if self.directory is None:
             return
-        for step in (self.detach, self.stop_servers):
+        for step in (self.detach, self.stop_servers, lambda: sweep(self.directory)):
             with contextlib.suppress(Failed, OSError, subprocess.SubprocessError):
                 step()
-        sweep(self.directory)
         self.directory = self.mount = None
 
     # -- tools -------------------------------------------------------------------------------------------------------------
@@ -112,8 +115,8 @@ class Subject:
             return subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=stdout or file,
                                     stderr=file, env=self.environment(), start_new_session=True, cwd="/")
 
-    def run(self, *command: object, timeout_s: float = START_S) -> str:
-        return run(*command, environment=self.environment(), timeout_s=timeout_s)
+    def run(self, *command: object, timeout_s: float = START_S, text: str = "") -> str:
+        return run(*command, environment=self.environment(), timeout_s=timeout_s, text=text)
 
     def wait_for_mount(self, process: subprocess.Popen | None = None) -> None:
         """Until `mount` is a mount that answers. Each look is a process of its own, for a broken mount may never answer."""
@@ -122,18 +125,28 @@ class Subject:
 
 
 def run(*command: object, environment: dict[str, str] | None = None, timeout_s: float = START_S, text: str = "") -> str:
-    """What it printed. Failed, with the end of what it said, when it fails or takes too long."""
+    """What it printed. Failed, with the end of what it said, when it fails or takes too long. It is killed when this is
+    interrupted or late, and not waited for longer than KILLED_S: who stands in a mount that does not answer ends when the
+    server of that mount does."""
     words = [str(word) for word in command]
     try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s, env=environment)
-    except subprocess.TimeoutExpired:
-        raise Failed(f"`{' '.join(words[:4])} …` took more than {timeout_s:.0f} s") from None
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=environment)
     except OSError as error:
         raise Failed(f"{words[0]}: {error.strerror}") from None
-    if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise Failed(f"`{' '.join(words[:4])} …` ended with {done.returncode}: {said[-300:]}")
-    return done.stdout
+    try:
+        said, told = process.communicate(text, timeout_s)
+    except BaseException as error:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=KILLED_S)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Failed(f"`{' '.join(words[:4])} …` took more than {timeout_s:.0f} s") from None
+        raise
+    if process.returncode:
+        reason = " ".join((told.strip() or said.strip()).split())
+        raise Failed(f"`{' '.join(words[:4])} …` ended with {process.returncode}: {reason[-300:]}")
+    return said
 
 
 def wait_until(condition, failure: str, process: subprocess.Popen | None = None, seconds: float = START_S) -> None:

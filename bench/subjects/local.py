@@ -30,6 +30,7 @@ class FuseFromMemory(Subject):
     """The road: nvpool's adapter and engine answer from a dictionary."""
 
     name, kind = "fuse-memory", "floor"
+    program = "fuse_floor.py"
     notes = "keeps its files in the memory of its process"
     cold = "page cache dropped; its files stay in its memory"
     file_bytes_max = 256 << 20
@@ -38,13 +39,20 @@ class FuseFromMemory(Subject):
         return no_fuse()
 
     def start_servers(self) -> None:
-        server = self.daemon(sys.executable, BENCH / "fuse_floor.py", self.mount, stdout=subprocess.PIPE)
+        server = self.daemon(sys.executable, BENCH / self.program, self.mount, stdout=subprocess.PIPE)
         with server.stdout:
             if server.stdout.readline().strip() != b"ready":
-                raise Failed("fuse_floor.py does not start")
+                raise Failed(f"{self.program} does not start")
 
     def forget(self) -> None:
         drop_page_cache(self.directory)
+
+
+class FuseBare(FuseFromMemory):
+    """The road, without nvpool's engine: one file of a constant."""
+
+    name, program, offers = "fuse-bare", "fuse_bare.py", ("bare",)
+    notes = "fuse_bare.py: two system calls for a read, and nothing else"
 
 
 class CPassthrough(Subject):
@@ -69,6 +77,24 @@ class CPassthrough(Subject):
     def detach(self) -> None:
         unmount(self.mount)
         end(self._server)
+
+
+class CSocket(Subject):
+    """The wire, without Python: a question and an answer over TCP on loopback."""
+
+    name, kind, offers = "c-socket", "floor", ("socket",)
+    notes = "socket_floor.c: blocking sockets, 4 KiB from memory"
+    cold = ""
+    program: Path | None = None
+
+    def missing(self) -> str | None:
+        return no_compiler()
+
+    def start_servers(self) -> None:
+        self.program = compile_c(BENCH / "socket_floor.c", self.directory / "socket_floor")
+
+    def attached(self) -> bool:
+        return True
 
 
 def compile_c(source: Path, program: Path, *flags: str) -> Path:

@@ -5,84 +5,78 @@ Each line of VARIANTS is a pool of its own, made, mounted and removed by the com
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from subjects.contract import Failed, Subject, answers, mounts, run, unmount
-from subjects.local import no_fuse
+from subjects.contract import Subject, answers, mounts, run, unmount
+from subjects.local import BENCH, no_fuse
 
 CAPACITY = "16G"
 """Of the one drive, a sparse file: room for twenty rounds."""
+NEEDS = {"pyfuse3": "pyfuse3", "grpc": "grpc"}
+"""Engine or transport -> the module without which it is not there."""
 
 
 class Variant(NamedTuple):
-    """`column`: which column of the goals it stands in, "same host" or "tcp", or none. `mount`: words for `nvpool mount`;
-    `configuration`: TOML of the node; `environment`: of its daemons and its mount. `sockets`: leave the unix sockets where
-    clients find them; without them they come over TCP."""
+    """`column`: which column of the goals it stands in, "same host" or "tcp"; without one it is asked for the loads that are
+    for all variants. `transport`, `short_cut` and `engine` as `nvpool mount` knows them; "" is what it does by itself."""
 
     name: str
     column: str | None = None
-    mount: tuple[str, ...] = ()
-    configuration: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
-    sockets: bool = True
+    transport: str = ""
+    short_cut: bool = True
+    engine: str = ""
     notes: str = ""
+
+    def words(self) -> list[str]:
+        """Of transport and short cut, for `nvpool mount` and sdk_loads.py."""
+        return [f"--transport={self.transport}"] * bool(self.transport) + ["--no-short-cut"] * (not self.short_cut)
 
 
 VARIANTS = (
-    Variant("nvpool", "same host", notes="as it comes: the best way between processes of one host"),
-    Variant("nvpool-tcp", "tcp", sockets=False, notes="`stream`, TCP on loopback as the peers"),
+    Variant("nvpool", "same host", notes="as it comes: the direct engine, and the short cut to the drives of its own host"),
+    Variant("nvpool-tcp", "tcp", "stream", False, notes="the direct engine; `stream`, TCP on loopback as the peers"),
+    Variant("nvpool-unix", None, "stream+unix", False, notes="the direct engine; unix sockets, no short cut"),
+    Variant("nvpool-grpc", None, "grpc", False, notes="the direct engine; gRPC on loopback, no short cut"),
+    Variant("nvpool-pyfuse3", None, "", True, "pyfuse3", notes="libfuse through pyfuse3; the short cut"),
 )
-"""What the goals are compared with: what `nvpool mount` does by itself, and the same over TCP. A variant whose words this
-nvpool does not know is named as missing."""
+"""The first two are what the goals are compared with: what `nvpool mount` does by itself, and the same over TCP."""
 
 
 class Pool(Subject):
-    kind = "nvpool"
+    """`targets`: how many, all on the one drive."""
 
-    def __init__(self, variant: Variant) -> None:
+    kind = "nvpool"
+    offers = ("mount", "sdk")
+
+    def __init__(self, variant: Variant, targets: int = 1) -> None:
         super().__init__()
-        self.variant, self.name, self.notes = variant, variant.name, variant.notes
+        self.variant, self.name, self.notes, self.targets = variant, variant.name, variant.notes, targets
+        self.in_part = variant.column is None
 
     def missing(self) -> str | None:
-        known = nvpool("mount", "--help") if self.variant.mount else ""
-        for word in self.variant.mount:
-            if word.startswith("-") and word.split("=")[0] not in known:
-                return f"this nvpool has no `nvpool mount {word}`"
-        if self.variant.configuration:
-            try:
-                run(sys.executable, "-c", "import sys; from nvpool.base.config import parse; parse(sys.argv[1])",
-                    self.variant.configuration)
-            except Failed:
-                return f"this nvpool does not know {self.variant.configuration!r}"
+        for word in (self.variant.engine, self.variant.transport):
+            if word in NEEDS and find_spec(NEEDS[word]) is None:
+                return f"needs the Python package {NEEDS[word]}, which is not installed"
         return no_fuse()
 
     def version(self) -> str:
         from importlib.metadata import version
         return "nvpool " + version("nvpool")
 
-    def environment(self) -> dict[str, str]:
-        return super().environment() | dict(self.variant.environment)
-
     def start_servers(self) -> None:
-        words = []
-        if self.variant.configuration:
-            (self.directory / "node.toml").write_text(self.variant.configuration)
-            words = ["--config", self.directory / "node.toml"]
-        self._command("dev", "up", self._pool(), "--size", CAPACITY, *words)
-        if not self.variant.sockets:
-            from nvpool.base.directory import PoolDirectory
-            for path in PoolDirectory(self._pool()).socket_directory().glob("*.sock"):
-                path.rename(path.with_suffix(".hidden"))
+        self._command("dev", "up", self.pool(), *(f"--size={CAPACITY}" for _ in range(self.targets)))
 
-    def _pool(self) -> Path:
+    def pool(self) -> Path:
         return self.directory / "pool"
 
     def _command(self, *words: object) -> str:
         return nvpool(*words, environment=self.environment())
 
     def attach(self) -> None:
-        self._command("mount", self._pool(), self.mount, *self.variant.mount)
+        self._command("mount", self.pool(), self.mount, *self.variant.words(),
+                      *([f"--engine={self.variant.engine}"] if self.variant.engine else []))
 
     def detach(self) -> None:
         if str(self.mount) in mounts() and answers(self.mount):
@@ -90,8 +84,16 @@ class Pool(Subject):
         unmount(self.mount)
 
     def stop_servers(self) -> None:
-        if self._pool().exists():
-            self._command("dev", "down", self._pool())
+        if self.pool().exists():
+            self._command("dev", "down", self.pool())
+
+    def sdk(self, verb: str, *words: object, seconds: float) -> str:
+        """What sdk_loads.py says of this pool, reached as the variant does."""
+        return self.run(*self.sdk_command(verb, *words), "--seconds", seconds, timeout_s=seconds + 120)
+
+    def sdk_command(self, verb: str, *words: object, variant: Variant | None = None) -> list[str]:
+        chosen = (sys.executable, BENCH / "sdk_loads.py", *(variant or self.variant).words(), verb, self.pool(), *words)
+        return [str(word) for word in chosen]
 
 
 def nvpool(*words: object, environment: dict[str, str] | None = None) -> str:

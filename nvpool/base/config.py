@@ -100,6 +100,9 @@ class ClientSection(msgspec.Struct, frozen=True):
     deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
     engine: Annotated[Literal["auto", "kernel", "pyfuse3"], Meta(
         description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer")] = "auto"
+    transport: Annotated[str, Meta(pattern="^(auto|[a-z][a-z0-9+.-]*)$",
+        description="scheme of the one transport to use: stream+unix, stream, grpc or an installed one's; auto: the best that "
+                    "both ends have")] = "auto"
     attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
     entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
     short_cut: Annotated[bool, Meta(

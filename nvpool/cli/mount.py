@@ -47,13 +47,16 @@ examples:
 @click.option("--holder/--no-holder", default=None,
               help="Whether the mount outlives a crash or upgrade of its process; needs engine kernel and Linux 6.9. "
                    "[where it can]")
+@click.option("--transport", metavar="SCHEME",
+              help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
+                   "node.toml, else the best that both ends have]")
 @click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
 @click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, holder: bool | None, no_short_cut: bool, options: tuple[str, ...],
-          as_json: bool) -> None:
+          congestion_threshold: int | None, holder: bool | None, transport: str | None, no_short_cut: bool,
+          options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
@@ -78,7 +81,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
-        ("--congestion-threshold", congestion_threshold)) if value is not None)
+        ("--congestion-threshold", congestion_threshold), ("--transport", transport)) if value is not None)
     words += tuple(f"-o{option}" for option in options)
     if foreground:
         sys.stdout.flush()

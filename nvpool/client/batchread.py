@@ -19,15 +19,8 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
 from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
-from nvpool.client.chunkclient import (
-    GATHER_BYTES,
-    GATHER_READS,
-    ChunkClient,
-    Lane,
-    reads_struct,
-    results_struct,
-    submit_into,
-)
+from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, submit_into
+from nvpool.client.lanes import Lane, reads_struct, results_struct
 from nvpool.client.options import ClientOptions
 from nvpool.drive.reading import read_now
 from nvpool.wire.v1 import data_pb2, wire_pb2

@@ -16,7 +16,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 from nvpool.base import errors
 from nvpool.base.checksum import block_checksums, crc32c
@@ -41,6 +41,8 @@ from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
+from nvpool.client.coming import Coming
+from nvpool.client.lanes import Lane, Read, reads_struct, results_struct
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.shortcut import ShortCut
@@ -56,48 +58,6 @@ GATHER_BYTES = 2 * MIB
 _ALONE_BYTES = 256 * KIB
 """From this size a read travels alone: gathering saves nothing, and its reply need not wait for others."""
 _LANES_PER_FILE = 65536
-
-
-@lru_cache(maxsize=1024)
-def reads_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + "QIIIHH" * count)
-
-
-@lru_cache(maxsize=1024)
-def results_struct(count: int) -> struct.Struct:
-    return struct.Struct("<" + "HHIQ" * count)
-
-
-class Lane:
-    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end."""
-
-    __slots__ = ("target", "endpoints", "pending", "pending_bytes", "scheduled", "in_flight")
-
-    def __init__(self, target: int, endpoints: tuple[str, ...]):
-        self.target = target
-        self.endpoints = endpoints
-        self.pending: list[_Read] = []
-        self.pending_bytes = 0
-        self.scheduled = False
-        self.in_flight = 0
-
-
-class _Read:
-    """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
-
-    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify")
-
-    def __init__(self, file: OpenInode, index: int, offset: int, length: int, into, future, deadline_s: float):
-        self.file = file
-        self.index = index
-        self.offset = offset
-        self.length = length
-        self.into = into
-        self.future = future
-        self.deadline_s = deadline_s
-        self.tries = 0
-        self.reason: NvpoolError | None = None
-        self.verify = False
 
 
 class ChunkClient:
@@ -187,18 +147,25 @@ class ChunkClient:
         answered in time, NotFound where the inode is gone and its grant could not be renewed. Cancelling it is allowed.
         """
         future = self._loop.create_future()
-        job = _Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
+        self.begin(file, index, offset, length, future, into)
+        return future
+
+    def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | Coming,
+              into: memoryview | None = None, *, missed: bool = False) -> None:
+        """As `read`, into a future of the caller's. `missed`: what there is in memory has just been looked for."""
+        job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
         file.grant_used = True
         try:
             lane = file.lanes.get(index) or self.find_lane(file, index)
         except Stale as error:
             self._again(job, error)
-            return future
-        if self.short.on and self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job)):
-            return future
+            return
+        if self.short.on and self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job),
+                                                 missed=missed):
+            return
         if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
             self._send(lane, [job])
-            return future
+            return
         lane.pending.append(job)
         lane.pending_bytes += length
         if len(lane.pending) >= GATHER_READS or lane.pending_bytes >= GATHER_BYTES:
@@ -209,7 +176,6 @@ class ChunkClient:
                 self._loop.call_soon(self._turn_over, lane)
             else:
                 self._held.append(lane)
-        return future
 
     def hold(self) -> None:
         """Gather what is read from now on until `send_held`, which has to be called in the same turn of the loop."""
@@ -221,7 +187,7 @@ class ChunkClient:
         for lane in held or ():
             self._turn_over(lane)
 
-    def _by_short_cut(self, lane: Lane, job: _Read, found: memoryview | None) -> None:
+    def _by_short_cut(self, lane: Lane, job: Read, found: memoryview | None) -> None:
         if found is not None:
             _settle(job, found)
         elif not job.future.done():
@@ -236,17 +202,17 @@ class ChunkClient:
         jobs, lane.pending, lane.pending_bytes = lane.pending, [], 0
         self._send(lane, jobs)
 
-    def _send(self, lane: Lane, jobs: list[_Read]) -> None:
+    def _send(self, lane: Lane, jobs: list[Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
         if connection is None:
             self._own_reads(self._send_when_connected(lane, jobs), jobs)
             return
         self._submit(connection, lane, jobs)
 
-    def _own_reads(self, work, jobs: list[_Read]) -> None:
+    def _own_reads(self, work, jobs: list[Read]) -> None:
         self.own(work).add_done_callback(partial(_closed, jobs))
 
-    async def _send_when_connected(self, lane: Lane, jobs: list[_Read]) -> None:
+    async def _send_when_connected(self, lane: Lane, jobs: list[Read]) -> None:
         try:
             connection = await self._dialer.connect(lane.endpoints, jobs[0].deadline_s)
         except NvpoolError as error:
@@ -255,7 +221,7 @@ class ChunkClient:
             return
         self._submit(connection, lane, jobs)
 
-    def _submit(self, connection, lane: Lane, jobs: list[_Read]) -> None:
+    def _submit(self, connection, lane: Lane, jobs: list[Read]) -> None:
         if len(jobs) == 1:
             job = jobs[0]
             grants = [job.file.grant]
@@ -280,7 +246,7 @@ class ChunkClient:
         else:
             submit_into(connection, lane, message, into, job.future, job.deadline_s, partial(self._answered, lane, jobs))
 
-    def _answered(self, lane: Lane, jobs: list[_Read], reply, error) -> None:
+    def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1
         if error is None:
             try:
@@ -330,7 +296,7 @@ class ChunkClient:
                 whole[:length] = part
                 future.set_result(memoryview(whole))
 
-    def _again(self, job: _Read, error: BaseException) -> None:
+    def _again(self, job: Read, error: BaseException) -> None:
         """Decide what follows from `error`: the future fails, or a task repeats the read."""
         if job.future.done():
             return
@@ -350,7 +316,7 @@ class ChunkClient:
             job.verify = True
         self._own_reads(self._repeat(job, error), [job])
 
-    async def _repeat(self, job: _Read, error: NvpoolError) -> None:
+    async def _repeat(self, job: Read, error: NvpoolError) -> None:
         job.tries += 1
         job.reason = reason_of(error, job.reason)
         self.counters["repeats"] += 1
@@ -549,7 +515,7 @@ class ChunkClient:
                     request.map_epoch = self.epoch
 
 
-def _settle(job: _Read, found: memoryview) -> None:
+def _settle(job: Read, found: memoryview) -> None:
     if job.future.done():
         return  # given up: the buffer is the asker's again
     if job.into is not None:
@@ -558,7 +524,7 @@ def _settle(job: _Read, found: memoryview) -> None:
     job.future.set_result(found)
 
 
-def _error_of(status: int, job: _Read) -> NvpoolError:
+def _error_of(status: int, job: Read) -> NvpoolError:
     cls = errors.BY_WIRE_CODE.get(status, Unavailable)
     what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
     return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
@@ -586,7 +552,7 @@ def submit_into(connection, lane: Lane, message, into: memoryview, future: async
     future.add_done_callback(left)
 
 
-def _closed(jobs: list[_Read], task: asyncio.Task) -> None:
+def _closed(jobs: list[Read], task: asyncio.Task) -> None:
     """Whatever ended the task: who waits for the reads that it had in hand must hear of it."""
     if task.cancelled():
         for job in jobs:
@@ -594,6 +560,6 @@ def _closed(jobs: list[_Read], task: asyncio.Task) -> None:
                 job.future.set_exception(Cancelled("the client was closed"))
 
 
-def _mismatch(job: _Read, lane: Lane) -> ChecksumMismatch:
+def _mismatch(job: Read, lane: Lane) -> ChecksumMismatch:
     return ChecksumMismatch(f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
                             f"chunk {job.index}, offset {job.offset}, {job.length} bytes)")

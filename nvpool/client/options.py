@@ -27,6 +27,8 @@ class ClientOptions(NamedTuple):
     """Read-ahead of one handle. 1 MiB pieces from several targets at once; measured, more brings nothing on one host."""
     read_ahead_bytes_max: int = 128 * MIB
     """Read-ahead of all handles together; beyond it reads go without."""
+    transport: str = "auto"
+    """The scheme of the only one to be used, or auto: the best that both ends have. The short cut is none of them."""
     short_cut: bool = True
     """Read from drives of this host without their daemon, where that lets us."""
     locations_bytes: int = 64 * MIB

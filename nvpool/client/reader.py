@@ -15,6 +15,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, Stale
 from nvpool.base.units import KIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.coming import Coming
 from nvpool.client.contents import SMALL_BYTES, Contents
 from nvpool.client.leases import Leases
 from nvpool.client.options import ClientOptions
@@ -109,6 +110,26 @@ class Reader:
             block = await self._chunks.read(file, index, (offset & file.chunk_mask) - skip, span)
             return block if span == length else block[skip:skip + length]
         return await self._chunks.read_range(file, offset, length)
+
+    def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> Coming | None:
+        """As `read`, without a task, for what has nothing to do with other reads: a place at random, in one chunk. None where
+        that is not so, and nothing has happened. `read_now` was tried before."""
+        written = file.written
+        if written is not None and (written.dirty or written.sending) or offset == ahead.next or ahead.units:
+            return None
+        size = file.size
+        if size <= SMALL_BYTES or offset + length > size:
+            return None
+        bits = file.chunk_bits
+        index = offset >> bits
+        if offset + length - 1 >> bits != index:
+            return None
+        ahead.run = ahead.reads = 0
+        ahead.next = offset + length
+        skip = offset & 4095
+        coming = Coming(skip, length)
+        self._chunks.begin(file, index, (offset & file.chunk_mask) - skip, skip + length + 4095 & -4096, coming, missed=True)
+        return coming
 
     def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
         """As `read`, on the spot, or None: see Files.read_now. `file.located` is not empty."""

@@ -13,15 +13,16 @@ import os
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import load
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
+from nvpool.base.errors import BadConfiguration, InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
 from nvpool.client.vfs import Vfs
 from nvpool.logic.poolmap import PoolMap
+from nvpool.wire import registry
 from nvpool.wire.dial import Dialer
-from nvpool.wire.transport import Greeting
+from nvpool.wire.transport import Greeting, Transport
 
 __all__ = ["Client", "ClientOptions"]
 
@@ -60,25 +61,24 @@ class Client:
         """
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
-        dialer = dialer or Dialer(greeting, host_id=host, clock=clock)
-        directory = None
+        directory, pool_map = None, where
         try:
-            if isinstance(where, PoolMap):
-                pool_map = where
-            else:
-                place = os.fspath(where)
-                directory = _directory(place)
+            if not isinstance(where, PoolMap):
+                directory = _directory(os.fspath(where))
                 if directory is not None:
                     pool_map = read_map_file(directory)
                     options = options or configured(load(PoolDirectory(directory).node_toml).client)
-                else:
-                    pool_map = await fetch_map(dialer, _endpoints(place), clock)
+            options = options or ClientOptions()
+            dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport))
+            if not isinstance(pool_map, PoolMap):
+                pool_map = await fetch_map(dialer, _endpoints(os.fspath(where)), clock)
             dialer.set_fingerprint(pool_map.fingerprint)
         except BaseException:
-            await dialer.close()
+            if dialer is not None:
+                await dialer.close()
             raise
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
-        return cls(Vfs(view, dialer, options or ClientOptions(), clock, name=greeting.name, kept=kept), view, dialer, clock)
+        return cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
 
     async def _tick(self) -> None:
         while True:
@@ -101,6 +101,16 @@ class Client:
         await self.vfs.close(self._clock.boottime_s() + timeout_s)
         await self._view.close()
         await self.dialer.close()
+
+
+def _only(scheme: str) -> dict[str, Transport] | None:
+    """For the Dialer: the one transport that may be used, or None: all that there are."""
+    if scheme == "auto":
+        return None
+    found = registry.transport(scheme)
+    if found is None:
+        raise BadConfiguration(f"no transport {scheme!r} is installed; there are {', '.join(registry.transports())}")
+    return {scheme: found}
 
 
 def _directory(place: str) -> str | None:

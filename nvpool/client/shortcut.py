@@ -34,6 +34,7 @@ from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
+from nvpool.drive.contract import BatchReader, Outcome
 from nvpool.drive.reading import reader_for
 from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
@@ -130,7 +131,7 @@ class ShortCut:
         self._asked: set[tuple[int, int]] = set()
         self._distrusted: dict[tuple[int, int], float] = {}
         self._order: deque[tuple[float, Located]] = deque()
-        self._reader = None
+        self._reader: BatchReader | None = None
         self._number = 0
         self._cold: dict[int, tuple[float, Callable[[memoryview | None], None]]] = {}  # by number, in order: begun, on_done
         self.counters = {"hits": 0, "cold": 0, "located": 0, "late": 0, "mismatches": 0}
@@ -229,12 +230,12 @@ class ShortCut:
         self._drop(located)
 
     def try_read(self, file: OpenInode, index: int, offset: int, length: int, lane,
-                 on_done: Callable[[memoryview | None], None]) -> bool:
+                 on_done: Callable[[memoryview | None], None], *, missed: bool = False) -> bool:
         """Read from the drive ourselves, where we know where: whether that is done or begun. `on_done` as in `begin`; it may be
-        called before this returns."""
+        called before this returns. `missed`: `read_now` has just been tried."""
         located = file.located.get(index)
         if located is not None:
-            if length <= NOW_BYTES_MAX:
+            if length <= NOW_BYTES_MAX and not missed:
                 found = self.read_now(located, offset, length)
                 if found is not None:
                     on_done(found)
@@ -262,16 +263,15 @@ class ShortCut:
         self.counters["cold"] += 1
         self._number = number = self._number + 1
         self._cold[number] = self._now_s(), on_done
-        outcome = self._reader.begin(located.source.fd, [run[0] for run in runs], [run[1] for run in runs], positions, into)
-        outcome.add_done_callback(partial(self._came, located, first, into, number))
+        self._reader.begin(located.source.fd, [run[0] for run in runs], [run[1] for run in runs], positions, into,
+                           partial(self._came, located, first, into, number))
         return True
 
-    def _came(self, located: Located, first: int, into: memoryview, number: int, outcome: asyncio.Future) -> None:
+    def _came(self, located: Located, first: int, into: memoryview, number: int, outcome: Outcome) -> None:
         _, on_done = self._cold.pop(number, (0.0, None))
         if on_done is None:  # it took too long, and the store was asked
             return
-        whole = not outcome.cancelled() and outcome.exception() is None and not any(outcome.result())
-        on_done(into if whole and self.good(located, first, into) else None)
+        on_done(into if not any(outcome) and self.good(located, first, into) else None)
 
     # -- locations -----------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
+from nvpool.base.errors import Cancelled, DriveFailed, from_os_error
 from nvpool.drive import uring as _ring
+from nvpool.drive.contract import BatchReader, Outcome
 from nvpool.drive.uring import UringReader
 
 _compiled_read_now = getattr(_ring._uring, "read_now", None)
@@ -39,12 +41,12 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
 read_now = _compiled_read_now or read_now_plain
 
 
-def reader_for(fd: int, *, uring: bool = True) -> UringReader | ThreadReader:
-    """What waits for reads here: `read` and `begin` take any descriptor, `close` waits for what is under way."""
+def reader_for(fd: int, *, uring: bool = True) -> BatchReader:
+    """What waits for reads best here."""
     return (UringReader.probe(fd) if uring else None) or ThreadReader()
 
 
-class ThreadReader:
+class ThreadReader(BatchReader):
     """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
 
     name = "executor"
@@ -52,14 +54,11 @@ class ThreadReader:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
 
-    async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
-        return await asyncio.shield(self.begin(fd, offsets, lengths, positions, into))
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+        task = asyncio.ensure_future(self._shares(fd, offsets, lengths, positions, into))
+        task.add_done_callback(lambda task: on_done([Cancelled()] * len(offsets) if task.cancelled() else task.result()))
 
-    def begin(self, fd: int, offsets, lengths, positions, into: memoryview) -> asyncio.Future[list[NvpoolError | None]]:
-        """As `read`, without a task of the caller's. Not to be cancelled: threads write into the buffer until it is done."""
-        return asyncio.ensure_future(self._shares(fd, offsets, lengths, positions, into))
-
-    async def _shares(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
+    async def _shares(self, fd: int, offsets, lengths, positions, into: memoryview) -> Outcome:
         count = len(offsets)
         share = max(1, -(-count // READ_THREADS))
         loop = asyncio.get_running_loop()
@@ -68,8 +67,8 @@ class ThreadReader:
         return [one for part in await asyncio.gather(*parts) for one in part]
 
     @staticmethod
-    def _share(fd: int, offsets, lengths, positions, into) -> list[NvpoolError | None]:
-        outcome: list[NvpoolError | None] = []
+    def _share(fd: int, offsets, lengths, positions, into) -> Outcome:
+        outcome: Outcome = []
         for offset, length, position in zip(offsets, lengths, positions, strict=True):
             try:
                 got = os.preadv(fd, [into[position:position + length]], offset)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 
-from nvpool.base.errors import DriveFailed, NvpoolError, from_os_error
+from nvpool.base.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
+from nvpool.drive.contract import BatchReader, Outcome
 
 try:
     from nvpool.drive import _uring
@@ -24,13 +26,19 @@ RING_ENTRIES = 512
 
 
 class _Batch:
-    __slots__ = ("left", "outcome", "done", "into")
+    __slots__ = ("left", "outcome", "on_done", "into")
 
-    def __init__(self, count: int, done: asyncio.Future, into: memoryview):
+    def __init__(self, count: int, on_done: Callable[[Outcome], None], into: memoryview):
         self.left = count
-        self.outcome: list[NvpoolError | None] = [None] * count
-        self.done = done
+        self.outcome: Outcome = [None] * count
+        self.on_done = on_done
         self.into = into
+
+    def ended(self, at: int, error: NvpoolError | None) -> None:
+        self.outcome[at] = error
+        self.left -= 1
+        if not self.left:
+            self.on_done(self.outcome)
 
 
 def _failure(result: int, offset: int, length: int) -> NvpoolError:
@@ -39,7 +47,7 @@ def _failure(result: int, offset: int, length: int) -> NvpoolError:
     return from_os_error(OSError(-result, os.strerror(-result)), f"reading {length} bytes at {offset}")
 
 
-class UringReader:
+class UringReader(BatchReader):
     name = "io_uring"
 
     def __init__(self, ring) -> None:
@@ -66,16 +74,12 @@ class UringReader:
             return None
         return cls(ring)
 
-    async def read(self, fd: int, offsets, lengths, positions, into: memoryview) -> list[NvpoolError | None]:
-        return await asyncio.shield(self.begin(fd, offsets, lengths, positions, into))
-
-    def begin(self, fd: int, offsets, lengths, positions, into: memoryview) -> asyncio.Future[list[NvpoolError | None]]:
-        """As `read`, without a task. The future must not be cancelled: the kernel writes into the buffer until it is done."""
+    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
             loop.add_reader(self._ring.eventfd, self._completed)
-        batch = _Batch(len(offsets), loop.create_future(), into)
+        batch = _Batch(len(offsets), on_done, into)
         waiting = self._outside
         for at, offset in enumerate(offsets):
             waiting.append((batch, at, fd, offset, lengths[at], positions[at]))
@@ -84,7 +88,6 @@ class UringReader:
         elif not self._gathering:  # with others under way more come in this turn of the loop: one call for all of them
             self._gathering = True
             loop.call_soon(self._gathered)
-        return batch.done
 
     def _gathered(self) -> None:
         self._gathering = False
@@ -108,19 +111,15 @@ class UringReader:
         inside = self._inside
         for token, result in self._ring.reap():
             batch, at, _, offset, length, _ = inside.pop(token)
-            if result != length:
-                batch.outcome[at] = _failure(result, offset, length)
-            batch.left -= 1
-            if not batch.left and not batch.done.done():
-                batch.done.set_result(batch.outcome)
+            batch.ended(at, None if result == length else _failure(result, offset, length))
         if self._outside:
             self._submit()
 
     async def close(self) -> None:
         """Wait for what is in the ring: the kernel writes into those buffers."""
-        for batch, *_ in self._outside:
-            batch.done.cancel()  # whose reads will not be begun any more
-        self._outside.clear()
+        outside, self._outside = self._outside, deque()
+        for batch, at, *_ in outside:
+            batch.ended(at, Cancelled("the reader was closed"))
         if self._ring is None:
             return
         while self._inside:

@@ -28,6 +28,7 @@ from typing import Any
 
 from nvpool.base.errors import NvpoolError, Unavailable
 from nvpool.base.kept import Word
+from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.kernel_requests import FIRST, KernelRequests
@@ -124,11 +125,12 @@ class KernelEngine(KernelRequests):
         self._mount: Mount | None = None
         self._buffers = (self._buffer,)
         self._table = self._handlers()
-        self._work: dict[int, tuple[Step, int, int]] = {}  # unique -> its step, its caller's pid, operation
+        self._work: dict[int, tuple[Step | Coming, int, int]] = {}  # unique -> its step, its caller's pid, operation
         self._lock_waits = 0  # of those in work: they may wait for ever, and must not keep out what they wait for
         self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
         self._reading = False
         self._taking = False
+        self._looking = False
         self._stopped = False
         self._leaving = False
         self._asked_again = False  # requests of the process before us are being handed out again
@@ -309,8 +311,7 @@ class KernelEngine(KernelRequests):
         if error.unique and opcode not in UNANSWERED:
             self._send(replies.failed(error.unique, errno.EINVAL))
 
-    def _keep_in_work(self, step: Step, unique: int, name: str, answer: Callable) -> None:
-        self._spare = Step(self._loop)
+    def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
         step.on_end = partial(self._step_ended, unique, name, answer)
         header = requests.HEADER.unpack_from(self._buffer)
         self._work[unique] = step, header[6], header[1]
@@ -343,7 +344,13 @@ class KernelEngine(KernelRequests):
                 self._ended.set_result(None)
         elif not self._reading:
             self._read_on()
-        elif len(work) == self._lock_waits and self._look_out():
+        elif len(work) == self._lock_waits and not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look)  # not from here: somebody else's answers may still be being told
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._reading and len(self._work) == self._lock_waits and self._look_out():
             self._take()
 
     # -- interrupts ----------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ class KernelRequests:
                 table[opcode] = handler
         return table
 
-    def _keep_in_work(self, step: Step, unique: int, name: str, answer: Callable) -> None:
-        """The step has to wait; its end is to be answered."""
+    def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
+        """What was begun has to wait, a Step or a Coming; its end is to be answered."""
         raise NotImplementedError
 
     def _start(self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]) -> None:
@@ -79,6 +79,7 @@ class KernelRequests:
             self._fail(unique, error, name)
         else:
             if result is WAITS:
+                self._spare = Step(step.loop)
                 self._keep_in_work(step, unique, name, answer)
                 return
             answer(unique, result)
@@ -178,8 +179,16 @@ class KernelRequests:
             return
         if found is not None:
             self._data(unique, found)
-        else:
+            return
+        coming = self._ops.begin_read(handle, offset, size)
+        if coming is None:
             self._start(unique, "read", self._ops.read(handle, offset, size), self._data)
+        elif not coming.done():
+            self._keep_in_work(coming, unique, "read", self._data)
+        elif coming.outcome[1] is None:
+            self._data(unique, coming.outcome[0])
+        else:
+            self._fail(unique, coming.outcome[1], "read")
 
     def _on_write(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, _, flags = requests.decode_write(self._buffer, count)

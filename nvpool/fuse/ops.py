@@ -314,6 +314,11 @@ class FuseOps(LockOps):
         """What `read` would bring, where it can be had without waiting; else None, and `read` is to be asked."""
         return self._vfs.read_now(self._files[handle], offset, size)
 
+    def begin_read(self, handle: int, offset: int, size: int):
+        """`read`, begun, where that needs no task: what has `cancel`, and calls its `on_end` as a Step does. Else None, and
+        `read` is to be asked. `read_now` was tried before."""
+        return self._vfs.begin_read(self._files[handle], offset, size)
+
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
         return self._vfs.read(self._files[handle], offset, size)

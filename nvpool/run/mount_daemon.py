@@ -62,6 +62,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--negative-timeout-s", type=float,
                         help="how long the kernel may remember that a name is not there (1)")
     parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
+    parser.add_argument("--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)")
     parser.add_argument("--no-short-cut", action="store_true", help="read through the stores also on their own node")
     parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
                         help="how far the kernel reads ahead of a sequential reader (1M)")
@@ -157,6 +158,7 @@ class _Mounted:
         client = await Client.open(
             arguments.pool, name=f"mount {self._place}", kept=kept,
             options=configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
+                                                 transport=arguments.transport or section.transport,
                                                  short_cut=section.short_cut and not arguments.no_short_cut))
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),

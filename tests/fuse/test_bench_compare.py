@@ -44,18 +44,22 @@ def assert_nothing_is_left(place):
 
 @needs_root
 @pytest.mark.mount
-def test_every_load_runs_against_a_plain_directory_the_passthrough_and_nvpool_and_nothing_is_left(place, tmp_path):
-    bench = start(place, "--subjects", "^(plain|c-passthrough|nvpool-tcp)$", "--results", tmp_path / "results")
+def test_every_load_runs_against_drive_floors_and_nvpool_and_nothing_is_left(place, tmp_path):
+    names = ("plain", "c-passthrough", "c-socket", "nvpool-tcp", "nvpool-grpc")
+    bench = start(place, "--subjects", f"^({'|'.join(names)})$", "--results", tmp_path / "results")
     said, told = bench.communicate(timeout=240)
     assert bench.returncode == 0, told
+    assert "this takes about" in told and " left" in told
     assert_nothing_is_left(place)
     found = json.loads((tmp_path / "results" / "peers.json").read_text())
     assert [load["key"] for load in found["loads"]] == [load.key for load in compare.LOADS]
-    for load in found["loads"]:
-        assert set(load["cells"]) == {"plain", "c-passthrough", "nvpool-tcp"}, load
+    who = {subject.name: subject for subject in compare.every_subject()}
+    for load, known in zip(found["loads"], compare.LOADS, strict=True):
+        assert set(load["cells"]) == {name for name in names if known.suits(who[name])}, load
         for name, cell in load["cells"].items():
             assert "failed" not in cell and cell["best"] > 0, (load["key"], name, cell)
         assert load["name"] in said
+    assert all(floor["columns"]["tcp"]["reached"] is not None and floor["title"] in said for floor in found["floors"])
     assert (tmp_path / "results" / "peers.md").read_text().startswith(said.rstrip("\n"))
     xml.dom.minidom.parseString((tmp_path / "results" / "peers.svg").read_text())
 
@@ -124,13 +128,12 @@ def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypa
     assert os.listdir(tmp_path / "mine") == [contract.OWNER]
 
 
-def test_a_peer_that_is_not_installed_and_a_variant_that_this_nvpool_does_not_know_are_named_with_the_reason(monkeypatch):
+def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_named_with_the_reason(monkeypatch):
     from subjects import glusterfs, juicefs, moosefs, pool
 
     monkeypatch.setattr(juicefs, "PROGRAM", Path("/nonexistent/juicefs"))
-    reason = pool.Pool(pool.Variant("later", mount=("--engine-of-tomorrow=7",))).missing()
-    assert reason == "this nvpool has no `nvpool mount --engine-of-tomorrow=7`"
-    assert "does not know" in pool.Pool(pool.Variant("later", configuration="[tomorrow]\nx = 1")).missing()
+    monkeypatch.setitem(pool.NEEDS, "grpc", "grpc_of_tomorrow")
+    assert "needs the Python package grpc_of_tomorrow" in pool.Pool(pool.Variant("later", transport="grpc")).missing()
     monkeypatch.setenv("PATH", "/nonexistent")
     for peer in (glusterfs.GlusterFS(), moosefs.MooseFS(), juicefs.JuiceFS()):
         assert peer.missing().endswith("is not installed (make bench-peers)")
@@ -138,7 +141,7 @@ def test_a_peer_that_is_not_installed_and_a_variant_that_this_nvpool_does_not_kn
 
 def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the_best_peer():
     subject = {"kind": "peer", "version": "1", "notes": "", "cold": "so", "missing": None}
-    load = {"key": "stat", "name": "stat", "unit": "files/s", "cold": True, "durable": False, "best_peer": "b",
+    load = {"key": "stat", "name": "stat", "unit": "files/s", "cold": True, "durable": False, "best_peer": "b", "by": "mount",
             "goals": {"same host": 2, "tcp": 1.5},
             "cells": {"a": {"best": 50.0}, "b": {"best": 100.0}, "mine": {"best": 150.0}, "plain": {"best": 1000.0}}}
     results = {"loads": [load], "columns": {"same host": "mine", "tcp": "mine"}, "date": "today",
@@ -146,6 +149,12 @@ def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the
     row = report._goals(results).splitlines()[-1]
     assert row == "| stat (files/s) | 1,000 | 100 b | 150 | 1.50 of 2 ✗ | 0.15 | 150 | 1.50 of 1.5 ✓ | 0.15 |"
     assert report.judged(2.5, 3.0, at_most=True) == "2.50 of 3 ✓" and report.judged(None, 1.0) == "–"
+    one = {"key": "sdk-one", "cells": {"mine": {"best": 20.0}}}
+    under = {"key": "socket", "cells": {report.SOCKET: {"best": 80.0}}}
+    floors = {floor.key: report.against(floor, [one, under], {"tcp": "mine"}) for floor in report.FLOORS}
+    assert floors["sdk-one"]["columns"] == {"same host": {"value": None, "goal": None, "reached": None},
+                                            "tcp": {"value": 4.0, "goal": 3.0, "reached": False}}
+    assert floors["sdk-many"]["columns"]["tcp"] == {"value": None, "goal": 150.0, "reached": None}
     found = {"rate": 1.0, "bytes_rate": 1.0, "p50_us": 1.0, "p99_us": 1.0}
     rounds = [found | {"rate": rate} for rate in (3.0, 1.0, 2.0)]
     assert report._way(compare.LOADS[0], rounds)["median"] == 2.0

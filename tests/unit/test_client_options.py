@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -15,7 +16,7 @@ from nvpool.testing.pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine"}
 CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20,
-           "short_cut": False, "locations_bytes": 1 << 20}
+           "transport": "stream", "short_cut": False, "locations_bytes": 1 << 20}
 
 
 def opened(where, **given) -> ClientOptions:
@@ -36,10 +37,12 @@ def test_every_key_of_the_section_is_an_option_with_the_same_default_or_the_moun
 
 def test_a_client_that_is_given_a_directory_behaves_as_its_configuration_says(tmp_path):
     (tmp_path / "poolmap.json").write_bytes(encode_map(LocalPool().pool_map))
-    lines = [f"{key} = {str(value).lower()}\n" for key, value in CHANGED.items()]
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in CHANGED.items()]
     (tmp_path / "node.toml").write_text("[client]\n" + "".join(lines))
     assert opened(tmp_path) == ClientOptions(**CHANGED)
     assert opened(tmp_path, options=ClientOptions(deadline_s=3.0)) == ClientOptions(deadline_s=3.0)
+    with pytest.raises(BadConfiguration, match="no transport 'carrier-pigeon' is installed; there are .*grpc"):
+        opened(tmp_path, options=ClientOptions(transport="carrier-pigeon"))
     (tmp_path / "node.toml").write_text("[client]\ndeadline = 1\n")
     with pytest.raises(BadConfiguration, match="did you mean deadline_s"):
         opened(tmp_path)

@@ -9,6 +9,7 @@ import stat
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.cache import OpenInode
+from nvpool.client.coming import Coming
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.reader import EMPTY
 from nvpool.client.vfs.contract import Caller, FileHandle
@@ -138,6 +139,14 @@ class Files(Names, Locks):
             return None
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
+
+    def begin_read(self, handle: FileHandle, offset: int, size: int) -> Coming | None:
+        """As `read`, begun: the commonest read that has to wait costs no task. None where `read` has to be asked. `read_now`
+        was tried before."""
+        file = handle.file
+        if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost or file.untold:
+            return None
+        return self.reader.begin(file, handle.ahead, offset, size)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
         """Up to `size` bytes, fewer only at the end of the file; the buffer is the caller's. ChecksumMismatch when no replica

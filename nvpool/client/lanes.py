@@ -1,0 +1,54 @@
+"""The ways to targets, the reads on them, and how many reads are packed: plain values of chunkclient and batchread."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from functools import lru_cache
+
+from nvpool.base.errors import NvpoolError
+from nvpool.client.cache import OpenInode
+from nvpool.client.coming import Coming
+
+
+@lru_cache(maxsize=1024)
+def reads_struct(count: int) -> struct.Struct:
+    return struct.Struct("<" + "QIIIHH" * count)
+
+
+@lru_cache(maxsize=1024)
+def results_struct(count: int) -> struct.Struct:
+    return struct.Struct("<" + "HHIQ" * count)
+
+
+class Lane:
+    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end."""
+
+    __slots__ = ("target", "endpoints", "pending", "pending_bytes", "scheduled", "in_flight")
+
+    def __init__(self, target: int, endpoints: tuple[str, ...]):
+        self.target = target
+        self.endpoints = endpoints
+        self.pending: list[Read] = []
+        self.pending_bytes = 0
+        self.scheduled = False
+        self.in_flight = 0
+
+
+class Read:
+    """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
+
+    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify")
+
+    def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
+                 future: asyncio.Future | Coming, deadline_s: float):
+        self.file = file
+        self.index = index
+        self.offset = offset
+        self.length = length
+        self.into = into
+        self.future = future
+        self.deadline_s = deadline_s
+        self.tries = 0
+        self.reason: NvpoolError | None = None
+        self.verify = False
