@@ -28,7 +28,7 @@ from nvpool.base.errors import (
     WrongShard,
 )
 from nvpool.base.ids import partition_of
-from nvpool.base.kept import KeptMemory
+from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
@@ -40,6 +40,7 @@ from nvpool.client.watch import keep_watch
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 NOBODY = 0
+_SEQUENCES_PER_LIFE_BITS = 36
 RENEW_INODES_MAX = 16384
 """In one renewal; the rest goes with the next, at once."""
 
@@ -327,8 +328,9 @@ class MetaClient:
             state.slots = deque(enumerate(last))
             state.unnamed = bool(state.open)
         else:
-            # One sequence is left out: the process before us may have sent it, and it may yet come.
-            state.slots = deque((slot, sequence + 1) for slot, sequence in enumerate(last) if slot not in state.early)
+            # Behind all that the processes before us may have sent: it may yet come, and must not be taken for ours.
+            first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
+            state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
             state.untold.clear()
         if self._kept is not None:
