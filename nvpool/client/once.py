@@ -48,8 +48,9 @@ class Once:
         self._memory = memory
         self._shards = shards
         self._give_back = give_back
-        self.held: dict[int, Held] = {}
-        """Requests of the kernel for which slots are held; `answered` has to be called when they are."""
+        self.held: dict[int, Held | None] = {}
+        """Requests of the kernel for which slots are held (None: since the process before us); `answered` has to be called when
+        they are."""
         self._early: dict[int, _Early] = {}
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
@@ -81,21 +82,31 @@ class Once:
         held = self.held.pop(unique, None)
         if held is not None:
             self._over(held)
+        elif unique in self._early:
+            self._forget(unique)
+
+    def _forget(self, unique: int) -> None:
+        """The kernel has the answer to it, whatever the process before us sent for it."""
+        early = self._early.pop(unique)
+        state = self._shards[early.shard]
+        del state.early[early.slot]
+        self._memory.clear_slot(state.record, early.slot)
+        if state.session:
+            self._give_back(state, early.slot, early.sequence, state.generation)
 
     def _over(self, held: Held) -> None:
         if held.state.generation == held.generation:
             self._memory.clear_slot(held.state.record, held.slot)
             self._give_back(held.state, held.slot, held.sequence, held.generation)
 
-    def all_came_again(self) -> None:
-        """Every request that the process before us left unanswered was handed to us by now: what else it sent was answered."""
-        self._early.clear()
-        for state in self._shards.values():
-            while state.early:
-                slot, sequence = state.early.popitem()
-                self._memory.clear_slot(state.record, slot)
-                if state.session:
-                    self._give_back(state, slot, sequence, state.generation)
+    def all_came_again(self, in_work: set[int]) -> None:
+        """Every request that the process before us left unanswered was handed to us by now, and we work at these: what else it
+        sent was answered."""
+        for unique in list(self._early):
+            if unique not in in_work:
+                self._forget(unique)
+            elif unique not in self.held:
+                self.held[unique] = None
 
     def note(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
         self._memory.clear_slot(number, slot)  # the mark of a change before would stand for half of this one

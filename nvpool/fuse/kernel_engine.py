@@ -260,7 +260,7 @@ class KernelEngine(KernelRequests):
                 except BlockingIOError:
                     if self._asked_again:
                         self._asked_again = False
-                        self._ops.all_came_again()
+                        self._ops.all_came_again({unique & FIRST for unique in self._work})
                     if len(self._work) > self._lock_waits or not self._look_out():
                         return  # what waits for reads is in work: they are sent now
                     continue

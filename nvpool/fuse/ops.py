@@ -536,11 +536,11 @@ class FuseOps(LockOps):
     async def created_before(self, opened: Opened) -> tuple[Attr, Opened]:
         return await self.getattr(self._files[opened.handle].inode), opened
 
-    def all_came_again(self) -> None:
-        """Whatever the kernel asks from now on it asks for the first time."""
+    def all_came_again(self, in_work: set[int]) -> None:
+        """Whatever the kernel asks from now on it asks for the first time; these requests are being worked at."""
         self._opened_before.clear()
         self._written_before.clear()
-        self._vfs.meta.once.all_came_again()
+        self._vfs.meta.once.all_came_again(in_work)
 
     @property
     def held(self) -> dict:
