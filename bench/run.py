@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -32,6 +31,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
+from report import machine  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -261,14 +261,6 @@ def table(results: list[dict]) -> str:
         rows.append(f"| {r['name']} | {number(r['value'])} {r['unit']} | {number(r['least'])}–{number(r['most'])} | "
                     f"{number(r['p50_us'])} µs | {number(r['p99_us'])} µs | {goal} | {share} |")
     return "\n".join(rows)
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = re.search(r"model name\s*:\s*(.*)", file.read())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return (f"{os.cpu_count()} cores ({model.group(1) if model else platform.machine()}), {memory:.0f} GiB, Linux "
-            f"{platform.release()}, Python {platform.python_version()}")
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from subjects.contract import OWNER, mounted_below, sweep
+from subjects.contract import OWNER, mounted_below, sweep, sweep_left
 
 PREFIX = "compare-"
 BUSY_MAX = 0.05
@@ -36,11 +36,7 @@ def workspace(parent: Path) -> Iterator[tuple[Path, list[Callable[[], None]]]]:
     these are called, and processes, mounts and files of the directory are gone; so is what a bench that was killed left beside
     it. An interruption ends here; further ones change nothing while it ends."""
     parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.resolve().glob(f"{PREFIX}*"):
-        owner = left / OWNER
-        if owner.is_file() and not Path(f"/proc/{owner.read_text()}").exists():
-            say(f"removing {left}, left by a bench that was killed")
-            sweep(left)
+    sweep_left(parent.resolve(), PREFIX, say)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)).resolve()
     (directory / OWNER).write_text(str(os.getpid()))
     numbers, ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), []

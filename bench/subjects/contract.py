@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 MARK = "NVPOOL_BENCH"
@@ -255,6 +256,15 @@ def sweep(directory: Path) -> None:
         subprocess.run(["umount", "-l", place], check=False, timeout=60)
     if not mounted_below(directory):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_left(directory: Path, prefix: str, say: Callable[[str], None]) -> None:
+    """What a bench that was killed has left there in a directory of its own, whose name begins so."""
+    for left in directory.glob(f"{prefix}*"):
+        owner = left / OWNER
+        if owner.is_file() and not Path(f"/proc/{owner.read_text()}").exists():
+            say(f"removing {left}, left by a bench that was killed")
+            sweep(left)
 
 
 def mounted_below(directory: Path) -> list[str]:

@@ -104,6 +104,12 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
+def _seen(task: asyncio.Task) -> None:
+    """Nobody may come for what was read ahead; who comes meets its failure."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _without_set_ids(mode: int) -> int | None:
     """The permissions that a regular file keeps when somebody writes it who may not make set-id files; None: all of them. A
     set-gid bit without the right to execute means something else."""
@@ -113,10 +119,19 @@ def _without_set_ids(mode: int) -> int | None:
     return kept if kept != mode & 0o7777 else None
 
 
-class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`."""
+class _Batch(NamedTuple):
+    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount."""
 
-    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes")
+    cursor: int
+    asked_s: float
+    changes: int
+    task: asyncio.Task
+
+
+class _OpenDirectory:
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them."""
+
+    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming")
 
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
@@ -127,6 +142,7 @@ class _OpenDirectory:
         self.more = True
         self.read_s = 0.0
         self.changes = -1
+        self.coming: _Batch | None = None
 
 
 class FuseOps(LockOps):
@@ -427,7 +443,7 @@ class FuseOps(LockOps):
         """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
 
         Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
-        time, while the directory changes. A name that is there all the time is seen once; memory is LIST_BATCH entries.
+        time, while the directory changes. A name that is there all the time is seen once; memory is twice LIST_BATCH entries.
         """
         directory = self._directories[handle]
         if cursor < 2:
@@ -437,16 +453,11 @@ class FuseOps(LockOps):
             if not add(b"..", Attr(inode=own.parent or own.inode, mode=S_IFDIR), 2):
                 return
             directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            self._drop_coming(directory)
             cursor = 2
         while True:
-            if cursor != directory.cursor or directory.changes != self._changes or (
-                    self._clock.boottime_s() - directory.read_s > self.options.attr_timeout_s):
-                directory.changes = self._changes
-                directory.read_s = self._clock.boottime_s()
-                directory.entries, directory.more = await self._vfs.readdir(
-                    directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH)
-                directory.at = 0
-                directory.cursor = cursor
+            if cursor != directory.cursor or self._is_old(directory.changes, directory.read_s):
+                await self._read_batch(directory, cursor)
             entries = directory.entries
             while directory.at < len(entries):
                 entry = entries[directory.at]
@@ -459,11 +470,40 @@ class FuseOps(LockOps):
                 return
             directory.changes = -1
 
+    def _is_old(self, changes: int, read_s: float) -> bool:
+        """What was read then is not what a listing may tell now."""
+        return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
+
+    async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
+        """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
+        coming = directory.coming
+        if coming is None or coming.cursor != cursor or coming.task.cancelled() or self._is_old(coming.changes, coming.asked_s):
+            self._drop_coming(directory)
+            coming = self._ask_batch(directory, cursor)
+        directory.coming = None
+        directory.entries, directory.more = await coming.task
+        directory.at = 0
+        directory.cursor, directory.changes, directory.read_s = cursor, coming.changes, coming.asked_s
+        if directory.more and directory.entries and cursor > 2:
+            directory.coming = self._ask_batch(directory, directory.entries[-1].cursor)
+
+    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> _Batch:
+        task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH))
+        task.add_done_callback(_seen)
+        return _Batch(cursor, self._clock.boottime_s(), self._changes, task)
+
+    @staticmethod
+    def _drop_coming(directory: _OpenDirectory) -> None:
+        coming, directory.coming = directory.coming, None
+        if coming is not None:
+            coming.task.cancel()
+
     async def releasedir(self, handle: int, again: bool = False) -> None:
         if again and handle not in self._directories:
             return
         directory = self._directories.pop(handle)
         self._handles.give_back(handle)
+        self._drop_coming(directory)
         await self._vfs.releasedir(directory.handle)
 
     async def fsyncdir(self, handle: int) -> None:

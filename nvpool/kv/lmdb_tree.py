@@ -207,9 +207,10 @@ class LmdbTree:
             try:
                 step("begun")
                 cursor = transaction.cursor()
+                # In the order of the changes. Sorted, the names of a directory that is being filled would come in rising order
+                # in front of other keys, where each page that LMDB divides leaves a half behind that gets no more: 159 bytes
+                # of LMDB a file instead of 151 with 1,000 files a directory, 187 instead of 160 with 100.
                 for slice_ in _slices(values):
-                    # In order, since neighbours share pages; not all at once, since a sort lets no other thread run.
-                    slice_.sort()
                     puts = []
                     for key in slice_:
                         if (value := values[key]) is None:

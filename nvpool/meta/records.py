@@ -146,7 +146,7 @@ _CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES = (1
 _KNOWN = (1 << 26) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES = ("", "H", "I", "Q")
-_OWNER_CODES = ("", "HH", "II")
+_OWNER_CODES = ("", "HH", "II", "H")
 _TIME_CODES = ("", "I", "q")
 _structs: dict[int, struct.Struct] = {}
 
@@ -224,7 +224,7 @@ class Inode:
 def _inode_struct(head: int) -> struct.Struct:
     """The layout of an inode whose first 32 bits are `head`: version (8 bits) and which fields follow how wide (24)."""
     size, owner, ctime, atime = head >> _SIZE & 3, head >> _OWNER & 3, head >> _CTIME & 3, head >> _ATIME & 3
-    if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or owner > 2 or ctime > 2 or atime > 2:
+    if head & 0xFF != _VERSION or head >> 8 > _KNOWN >> 8 or ctime > 2 or atime > 2:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
     code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
     code += "I" if head >> _LINKS & 1 else ""
@@ -247,9 +247,12 @@ def encode_inode(i: Inode) -> bytes:
         head |= (1 if size < 1 << 16 else 2 if size < 1 << 32 else 3) << _SIZE
         add(size)
     if uid or gid:
-        head |= (1 if uid < 1 << 16 and gid < 1 << 16 else 2) << _OWNER
         add(uid)
-        add(gid)
+        if uid == gid < 1 << 16:
+            head |= 3 << _OWNER
+        else:
+            head |= (1 if uid < 1 << 16 and gid < 1 << 16 else 2) << _OWNER
+            add(gid)
     if i.links != 1:
         head |= 1 << _LINKS
         add(i.links)
@@ -315,9 +318,9 @@ def decode_inode(number: int, raw: bytes) -> Inode:
     if head >> _SIZE & 3:
         size = values[at]
         at += 1
-    if head >> _OWNER & 3:
-        uid, gid = values[at], values[at + 1]
-        at += 2
+    if code := head >> _OWNER & 3:
+        uid, gid = values[at], values[at if code == 3 else at + 1]
+        at += 1 if code == 3 else 2
     if head >> _LINKS & 1:
         links = values[at]
         at += 1

@@ -264,3 +264,40 @@ def test_an_append_takes_file_capabilities_away(fs):
     fs.write(made.handle, 0, b"changed")
     fs.write(made.handle, 0, b"again")
     assert fs.listxattr(attr.inode) == [b"user.a"]
+
+
+
+def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
+    """And what was read ahead is not told after a change of ours."""
+    async def run():
+        vfs = CountingVfs()
+        ops = FuseOps(vfs, clock=ManualClock())
+        for number in range(4 * LIST_BATCH):
+            await vfs.mknod(ROOT, b"f%05d" % number, 0o100644, 0, ME)
+        handle = await ops.opendir(ROOT)
+        told, behind = [], 0
+
+        async def some():
+            nonlocal behind
+            last = len(told) + 100
+
+            def add(name, attr, cursor):
+                nonlocal behind
+                if len(told) == last:
+                    return False
+                told.append(name)
+                behind = cursor
+                return True
+            await ops.readdir(handle, behind, add)
+            return len(told) == last
+
+        while len(told) < LIST_BATCH + 200:
+            assert await some()
+        await asyncio.sleep(0)
+        assert vfs.calls["readdir"] == 3, "the third batch is asked for before it is wanted"
+        await ops.mknod(ROOT, b"zz-new", 0o100644, 0, ME)
+        while await some():
+            pass
+        assert b"zz-new" in told and len(told) == len(set(told)) == 4 * LIST_BATCH + 3
+        await ops.releasedir(handle)
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -705,3 +706,22 @@ def test_stored_records_have_the_bytes_of_the_golden_file(path):
             assert transaction.get(b"\xff" * 511) == mark
 
     run(main())
+
+
+# -- room ----------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_keys_that_are_filled_one_after_the_other_leave_no_half_empty_pages(path):
+    """As the names of new directories, which come in no order within theirs: a checkpoint must not sort them."""
+    async def fill():
+        chance, kept = random.Random(1), 0
+        async with opened(path, LmdbOptions(**QUIET)) as kv:
+            for group in chance.sample(range(200), 200):
+                for _ in range(300):
+                    key = group.to_bytes(8, "big") + chance.randbytes(24)
+                    kv.apply([(key, bytes(12))])
+                    kept += 8 + 2 + len(key) + 12 + 4  # LMDB's node with its place in the page, the CRC
+                await kv.checkpoint()
+            return kept / kv.statistics()["used_bytes"]
+
+    assert run(fill()) > 0.62  # two thirds; half when sorted

@@ -25,6 +25,9 @@ INODES = {
     "large sparse file": Inode(FILE, 0o100644, links=3, uid=70000, gid=70001, size=1 << 40, blocks=16, atime_ns=1,
                                mtime_ns=T, ctime_ns=T + 77, change=1 << 20, cut=9, table=3, chunk_bits=24,
                                flags=records.TOUCHED | records.HAS_XATTRS),
+    "file whose owner and group have one number": Inode(FILE, 0o100644, uid=1000, gid=1000, size=70_000, blocks=144,
+                                                        atime_ns=T - 5000, mtime_ns=T, ctime_ns=T, change=2,
+                                                        flags=records.TOUCHED),
     "root directory": Inode(1, 0o40755, links=2, atime_ns=T, mtime_ns=T, ctime_ns=T, parent=1),
     "wide directory": Inode(FILE, 0o42775, links=5, gid=5, size=70000, atime_ns=T, mtime_ns=T, ctime_ns=T, parent=1,
                             flags=records.WIDE),
@@ -80,6 +83,13 @@ def test_keys_and_records_are_those_of_the_golden_file():
 
 def test_partitions_and_name_hashes_are_those_of_the_golden_file():
     assert golden_partitions() == json.loads((GOLDEN / "partition.json").read_text())
+
+
+def test_an_owner_and_a_group_of_one_number_are_read_also_where_both_are_written():
+    inode = INODES["file whose owner and group have one number"]
+    older = "01860001a48115cd853dfe9c97170270110100e803e80388130000"
+    assert records.decode_inode(FILE, bytes.fromhex(older)) == inode
+    assert len(records.encode_inode(inode)) == len(older) // 2 - 2
 
 
 @pytest.mark.parametrize("name", INODES)

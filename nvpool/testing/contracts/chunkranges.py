@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 from nvpool.base import errors
@@ -24,6 +25,15 @@ async def holds(subject: Subject, expected: dict[int, bytes | bytearray]) -> Non
             assert await content(subject.store, 1, index) == bytes(data).ljust(MIB, b"\0"), index
         await is_sound(subject.store)
         await subject.restart()
+
+
+async def fill(store) -> None:
+    """Inode 1 gets chunks until there is no room for one more."""
+    index = 0
+    with contextlib.suppress(errors.NoSpace):
+        while True:
+            await put(store, 1, index, 0, some_bytes(MIB, index))
+            index += 1
 
 
 @check
@@ -116,13 +126,7 @@ async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(subj
 @check
 async def a_hole_can_be_made_where_there_is_no_room(subject: Subject) -> None:
     store = subject.store
-    index = 0
-    while True:
-        try:
-            await put(store, 1, index, 0, some_bytes(MIB, index))
-        except errors.NoSpace:
-            break
-        index += 1
+    await fill(store)
     await store.cut(1, 5000, 1, 20, MIB + 6000)
     assert await content(store, 1, 0) == some_bytes(MIB, 0)[:5000].ljust(MIB, b"\0")
     assert await content(store, 1, 1) == bytes(6000) + some_bytes(MIB, 1)[6000:]
@@ -232,13 +236,7 @@ async def a_copy_is_refused_as_a_write_is(subject: Subject) -> None:
 @check
 async def a_full_store_copies_nothing_that_grows(subject: Subject) -> None:
     store = subject.store
-    index = 0
-    while True:
-        try:
-            await put(store, 1, index, 0, some_bytes(MIB, index))
-        except errors.NoSpace:
-            break
-        index += 1
+    await fill(store)
     await refused(errors.NoSpace, store.copy((1, 0, 0), 2, 0, 0, MIB))
     await store.copy((1, 0, 0), 1, 1, 0, 64 * KIB)
     assert (await content(store, 1, 1))[:64 * KIB] == some_bytes(MIB, 0)[:64 * KIB]

@@ -1,0 +1,1 @@
+"""How a metadata shard does with very many files; see bench/scale.py."""
