@@ -219,8 +219,8 @@ class KernelRequests:
 
     def _on_open(self, count: int) -> None:
         _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
-        if unique > FIRST and (opened := self._ops.opened_before(unique & FIRST)) is not None:
-            self._opened(unique, opened)
+        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
+            self._opened(unique, self._ops.open_again(handle))
             return
         self._start(unique, "open", self._ops.open(node, flags, Caller(uid, gid, pid), bool(more & OPEN_KILL_SUIDGID)),
                     self._opened)
@@ -228,8 +228,8 @@ class KernelRequests:
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)
         _, _, unique, node, uid, gid, pid, _, _, flags, mode, _, _ = fields
-        if unique > FIRST and (opened := self._ops.opened_before(unique & FIRST)) is not None:
-            self._start(unique, "create", self._ops.created_before(opened), self._created)
+        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
+            self._start(unique, "create", self._ops.create_again(handle), self._created)
             return
         self._start(unique, "create", self._ops.create(node, name, mode, flags, Caller(uid, gid, pid)), self._created)
 
@@ -243,7 +243,7 @@ class KernelRequests:
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)
-        if fields[2] > FIRST and (handle := self._ops.opened_directory_before(fields[2] & FIRST)) is not None:
+        if fields[2] > FIRST and (handle := self._ops.handle_before(fields[2] & FIRST)) is not None:
             self._opened_directory(fields[2], handle)
             return
         self._start(fields[2], "opendir", self._ops.opendir(fields[3]), self._opened_directory)

@@ -36,6 +36,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound, NotSupported, NvpoolError
 from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
+from nvpool.fuse.again_ops import AgainOps
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -145,21 +146,18 @@ class _OpenDirectory:
         self.coming: _Batch | None = None
 
 
-class FuseOps(LockOps):
+class FuseOps(LockOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
-        super().__init__(vfs)
-        self._vfs = vfs
+        LockOps.__init__(self, vfs)
+        AgainOps.__init__(self, vfs)
         self.options = options or FuseOptions()
         self._clock = clock
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
         self._directories: dict[int, _OpenDirectory] = {}
-        self.kept = getattr(vfs, "kept", None)
         self._handles = Handles(self.kept)
-        self._opened_before: dict[int, int] = {}   # request of the kernel -> handle, of the process before us
-        self._written_before: dict[int, int] = {}  # request of the kernel -> bytes
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._changes = 0  # made through this mount; counted when they are done
@@ -561,34 +559,12 @@ class FuseOps(LockOps):
                 self._opened_before[one.unique] = one.number
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
-    def written_before(self, unique: int) -> int | None:
-        """How many bytes this write has taken, where the process before us has done it and was not heard."""
-        return self._written_before.get(unique)
-
-    def opened_before(self, unique: int) -> Opened | None:
+    def open_again(self, handle: int) -> Opened:
         """What `open` has answered, or would have, in the process before us."""
-        handle = self._opened_before.get(unique)
-        return Opened(handle, handle in self._appending, False) if handle is not None else None
+        return Opened(handle, handle in self._appending, False)
 
-    def opened_directory_before(self, unique: int) -> int | None:
-        return self._opened_before.get(unique)
-
-    async def created_before(self, opened: Opened) -> tuple[Attr, Opened]:
-        return await self.getattr(self._files[opened.handle].inode), opened
-
-    def all_came_again(self, in_work: set[int]) -> None:
-        """Whatever the kernel asks from now on it asks for the first time; these requests are being worked at."""
-        self._opened_before.clear()
-        self._written_before.clear()
-        self._vfs.meta.once.all_came_again(in_work)
-
-    @property
-    def held(self) -> dict:
-        """Requests of the kernel that `answered` is to be called for when they are; empty for ever where nothing is kept."""
-        return self._vfs.meta.once.held if self.kept is not None else {}
-
-    def answered(self, unique: int) -> None:
-        self._vfs.meta.once.answered(unique)
+    async def create_again(self, handle: int) -> tuple[Attr, Opened]:
+        return await self.getattr(self._files[handle].inode), self.open_again(handle)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
