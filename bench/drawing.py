@@ -21,6 +21,12 @@ class Line(NamedTuple):
     colour: int = 0
 
 
+def _round_step(least: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= least)
+
+
 class Sheet:
     """Charts are added from the top to the bottom; `svg` is the whole."""
 
@@ -42,7 +48,8 @@ class Sheet:
         ys = [y for line in lines for _, y in line.points if y > 0]
         if not ys:
             return
-        low, high = 0.0, max(ys) * 1.05
+        step = _round_step(max(ys) / 4)
+        low, high = 0.0, math.ceil(max(ys) / step) * step
         if log_y:
             low, high = 10.0 ** math.floor(math.log10(min(ys))), 10.0 ** math.ceil(math.log10(max(ys)))
 
@@ -55,7 +62,7 @@ class Sheet:
             return bottom - share * (bottom - top)
 
         steps = [10.0 ** power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)] if log_y else \
-            [high * part / 4 for part in range(5)]
+            [step * part for part in range(round(high / step) + 1)]
         for y in steps:
             self._add(f'<line x1="{left}" x2="{WIDTH - LEFT}" y1="{down(y):.1f}" y2="{down(y):.1f}" stroke="#ddd"/>'
                       f'<text x="{left - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{y:,.0f}</text>')

@@ -3,11 +3,11 @@ targets and more client processes bring.
 
     make bench-questions                                           three rounds of everything
     python bench/questions.py --rounds 1 --seconds 0.5             a first look
-    python bench/questions.py --only layers                        one of: concurrency, layers, scaling
+    python bench/questions.py --only layers                        one of: concurrency, layers, throughput
 
-4 KiB random reads (scaling: 128 KiB too) of a file that fits into memory; floors and pools are there at once on the drive of
+4 KiB random reads (throughput: 128 KiB too) of a file that fits into memory; floors and pools are there at once on the drive of
 --directory and take turns, and the processors are kept awake for all of them (/dev/cpu_dma_latency). For what is "cold" the
-page cache of the machine is dropped before. A figure is the median of the rounds. concurrency.py, layers.py and scaling.py
+page cache of the machine is dropped before. A figure is the median of the rounds. concurrency.py, layers.py and throughput.py
 say what is measured and why. Needs root: it mounts, and drops the page cache. Ends and removes all it started, also when
 interrupted.
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import concurrency  # noqa: E402
 import layers  # noqa: E402
 import loads  # noqa: E402
-import scaling  # noqa: E402
+import throughput  # noqa: E402
 from compare import Comparison  # noqa: E402
 from drawing import Line, Sheet  # noqa: E402
 from report import commit, machine  # noqa: E402
@@ -41,7 +41,7 @@ from workloads import KIB, MIB, Sizes  # noqa: E402
 from workspace import can_keep_awake, minutes, processors_awake, say, workspace  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-QUESTIONS = ("concurrency", "layers", "scaling")
+QUESTIONS = ("concurrency", "layers", "throughput")
 BY_COLUMN = {variant.column: variant for variant in VARIANTS if variant.column}
 SHORT, STREAM = BY_COLUMN["same host"], BY_COLUMN["tcp"]
 
@@ -135,15 +135,15 @@ def scaled(directory: Path, options: argparse.Namespace, ends: list) -> dict:
         found: dict[tuple, list[dict]] = {}
         for turn in range(options.rounds):
             for variant, way in ((STREAM, "stream"), (SHORT, "short cut")):
-                for block, block_bytes in scaling.BLOCKS.items():
+                for block, block_bytes in throughput.BLOCKS.items():
                     command = pool.sdk_command("flight", "/large", "--region", region, "--block", block_bytes, "--in-flight",
-                                               scaling.IN_FLIGHT, "--seconds", options.seconds, "--wait", variant=variant)
+                                               throughput.IN_FLIGHT, "--seconds", options.seconds, "--wait", variant=variant)
                     for processes in options.clients:
-                        one = scaling.together(command, processes, pool.environment(), options.seconds)
+                        one = throughput.together(command, processes, pool.environment(), options.seconds)
                         found.setdefault((way, block, processes), []).append(one)
                         say(f"round {turn + 1}: {targets} targets, {processes} clients, {way}, {block}: "
                             f"{one['rate']:,.0f} reads/s")
-        rows += [{"way": way, "block": block, "targets": targets, "processes": processes} | scaling.medians(ones)
+        rows += [{"way": way, "block": block, "targets": targets, "processes": processes} | throughput.medians(ones)
                  for (way, block, processes), ones in found.items()]
         pool.stop()
     return {"rows": rows}
@@ -162,9 +162,9 @@ def markdown(results: dict) -> str:
     if "layers" in results:
         parts += ["## Cost of a read, layer by layer", layers.table(results["layers"]["rows"]),
                   "By subtraction of floors of the same run; see layers.py. The remainder is what they do to one another."]
-    if "scaling" in results:
-        parts += ["## Targets and client processes", scaling.table(results["scaling"]["rows"]),
-                  f"All on one drive and the same processors; {scaling.IN_FLIGHT} reads in flight a process."]
+    if "throughput" in results:
+        parts += ["## Targets and client processes", throughput.table(results["throughput"]["rows"]),
+                  f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -189,11 +189,11 @@ def chart(results: dict) -> str:
                       [(layers.name_of(row), [*(row["layers"][name] for name in layers.LAYERS), row["remainder"]])
                        for row in rows],
                       [*layers.LAYERS, "remainder"], "µs")
-    if "scaling" in results:
-        for block in scaling.BLOCKS:
+    if "throughput" in results:
+        for block in throughput.BLOCKS:
             for way in ("stream", "short cut"):
                 groups: dict[int, dict[int, float]] = {}
-                for row in results["scaling"]["rows"]:
+                for row in results["throughput"]["rows"]:
                     if (row["block"], row["way"]) == (block, way):
                         groups.setdefault(row["targets"], {})[row["processes"]] = row["rate"]
                 sheet.bars(f"{block} reads a second, {way}, by targets and client processes",
@@ -210,7 +210,7 @@ def numbers(text: str) -> list[int]:
 def expected_s(options: argparse.Namespace, wanted: list[str]) -> float:
     """A step takes its seconds and about one more: for a process to start, or a mount to be made anew."""
     steps = {"concurrency": 4 * len(options.in_flight), "layers": 15,
-             "scaling": 4 * len(options.targets) * len(options.clients)}
+             "throughput": 4 * len(options.targets) * len(options.clients)}
     return 60 + options.rounds * (options.seconds + 1.2) * sum(steps[name] for name in wanted)
 
 
@@ -220,7 +220,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each step")
     parser.add_argument("--region-mib", type=int, default=64, help="the part of each file that is read")
     parser.add_argument("--only", choices=QUESTIONS, action="append", help="one question; repeat it")
-    for name, default in (("in-flight", concurrency.LEVELS), ("targets", scaling.TARGETS), ("clients", scaling.PROCESSES)):
+    for name, default in (("in-flight", concurrency.LEVELS), ("targets", throughput.TARGETS),
+                          ("clients", throughput.PROCESSES)):
         parser.add_argument(f"--{name}", type=numbers, default=default, metavar="N,…")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
     parser.add_argument("--results", type=Path, help="write questions.json, questions.md and questions.svg there")
@@ -243,8 +244,8 @@ def main(words: list[str] | None = None) -> int:
             if "layers" in wanted:
                 results["layers"] = asked.layers()
             asked.stop()
-        if "scaling" in wanted:
-            results["scaling"] = scaled(directory, options, ends)
+        if "throughput" in wanted:
+            results["throughput"] = scaled(directory, options, ends)
         whole = options.rounds >= 3 and not options.only
     results["took_s"] = round(time.monotonic() - begin)
     print(markdown(results))

@@ -80,7 +80,7 @@ class Place:
         return fio(self, self.large, pattern, block_bytes, threads, direct=direct)
 
     def reread(self, turn: str) -> dict:
-        fio(self, self.large, "read", MIB, 1)
+        self.subject.run("dd", f"if={self.large}", "of=/dev/null", "bs=1M", "status=none", timeout_s=WAIT_S)  # all of it
         return fio(self, self.large, "read", MIB, 1)
 
     def write(self, turn: str) -> dict:

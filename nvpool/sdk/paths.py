@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from nvpool.base.errors import NotADirectory, NotFound, NvpoolError, TooManySymlinks
@@ -35,15 +33,22 @@ def names_of(path: Path) -> list[bytes]:
     return [name for name in os.fsencode(path).split(b"/") if name and name != b"."]
 
 
-@contextmanager
-def as_os_error(path: Path | None = None) -> Iterator[None]:
+class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 µs to each read)
     """nvpool's errors leave as OSError (FileNotFoundError and its like), with the reason as their cause."""
-    try:
-        yield
-    except NvpoolError as error:
-        if path is None:
-            raise OSError(error.errno, str(error)) from error
-        raise OSError(error.errno, str(error), os.fspath(path)) from error
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, NvpoolError):
+            if self._path is None:
+                raise OSError(error.errno, str(error)) from error
+            raise OSError(error.errno, str(error), os.fspath(self._path)) from error
 
 
 async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:

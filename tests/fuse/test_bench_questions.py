@@ -38,9 +38,9 @@ def test_all_questions_are_answered_with_tables_and_charts_and_nothing_is_left(t
     for row in found["layers"]["rows"]:
         assert tuple(row["layers"]) == layers.LAYERS
         assert sum(row["layers"].values()) + row["remainder"] == pytest.approx(row["whole"])
-    assert {(row["way"], row["block"]) for row in found["scaling"]["rows"]} == {
+    assert {(row["way"], row["block"]) for row in found["throughput"]["rows"]} == {
         (way, block) for way in ("stream", "short cut") for block in ("4 KiB", "128 KiB")}
-    assert all(row["rate"] > 0 and row["targets"] == row["processes"] == 2 for row in found["scaling"]["rows"])
+    assert all(row["rate"] > 0 and row["targets"] == row["processes"] == 2 for row in found["throughput"]["rows"])
     text = (tmp_path / "results" / "questions.md").read_text()
     assert text.startswith(done.stdout.rstrip("\n")) and "**knee**" in text
     xml.dom.minidom.parseString((tmp_path / "results" / "questions.svg").read_text())

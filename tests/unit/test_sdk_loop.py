@@ -1,0 +1,73 @@
+"""A thread that waits for work on the SDK's loop: what it gets, and what becomes of the work when it does not wait on."""
+
+import asyncio
+import concurrent.futures
+import signal
+import threading
+
+import pytest
+
+from nvpool.sdk.loop import _Call
+
+
+@pytest.fixture
+def loop():
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(10)
+    made.close()
+
+
+async def given(value):
+    await asyncio.sleep(0)
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def test_what_the_work_returns_or_raises_comes_to_the_thread(loop):
+    assert _Call(loop, given(7)).wait() == 7
+    with pytest.raises(FileNotFoundError, match="gone"):
+        _Call(loop, given(FileNotFoundError("gone"))).wait()
+    with pytest.raises(concurrent.futures.CancelledError):
+        _Call(loop, given(asyncio.CancelledError())).wait()
+
+
+def test_many_threads_wait_at_once_and_each_gets_its_own(loop):
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(lambda number: _Call(loop, given(number)).wait(), range(500)))
+    assert found == list(range(500))
+
+
+def test_work_whose_thread_is_interrupted_is_cancelled(loop):
+    begun, ended = threading.Event(), threading.Event()
+
+    async def work():
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def interrupt():
+        begun.wait(10)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            _Call(loop, work()).wait()
+        assert ended.wait(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_after_the_loop_has_ended_nothing_is_begun():
+    ended = asyncio.new_event_loop()
+    ended.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        _Call(ended, given(1)).wait()
