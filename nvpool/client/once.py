@@ -70,6 +70,7 @@ class Once:
         held = self.held.pop(unique, None)
         if held is not None:
             if held.state is state and held.generation == state.generation:
+                self._memory.clear_slot(state.record, held.slot)  # its mark would stand for half of what comes next
                 return held.slot, held.sequence + 1, held.generation
             self._over(held)
         early = self._early.get(unique)
@@ -109,7 +110,6 @@ class Once:
                 self.held[unique] = None
 
     def note(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
-        self._memory.clear_slot(number, slot)  # the mark of a change before would stand for half of this one
         self._memory.keep_slot(number, slot, sequence, method, unique)
 
     def lost(self, shard: int) -> None:

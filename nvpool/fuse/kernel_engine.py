@@ -208,7 +208,7 @@ class KernelEngine(KernelRequests):
         self._mount = None
 
     def _ask_again(self) -> None:
-        """The kernel queues what it was not answered, in front of all else."""
+        """The kernel queues what it was not answered, in front of all else. Before it has greeted nothing else is in there."""
         try:
             os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
         except OSError as error:

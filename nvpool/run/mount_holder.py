@@ -31,6 +31,8 @@ from nvpool.base.clock import SYSTEM_CLOCK
 QUICK_DEATHS_MAX = 3
 """Serving processes that die before they serve are started again at once so often; after that with a pause that grows."""
 PAUSE_S_MAX = 5.0
+DEATHS_MAX = 15
+"""Before they served, one after another, in some 40 seconds: then the mount ends, and with it the calls that wait in it."""
 LEAVE_S = 10.0
 """For what a process has in work when it is replaced on purpose. What is left then its successor is handed."""
 
@@ -168,6 +170,9 @@ class Holder:
         self._died_s = SYSTEM_CLOCK.boottime_s()
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
+        if self._deaths >= DEATHS_MAX:
+            log.error("no serving process comes up; the mount is dead now, clean it up with: nvpool umount")
+            return code if code is not None and code > 0 else 70
         pause_s = 0.0 if over <= 0 else min(0.1 * 2 ** over, PAUSE_S_MAX)
         self._start_s = SYSTEM_CLOCK.boottime_s() + pause_s
         log.warning("the serving process has died (%s)%s; another one goes on%s", _told(code),

@@ -502,6 +502,22 @@ def test_sigterm_after_a_kill_stores_everything_and_leaves_no_mount(own):
     assert again.end() == 0
 
 
+def test_a_successor_that_can_not_start_is_tried_again_until_it_can(own):
+    held = own.mount(own.directory.parent / "m-config", "--holder", "--drain-s", "2")
+    (held.place / "config").write_bytes(b"1" * 9000)
+    node = own.directory / "node.toml"
+    before = node.read_bytes()
+    try:
+        node.write_bytes(before + b"\n[nothing]\nsense = 1\n")
+        os.kill(serving(held), signal.SIGKILL)
+        wait_until(lambda: held.log.read_text().count("before it served") >= 2, "attempts")
+        assert held.process.poll() is None
+    finally:
+        node.write_bytes(before)
+    assert (held.place / "config").read_bytes() == b"1" * 9000
+    assert held.end() == 0
+
+
 def test_a_mount_that_can_not_outlive_its_process_says_so_where_it_is_asked_to(own, tmp_path):
     done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--holder", "--engine", "pyfuse3",
                            own.directory, tmp_path], capture_output=True, text=True, timeout=30, check=False)

@@ -46,8 +46,9 @@ def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_an
     once.note(0, 5, 40, MKDIR, 1000)
     once.held[1000] = Held(session, 5, 40, 1)
     assert once.slot_of(1000, session, CHMOD) == (5, 41, 1), "its next change goes in the same slot"
+    once.note(0, 5, 41, CHMOD, 1000)
     once.held[1000] = Held(session, 5, 41, 1)
-    assert begin(memory)[1].early == {5: 40} and not free
+    assert begin(memory)[1].early == {5: 41} and not free
     once.answered(1000)
     assert free == [(5, 41)] and begin(memory)[1].early == {}
 
