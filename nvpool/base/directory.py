@@ -58,6 +58,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     mountpoint: str = ""
     software: str = ""
     engine: str = ""
+    pause_ms: int = 0
+    """Of a mount whose process goes on after another one: for how long nobody served."""
 
     @property
     def identity(self) -> Identity:
@@ -275,7 +277,7 @@ class PoolDirectory:
     def dead_mounts(self) -> dict[str, ProcessState]:
         """Announced mounts whose process is gone (kill -9) while their mount points are still mounted: all that is done there
         ends in ENOTCONN until somebody unmounts. Touches none of them."""
-        running = self.states("mount-")
+        running = self.states("mount-") | self.states("holder-")
         found = {path.stem: self.state_of(path.stem) for path in sorted(self.run.glob("mount-*.json"))}
         return _still_mounted({name: state for name, state in found.items() if state is not None and name not in running},
                               running)
@@ -289,10 +291,10 @@ def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessStat
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
-                 software: str = "", engine: str = "") -> ProcessState:
-    """The state of this process, for PoolDirectory.announce."""
-    pid, start, boot = own_identity()
-    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine)
+                 software: str = "", engine: str = "", pause_ms: int = 0, identity: Identity | None = None) -> ProcessState:
+    """The state of this process, or of the one with that identity, for PoolDirectory.announce."""
+    pid, start, boot = identity or own_identity()
+    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine, pause_ms)
 
 
 def check_name(name: str) -> None:

@@ -21,6 +21,7 @@ examples:
   nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
   nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
   nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
+  nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
 """)
 @click.argument("pool", metavar="POOL")
 @click.argument("mountpoint", metavar="MOUNTPOINT")
@@ -43,6 +44,9 @@ examples:
               help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
 @click.option("--congestion-threshold", type=click.IntRange(1, 65535),
               help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
+@click.option("--holder/--no-holder", default=None,
+              help="Whether the mount outlives a crash or upgrade of its process; needs engine kernel and Linux 6.9. "
+                   "[where it can]")
 @click.option("--transport", metavar="SCHEME",
               help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
                    "node.toml, else the best that both ends have]")
@@ -51,12 +55,19 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, transport: str | None, no_short_cut: bool, options: tuple[str, ...],
-          as_json: bool) -> None:
+          congestion_threshold: int | None, holder: bool | None, transport: str | None, no_short_cut: bool,
+          options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
-    Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back.
+    Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
+    also when its own process dies.
+
+    With the word upgrade in place of POOL (a pool of that name is ./upgrade) the process that serves MOUNTPOINT is replaced by
+    one of the software that is installed now: open files, locks and what was written stay.
     """
+    if pool == "upgrade":
+        _upgrade(mountpoint, wait_s, as_json)
+        return
     from nvpool.base.mounts import place_of
     from nvpool.cli.mounts import mount_command, mount_pool
     from nvpool.cli.reach import directory_of
@@ -67,7 +78,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
     place = str(place_of(mountpoint))
     words = tuple(word for wanted, word in (
         (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
-        (no_short_cut, "--no-short-cut")) if wanted)
+        (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
         ("--congestion-threshold", congestion_threshold), ("--transport", transport)) if value is not None)
@@ -80,6 +91,17 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         print_json({"pool": pool, "mountpoint": place, "pid": pid})
     else:
         click.echo(f"{pool} is mounted at {place} (process {pid})")
+
+
+def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:
+    from nvpool.base.mounts import place_of
+    from nvpool.cli.mounts import upgrade
+    done = upgrade(mountpoint, wait_s)
+    if as_json:
+        print_json({"mountpoint": str(place_of(mountpoint)), "pid": done.pid, "pause_ms": done.pause_ms})
+    else:
+        told = f", after a pause of {done.pause_ms} ms" if done.pause_ms is not None else ""
+        click.echo(f"process {done.pid} serves {mountpoint} now{told}")
 
 
 def log_of(pool: str, place: str) -> Path:

@@ -1,4 +1,4 @@
-"""How a mount of ours is made and ended.
+"""How a mount of ours is made and ended, and how its process is replaced.
 
 Called by `mount`, `umount`, `dev` and `pool destroy`. Guarantees that nothing here waits for a dead mount. Never unmounts
 what is not nvpool's.
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
@@ -28,6 +29,8 @@ if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), 2 | 8):  
     sys.exit(os.strerror(ctypes.get_errno()))
 """
 """umount(8) looks at the mount first, also when lazy, and so waits for what does not answer."""
+
+_DAEMON, _HOLDER = b"nvpool.run.mount_daemon", b"nvpool.run.mount_holder"
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
@@ -73,8 +76,8 @@ def _mount_of(pid: int, place: str, pool: str) -> bool:
     directory = PoolDirectory(pool)
     if found is None or not found.ours or not directory.exists():
         return found is not None and found.ours
-    state = directory.state_of(f"mount-{pid}")
-    return state is not None and state.mountpoint == place
+    return any(state is not None and state.mountpoint == place
+               for state in (directory.state_of(f"mount-{pid}"), directory.state_of(f"holder-{pid}")))
 
 
 def _ended(code: int, errors: list[str], log: Path) -> NvpoolError:
@@ -128,8 +131,65 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     return lazy
 
 
+class Upgraded(NamedTuple):
+    """`pause_ms`: for how long nobody served; None where no pool directory of this machine tells."""
+
+    pid: int
+    pause_ms: int | None
+
+
+def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
+    """Replace the process that serves the mount at `mountpoint` by one of the software that is installed now; nobody who uses
+    the mount sees more than a pause. On return the new one serves.
+
+    NotFound and InvalidRequest where there is no such mount, or it does not outlive its process. Unavailable when the new
+    process does not start: the old one goes on. DeadlineExceeded when nothing came of it within wait_s.
+    """
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    place = str(place_of(mountpoint))
+    found = mount_at(place)
+    if found is None or not found.ours:
+        raise NotFound(f"no mount of nvpool is at {mountpoint}")
+    holders = _daemons_of(place, {_HOLDER})
+    before = _daemons_of(place, {_DAEMON})
+    try:
+        if len(holders) != 1 or not before:
+            raise InvalidRequest(f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again")
+        signal.pidfd_send_signal(next(iter(holders.values())), signal.SIGUSR1)
+        heir = 0
+        while SYSTEM_CLOCK.boottime_s() < deadline_s:
+            now = _daemons_of(place, {_DAEMON})
+            for pidfd in now.values():
+                os.close(pidfd)
+            newer = now.keys() - before.keys()
+            if newer and not now.keys() & before.keys() and look_at(place) == "alive":
+                pid = max(newer)
+                return Upgraded(pid, _pause_of(pid))
+            if heir and heir not in now:
+                raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
+                                  "the log of the mount has the reason")
+            heir = heir or max(newer, default=0)
+            pause(0.02)
+        raise DeadlineExceeded(f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason")
+    finally:
+        for pidfd in (*holders.values(), *before.values()):
+            os.close(pidfd)
+
+
+def _pause_of(pid: int) -> int | None:
+    try:
+        words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    directory = PoolDirectory(os.fsdecode(words[-3])) if len(words) > 3 else None
+    state = directory.state_of(f"mount-{pid}") if directory is not None and directory.exists() else None
+    return state.pause_ms if state is not None else None
+
+
 def _ask_to_end(daemons: dict[int, int]) -> None:
-    for pidfd in daemons.values():
+    """The holder, where there is one, passes it on."""
+    holders = [pid for pid in daemons if _runs(pid, {_HOLDER})]
+    for pidfd in [daemons[pid] for pid in holders] or daemons.values():
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
 
@@ -162,8 +222,16 @@ def _umount(place: str, lazy: bool, deadline_s: float) -> None:
         raise Refused(f"{place} could not be unmounted: {said.strip()}{hint}")
 
 
-def _daemons_of(place: str) -> dict[int, int]:
-    """The mount daemons that serve `place`: pid -> pidfd."""
+def _runs(pid: int, programs: set[bytes]) -> bool:
+    try:
+        return not programs.isdisjoint(Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0"))
+    except OSError:
+        return False
+
+
+def _daemons_of(place: str, programs: set[bytes] | None = None) -> dict[int, int]:
+    """The mount daemons and holders of `place`, or those that run these programs: pid -> pidfd."""
+    programs = programs or {_DAEMON, _HOLDER}
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -176,7 +244,7 @@ def _daemons_of(place: str) -> dict[int, int]:
             words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
         except OSError:
             words = []
-        if b"nvpool.run.mount_daemon" in words and os.fsencode(place) in words:
+        if programs & set(words) and os.fsencode(place) in words:
             found[int(entry)] = pidfd
         else:
             os.close(pidfd)

@@ -8,6 +8,7 @@ can be repeated. Never follows a symbolic link.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +120,11 @@ def stop(directory: PoolDirectory) -> Flock:
     Handles what a crash leaves too: children without a supervisor, and a supervisor that one of them is just starting; and
     mounts that this name space does not see any more. Unavailable when something does not end even when it is killed.
     """
-    for state in directory.states("mount-").values():  # first: they want to store what was written
-        _end(state.identity, _DRAIN_S)
+    # First: they want to store what was written. Where one does not end, who holds it and who serves it die together, or the
+    # one would start the other again.
+    mounting = [state.identity for kind in ("holder-", "mount-") for state in directory.states(kind).values()]
+    for identity in mounting:
+        _end(identity, _DRAIN_S, mounting)
     deadline_s = SYSTEM_CLOCK.boottime_s() + 2 * _DRAIN_S
     while SYSTEM_CLOCK.boottime_s() < deadline_s:
         holder = directory.supervisor()
@@ -138,7 +143,8 @@ def stop(directory: PoolDirectory) -> Flock:
     raise Unavailable(f"the pool {directory.path} could not be stopped; `ps` shows its processes")
 
 
-def _end(identity: Identity, drain_s: float) -> None:
+def _end(identity: Identity, drain_s: float, together: Sequence[Identity] = ()) -> None:
+    """Ask the process to end, and kill it when it has not after drain_s; before that those `together` with it stop."""
     try:
         pidfd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
@@ -147,6 +153,9 @@ def _end(identity: Identity, drain_s: float) -> None:
         for number, wait_s in ((signal.SIGTERM, drain_s), (signal.SIGKILL, 10.0)):
             if not runs(identity):
                 return
+            for one in together if number == signal.SIGKILL else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGSTOP if runs(one) else 0)
             try:
                 signal.pidfd_send_signal(pidfd, number)
             except ProcessLookupError:

@@ -73,7 +73,7 @@ class ChunkClient:
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, Lane] = {}
         self.epoch = view.map.epoch
-        self._sequence = 0
+        self.sequence = 0
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
@@ -129,6 +129,9 @@ class ChunkClient:
         if table is None:
             raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
         return table.chains[chain_of(file.inode, index)].targets
+
+    def all_targets(self) -> set[int]:
+        return {target for table in self._view.map.tables for chain in table.chains for target in chain.targets}
 
     def targets_of(self, file: OpenInode) -> set[int]:
         """All targets that can hold chunks of the file."""
@@ -415,8 +418,8 @@ class ChunkClient:
         # of the chunk is taken for a repetition, and not done.
         slot = await self._take_slot(deadline_s)
         try:
-            self._sequence += 1
-            return await work(slot, self._sequence)
+            self.sequence += 1
+            return await work(slot, self.sequence)
         finally:
             self._slots.append(slot)
             self._wake()
@@ -476,7 +479,7 @@ class ChunkClient:
                     raise
                 await self.mend(file, error, reason, tries, deadline_s, WRITE)
 
-    async def flush(self, file: OpenInode | None, targets: Sequence[int]) -> None:
+    async def flush(self, targets: Sequence[int]) -> None:
         """Return when everything that these targets have answered survives the loss of power."""
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         waiting = [self._loop.create_task(self._flush_one(target, deadline_s)) for target in targets]

@@ -28,16 +28,19 @@ from nvpool.base.errors import (
     WrongShard,
 )
 from nvpool.base.ids import partition_of
+from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
+from nvpool.client.once import Held, Once, asking
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.watch import keep_watch
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 NOBODY = 0
+_SEQUENCES_PER_LIFE_BITS = 36
 RENEW_INODES_MAX = 16384
 """In one renewal; the rest goes with the next, at once."""
 
@@ -65,10 +68,15 @@ class ShardSession:
         self.untold: dict[int, int] = {}                 # of `open`: what the shard has not been told of
         self.telling: asyncio.Task | None = None
         self.tell_now = asyncio.Event()
+        self.record = -1                                 # of the memory that outlives this process
+        self.earlier: tuple[int, bytes] | None = None    # the session and secret of the process before us, to be taken up
+        self.taken_up = -1                               # the generation in which it was
+        self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
 
 
 class MetaClient:
-    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str):
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
+                 kept: KeptMemory | None = None):
         self._view = view
         self._dialer = dialer
         self._options = options
@@ -76,6 +84,8 @@ class MetaClient:
         self._name = name
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
+        self._kept = kept
+        self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
         self.on_lost: Callable[[int], None] = lambda shard: None
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
@@ -111,16 +121,17 @@ class MetaClient:
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
-                     file: OpenInode | None = None):
+                     file: OpenInode | None = None, once: bool = False):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
 
         Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out. LockLost when `file`, on whose
-        behalf it is, has lost its locks: it is not sent in a later session.
+        behalf it is, has lost its locks: it is not sent in a later session. `once`: see `client/once`.
         """
         self.counters["changes"] += 1
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
         tries, reason, uncertain = 0, None, False
         state, slot, sequence, generation = None, 0, 0, 0
+        unique = asking() if once and self.once is not None else 0
         change = request.change
         change.uid, change.gid = uid, gid
         try:
@@ -130,14 +141,17 @@ class MetaClient:
                     if now is not state or state.generation != generation:
                         if uncertain:
                             raise Disconnected("the session ended before the answer to a change came")
-                        self._give_back(state, slot, sequence, generation)
+                        self._leave(unique, state, slot, sequence, generation)
                         state = None
                         if not now.session:
                             await self._ensure_session(now, deadline_s)
                         if file is not None and file.lost:
                             raise LockLost()
-                        slot, sequence, generation = await self._take_slot(now, deadline_s)
+                        slot, sequence, generation = (self.once.slot_of(unique, now, method) if unique else None) \
+                            or await self._take_slot(now, deadline_s)
                         state = now
+                        if unique:
+                            self.once.note(state.record, slot, sequence, method, unique)
                         change.session, change.slot, change.sequence = state.session, slot, sequence
                     change.map_epoch = self._view.map.epoch
                     return decoded(reply_type, await self._send(state, method, request, deadline_s))
@@ -154,7 +168,7 @@ class MetaClient:
             self.leases.end_all(self._shard_of(inode).watch)
             raise
         finally:
-            self._give_back(state, slot, sequence, generation)
+            self._leave(unique, state, slot, sequence, generation)
 
     async def ask_shard(self, shard: int, method: int, request, reply_type):
         """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
@@ -192,6 +206,11 @@ class MetaClient:
     def session_of(self, inode: int) -> int:
         """The session at the inode's shard; 0: none at the moment."""
         return self._shard_of(inode).session
+
+    def was_taken_up(self, inode: int) -> bool:
+        """Whether the session at the inode's shard is that of the process before us."""
+        state = self._shard_of(inode)
+        return state.taken_up == state.generation
 
     def _shard_of(self, inode: int) -> ShardSession:
         return self._state(self.shard_of(inode))
@@ -249,6 +268,22 @@ class MetaClient:
         slot, sequence = state.slots.popleft()
         return slot, sequence + 1, state.generation
 
+    def _leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+        """The slot is not used any more; where a request of the kernel has it, when that is answered."""
+        if unique and state is not None and state.generation == generation and sequence:
+            self.once.held[unique] = Held(state, slot, sequence, generation)
+        else:
+            self._give_back(state, slot, sequence, generation)
+
+    def take_over(self, opened: list[int]) -> None:
+        """Go on with the sessions of the process before us, which had these inodes open."""
+        for shard, (record, session, secret) in self._kept.shards().items():
+            state = self._state(shard)
+            state.record, state.earlier = record, (session, secret)
+            state.early = self.once.take_over(shard, record)
+        for inode in opened:
+            self._shard_of(inode).open[inode] = 1
+
     def _give_back(self, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         if state is not None and state.generation == generation and sequence:
             state.slots.append((slot, sequence))
@@ -271,17 +306,39 @@ class MetaClient:
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
         request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases)
+        if state.earlier is not None:
+            request.session, request.secret = state.earlier
+            request.names_open, request.opened = True, _inodes(list(state.open))
         sent_s = self._clock.boottime_s()
-        raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
+        try:
+            raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
+        except StaleSession:
+            if state.earlier is None:
+                raise
+            self._not_taken_up(state)
+            await self._open_session(state, deadline_s)
+            return
         reply = decoded(meta_pb2.OpenSessionReply, raw)
         state.generation += 1
         state.lease_s = reply.lease_s or 60.0
         state.secret = reply.secret
         state.incarnation = reply.incarnation
         last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
-        state.slots = deque(enumerate(last))
+        if state.earlier is None:
+            state.slots = deque(enumerate(last))
+            state.unnamed = bool(state.open)
+        else:
+            # Behind all that the processes before us may have sent: it may yet come, and must not be taken for ours.
+            first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
+            state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
+            state.earlier, state.unnamed, state.taken_up = None, False, state.generation
+            state.untold.clear()
+        if self._kept is not None:
+            if state.record < 0:
+                state.record = self._kept.add_shard()
+            if not request.session:
+                self._kept.keep_session(state.record, state.shard, reply.session, reply.secret)
         state.session = reply.session
-        state.unnamed = bool(state.open)
         self.leases.end_all(state.watch)
         state.watch.number, state.watch.seen = reply.watch, 0
         state.watch.until_s = sent_s + reply.watch_ms * WATCH_SHARE / 1000
@@ -297,10 +354,18 @@ class MetaClient:
         for _ in range(min(len(state.waiting), len(state.slots))):
             self._wake(state)
 
+    def _not_taken_up(self, state: ShardSession) -> None:
+        """The session of the process before us has ended."""
+        state.session, _ = state.earlier
+        state.earlier = None
+        self._lost(state, state.session)
+
     def _lost(self, state: ShardSession, session: int) -> None:
         """The shard does not know the session any more: the next request opens a new one."""
         if session and state.session == session:
             state.session = 0
+            if self.once is not None:
+                self.once.lost(state.shard)
             self.leases.end_all(state.watch)
             state.generation += 1
             self.on_lost(state.shard)

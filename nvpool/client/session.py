@@ -15,6 +15,7 @@ from nvpool.base.config import load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import BadConfiguration, InvalidRequest, NotFound, NvpoolError
 from nvpool.base.host import host_id
+from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
 from nvpool.client.vfs import Vfs
@@ -49,13 +50,14 @@ class Client:
 
     @classmethod
     async def open(cls, where: str | os.PathLike | PoolMap, name: str = "", options: ClientOptions | None = None, *,
-                   clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None) -> Client:
+                   clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None, kept: KeptMemory | None = None) -> Client:
         """A client of the pool that `where` names: its directory on this host, "host:port" or an endpoint URL of any of its
         nodes, or a PoolMap. Without `options` it behaves as [client] of the directory's node.toml says.
 
         Talks to no metadata service yet: the session begins with the first operation, so that a mount comes up while a shard is
-        down. NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers
-        there.
+        down. `kept`: what has to outlive this process is written there too; see Vfs.take_over.
+
+        NotFound, WrongFormat when the directory is none of a pool; BadConfiguration; Unreachable when no node answers there.
         """
         host = host_id()
         greeting = Greeting(name=name or f"client pid {os.getpid()}", host_id=host)
@@ -76,7 +78,7 @@ class Client:
                 await dialer.close()
             raise
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
-        return cls(Vfs(view, dialer, options, clock, name=greeting.name), view, dialer, clock)
+        return cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
 
     async def _tick(self) -> None:
         while True:

@@ -21,14 +21,16 @@ from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, 
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.keeping import Keeping, KeptFile
+from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
-from nvpool.client.written import Segment, WrittenFile, cut_out, kept, prepared
+from nvpool.client.unflushed import Unflushed
+from nvpool.client.written import Record, Segment, WrittenFile, cut_out, kept, prepared
 
 log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 256 * KIB
 """Up to this size small writes grow one buffer: growing larger ones would copy too much."""
-_RECENT_MAX = 100_000
 
 
 class Writer:
@@ -37,12 +39,13 @@ class Writer:
 
     def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]],
-                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]]):
+                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]], keeping: Keeping | None = None):
         self._chunks = chunks
         self._options = options
         self._clock = clock
         self._refresh = refresh
         self._report = report
+        self._keeping = keeping
         self._files: dict[int, WrittenFile] = {}
         self._held = 0
         self._in_flight = 0
@@ -50,10 +53,7 @@ class Writer:
         self._room: list[asyncio.Future] = []
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
-        # inode -> targets that have unflushed bytes of ours, each with the number of the last write to it
-        self._recent: OrderedDict[int, dict[int, int]] = OrderedDict()
-        self._noted = 0
-        self._recent_lost = False
+        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -69,17 +69,57 @@ class Writer:
         if written.error is not None:
             raise self.take_error(written)
         length = len(buffer)
-        if self._held + length > self._options.write_buffer_bytes and self._held:
+        if not self._has_room(length):
             await self._wait_for_room(length)
-        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer))
+        self._put(written, offset, buffer if type(buffer) is bytes else memoryview(buffer), asking())
         return length
 
+    def write_now(self, file: OpenInode, offset: int, buffer, unique: int = 0) -> bool:
+        """Whether `buffer` was taken, as `write` would do; else `write` has to be asked. `unique`: of the kernel's request."""
+        written = file.written or self._written(file)
+        if written.error is not None or not self._has_room(len(buffer)):
+            return False
+        self._put(written, offset, buffer, unique)
+        return True
+
+    def _has_room(self, length: int) -> bool:
+        if self._held + length > self._options.write_buffer_bytes and self._held:
+            return False
+        return self._keeping is None or self._keeping.has_room(length)
+
     def _written(self, file: OpenInode) -> WrittenFile:
-        written = file.written = WrittenFile(file)
+        written = WrittenFile(file)
+        if self._keeping is not None:
+            self._keeping.begin(written)
+        file.written = written
         self._files[file.inode] = written
         return written
 
-    def _put(self, written: WrittenFile, offset: int, data) -> None:
+    def take_over(self, file: OpenInode, left: KeptFile) -> None:
+        """Go on with what the process before us has left of the file, which is open."""
+        written = file.written = WrittenFile(file)
+        self._files[file.inode] = written
+        written.entry = left.entry
+        if left.entry < 0:
+            self._keeping.begin(written)
+        if left.error:
+            written.error = Cancelled("bytes written earlier could not be stored, as the process before this one has met")
+        written.wrote = written.begun = True
+        written.wrote_s = self._clock.boottime_s()
+        if file.truncated <= left.cut:
+            written.stored_end, written.stored_bytes = left.stored_end, left.stored_bytes
+        for piece in left.pieces:
+            self._put_unit(written, piece.offset >> written.unit_bits, piece.offset, piece.data, written.wrote_s, piece.record)
+        written.find_end()
+        self._keeping.note(written)
+        self._all_due(written)
+        self._pump(written)
+
+    def flushes_all(self, unflushed: bool) -> None:
+        """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
+        self._unflushed.forgotten = unflushed
+
+    def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
         if not length:
             return
@@ -96,8 +136,11 @@ class Writer:
         begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
         written.begun = True
         ready = False
+        keeping, record = self._keeping, None
         if (end - 1) >> bits == offset >> bits:
-            ready = self._put_unit(written, offset >> bits, offset, data, now_s)
+            if keeping is not None:
+                record, data = keeping.keep(written, offset, data, unique, True)
+            ready = self._put_unit(written, offset >> bits, offset, data, now_s, record)
             if begins:
                 ready = written.dirty[offset >> bits][0].due = True
         else:
@@ -106,12 +149,14 @@ class Writer:
             while place < end:
                 border = min((place >> bits) + 1 << bits, end)
                 part = view[place - offset:border - offset]
-                ready = self._put_unit(written, place >> bits, place, part, now_s) or ready
+                if keeping is not None:
+                    record, part = keeping.keep(written, place, part, unique, border == end)
+                ready = self._put_unit(written, place >> bits, place, part, now_s, record) or ready
                 place = border
         if ready:
             self._pump(written)
 
-    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float) -> bool:
+    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
         """Whether a segment has become ready to be sent."""
         length = len(data)
         end = start + length
@@ -125,16 +170,18 @@ class Writer:
             if type(tail) is bytearray and len(tail) + length <= _TAIL_BYTES:
                 tail += data
             else:
-                last.parts.append(kept(data))
+                last.parts.append(kept(data, record is not None))
             last.end = end
             segment = last
         elif last is None or start > last.end:
             self._hold(written, length)
             self._number += 1
-            segment = Segment(start, end, [kept(data)], self._number, now_s)
+            segment = Segment(start, end, [kept(data, record is not None)], self._number, now_s)
             segments.append(segment)
         else:
             segment = self._merge(written, segments, start, end, data, now_s)
+        if record is not None:
+            segment.records.append(record)
         if end & (1 << written.unit_bits) - 1 == 0:
             segment.due = True
         return segment.due
@@ -156,6 +203,7 @@ class Writer:
         segment = Segment(first, last, [whole], min([self._number, *[s.number for s in touched]]),
                           min([now_s, *[s.born_s for s in touched]]))
         segment.due = any(s.due for s in touched)
+        segment.records = sorted(record for s in touched for record in s.records)
         self._hold(written, len(whole) - sum(s.end - s.start for s in touched))
         rest = [s for s in segments if s not in touched]
         segments[:] = sorted([*rest, segment], key=lambda s: s.start)
@@ -175,11 +223,11 @@ class Writer:
 
     async def _wait_for_room(self, length: int) -> None:
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        while self._held and self._held + length > self._options.write_buffer_bytes:
+        while self._held and not self._has_room(length):
             for written in list(self._files.values()):
                 self._all_due(written)
                 self._pump(written)
-            if not self._held or self._held + length <= self._options.write_buffer_bytes:
+            if not self._held or self._has_room(length):
                 return
             future = asyncio.get_running_loop().create_future()
             self._room.append(future)
@@ -258,7 +306,9 @@ class Writer:
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
             # and only one more stamp tells.
             written.wrote = True
-            self._note_recent(file.inode, target)
+            self._unflushed.note(file.inode, target)
+            if self._keeping is not None:
+                self._note(written)
         except NvpoolError as error:
             log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", length, segment.start, file.inode,
                       error)
@@ -272,9 +322,12 @@ class Writer:
             sending.remove(segment)
             if not sending:
                 del written.sending[unit]
+            if self._keeping is not None:
+                self._keeping.drop(segment.records)
             self._hold(written, -length)
             if written.error is not None:
                 written.find_end()
+                self._note(written)
             self._tell(written)
             if written.dirty:
                 self._pump(written)
@@ -283,21 +336,15 @@ class Writer:
                     break
                 self._pump(self._stalled.popitem(last=False)[1])
 
+    def _note(self, written: WrittenFile) -> None:
+        if written.entry >= 0:
+            self._keeping.note(written)
+
     @staticmethod
     def _tell(written: WrittenFile) -> None:
         """Wake who waits for segments to end: one has been stored, dropped or cut away."""
         if written.changed is not None and not written.changed.done():
             written.changed.set_result(None)
-
-    def _note_recent(self, inode: int, target: int) -> None:
-        targets = self._recent.get(inode)
-        if targets is None:
-            targets = self._recent[inode] = {}
-            if len(self._recent) > _RECENT_MAX:
-                self._recent.popitem(last=False)
-                self._recent_lost = True
-        self._noted += 1
-        targets[target] = self._noted
 
     # -- flushing ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +394,7 @@ class Writer:
                     continue
                 except NotFound:
                     written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
+                    self._note(written)
                     raise
                 except BaseException:
                     written.wrote = written.wrote or wrote
@@ -355,11 +403,13 @@ class Writer:
                 if written.stored_end <= end:
                     written.stored_end = 0
                     written.find_end()
+                self._note(written)
                 return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
         """The kept error, which is forgotten by this: to be raised to an application."""
         error, written.error = written.error, None
+        self._note(written)
         return error
 
     def raise_error(self, file: OpenInode) -> None:
@@ -367,30 +417,18 @@ class Writer:
         if file.written is not None and file.written.error is not None:
             raise self.take_error(file.written)
 
-    async def make_durable(self, inode: int, file: OpenInode | None) -> None:
-        """Return when what we have stored of the inode survives the loss of power."""
-        targets = self._recent.get(inode)
-        if targets is None:
-            if self._recent_lost and file is not None:
-                await self._chunks.flush(file, sorted(self._chunks.targets_of(file)))
-            return
-        # They stay noted until the flush has ended: who asks meanwhile must wait for one as well.
-        flushed = dict(targets)
-        await self._chunks.flush(file, sorted(flushed))
-        for target, number in flushed.items():
-            if targets.get(target) == number:
-                del targets[target]
-        if not targets and self._recent.get(inode) is targets:
-            del self._recent[inode]
-
     @property
     def busy(self) -> bool:
         """Whether anything is here, or at stores and not flushed, at all."""
-        return bool(self._files or self._recent)
+        return bool(self._files or self._unflushed)
 
     def unflushed(self, inode: int) -> bool:
         """Whether stores have bytes of the inode that were not flushed since we sent them."""
-        return inode in self._recent
+        return inode in self._unflushed
+
+    async def make_durable(self, inode: int) -> None:
+        """Return when what we have stored of the inode survives the loss of power."""
+        await self._unflushed.flush(inode)
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
@@ -404,6 +442,7 @@ class Writer:
         await self.pause(file)
         written.stored_end = min(written.stored_end, size)
         written.find_end()
+        self._note(written)
 
     async def pause(self, file: OpenInode) -> None:
         """Wait for what is on the way, and send nothing until `end_cut`."""
@@ -431,6 +470,8 @@ class Writer:
         for unit, segments in list(written.dirty.items()):
             kept = []
             for segment in segments:
+                if self._keeping is not None and segment.end > size:
+                    self._keeping.clip(segment, size)
                 if segment.start >= size:
                     freed += segment.end - segment.start
                     continue
@@ -461,8 +502,9 @@ class Writer:
             written.stored_end = max(written.stored_end, end)
             written.stored_bytes += byte_count
             written.find_end()
+        self._note(written)
         if target:
-            self._note_recent(file.inode, target)
+            self._unflushed.note(file.inode, target)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 
@@ -488,7 +530,7 @@ class Writer:
     async def run_once(self) -> None:
         """Send and report what is older than `write_age_s`, and let go of files that are closed and clean."""
         oldest_s = self._clock.boottime_s() - self._options.write_age_s
-        for inode, written in list(self._files.items()):
+        for written in list(self._files.values()):
             file = written.file
             for segments in written.dirty.values():
                 for segment in segments:
@@ -501,7 +543,7 @@ class Writer:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             elif written.clean and not file.handles:
-                del self._files[inode]
+                self._drop(written)
                 if file.written is written:
                     file.written = None
 
@@ -515,11 +557,16 @@ class Writer:
         """The last handle is closed: nothing of the file is kept here any more, stored or not."""
         written = self._files.get(file.inode)
         if written is not None and written is file.written:
-            del self._files[file.inode]
+            self._drop(written)
             freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
             written.dirty.clear()
             self._hold(written, -freed)
             self._tell(written)
+
+    def _drop(self, written: WrittenFile) -> None:
+        del self._files[written.file.inode]
+        if self._keeping is not None:
+            self._keeping.end(written)
 
     def lose(self, file: OpenInode) -> None:
         """What is not stored must not be sent any more, and what is not reported must not be: the locks under which it was

@@ -18,12 +18,17 @@ _KEEP_BYTES = 32 * KIB
 """From this size a write that cannot change any more (bytes) is kept as it is; smaller ones are gathered by copying."""
 
 
+Record = tuple[int, int]
+"""A number that grows, and where in the memory that outlives this process a piece is."""
+
+
 class Segment:
     """Bytes [start, end) of the file, in consecutive parts. Changed only while it is dirty, never once it is being sent."""
 
-    __slots__ = ("start", "end", "parts", "number", "born_s", "due")
+    __slots__ = ("start", "end", "parts", "number", "born_s", "due", "records")
 
     def __init__(self, start: int, end: int, parts: list, number: int, born_s: float):
+        self.records: list[Record] = []  # of its pieces, where they are kept; older ones first
         self.start = start
         self.end = end
         self.parts = parts
@@ -42,7 +47,7 @@ class WrittenFile:
     """What the writer holds of one open inode."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes", "begun")
+                 "reporting", "paused", "stored_bytes", "begun", "entry")
 
     def __init__(self, file: OpenInode):
         self.file = file
@@ -60,6 +65,7 @@ class WrittenFile:
         self.reporting: asyncio.Lock = asyncio.Lock()
         self.begun = False      # something was written
         self.paused = 0         # nothing is sent while the file is being cut
+        self.entry = -1         # in the memory that outlives this process
 
     def segments(self) -> Iterator[Segment]:
         """Older ones before newer ones that lie over them."""
@@ -86,10 +92,11 @@ class WrittenFile:
         return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error)
 
 
-def kept(data):
-    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, or a copy."""
+def kept(data, stays: bool = False):
+    """`data` in a form that stays as it is when its owner goes on: large immutable bytes themselves, and what `stays` as long
+    as it is needed; or a copy."""
     if len(data) >= _KEEP_BYTES:
-        if type(data) is bytes:
+        if type(data) is bytes or stays:
             return data
         if type(data) is memoryview and type(data.obj) is bytes:
             return data

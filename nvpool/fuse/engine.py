@@ -19,6 +19,8 @@ from nvpool.fuse.ops import FuseOps
 ENGINES = ("auto", "kernel", "pyfuse3")
 KERNEL_MIN = (5, 4)
 """The first Linux with version 7.31 of the protocol."""
+RESEND_MIN = (6, 9)
+"""The first Linux that hands out again what a process has not answered."""
 
 
 class MountOptions(NamedTuple):
@@ -64,6 +66,16 @@ def engine_of(wanted: str, *, writeback: bool = False) -> str:
     if writeback and name != "kernel":
         raise InvalidRequest("pages are written back by engine kernel only; mount without --writeback, or with --engine kernel")
     return name
+
+
+def is_held(wanted: bool | None, engine: str) -> bool:
+    """Whether a mount by this engine outlives its process; `wanted` None: where it can. InvalidRequest where it can not and is
+    to."""
+    why_not = ("its engine is pyfuse3" if engine != "kernel" else
+               f"Linux {RESEND_MIN[0]}.{RESEND_MIN[1]} is the first that can" if kernel_version() < RESEND_MIN else "")
+    if wanted and why_not:
+        raise InvalidRequest(f"the mount can not outlive its process: {why_not}; mount without --holder")
+    return not why_not if wanted is None else wanted
 
 
 def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOptions,

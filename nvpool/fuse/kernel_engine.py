@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from nvpool.base.errors import NvpoolError, Unavailable
+from nvpool.base.kept import Word
 from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
 from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_requests import KernelRequests
-from nvpool.fuse.mount import Mount, mount_at, unmount
+from nvpool.fuse.kernel_requests import FIRST, KernelRequests
+from nvpool.fuse.mount import OUR_TYPE, Mount, mount_at, unmount
 from nvpool.fuse.ops import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
@@ -42,6 +43,7 @@ from nvpool.fuse.protocol.numbers import (
     READ_BUFFER_MIN,
     UNANSWERED,
     Init,
+    Notice,
     Op,
 )
 from nvpool.fuse.protocol.requests import Malformed
@@ -113,7 +115,8 @@ class KernelEngine(KernelRequests):
 
     def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
                  on_burst: Callable[[], None] = lambda: None):
-        self._pages = max_pages_limit()
+        memory = ops.kept
+        self._pages = memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
         super().__init__(ops, bytearray(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE)))
         self._mount_point = mount_point
         self._options = options
@@ -129,6 +132,8 @@ class KernelEngine(KernelRequests):
         self._taking = False
         self._looking = False
         self._stopped = False
+        self._leaving = False
+        self._asked_again = False  # requests of the process before us are being handed out again
         self._failed: NvpoolError | None = None
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
@@ -144,6 +149,20 @@ class KernelEngine(KernelRequests):
         if self._mount is None:
             os.close(self._fd)
             raise Unavailable(f"{self._mount_point} was unmounted at once by somebody else")
+        if self._ops.kept is not None:
+            self._ops.kept.device = self._mount.device
+        return self._mount
+
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    def go_on(self, descriptor: int) -> Mount:
+        """Instead of `mount`: serve what another process has served until it was killed, or left. `serve` asks the kernel for
+        the requests that it has not answered. The mount as it was made; it may be gone."""
+        self._fd = descriptor
+        self._asked_again = True
+        self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
 
     def adopt(self, descriptor: int) -> None:
@@ -158,12 +177,14 @@ class KernelEngine(KernelRequests):
         poll.register(self._fd, select.POLLIN)
         self._poll = poll.poll
         if not self._stopped:
+            if self._asked_again:
+                self._ask_again()
             self._read_on()
             try:
                 await self._ended
             finally:
                 self._stop_reading()
-                for step, _, _ in list(self._work.values()):
+                for step, _, _ in list(self._work.values()) if not self._leaving else ():
                     step.cancel()
         if self._failed is not None:
             raise self._failed
@@ -186,8 +207,26 @@ class KernelEngine(KernelRequests):
                 log.warning("the mount is left behind: %s", error)
         self._mount = None
 
+    def _ask_again(self) -> None:
+        """The kernel queues what it was not answered, in front of all else. Before it has greeted nothing else is in there."""
+        try:
+            os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
+        except OSError as error:
+            if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
+                log.error("this kernel does not hand out again what the process before this one has not answered: %s", error)
+        if self._ops.kept.word(Word.GREETED):
+            self._on_ready()
+
+    async def leave(self, wait_s: float) -> None:
+        """Take no further request and return when those in work are answered, but for those that wait for locks, or after
+        `wait_s`. Then this process is to end at once: its successor is handed the rest."""
+        self._leaving = True
+        self._stop_reading()
+        if len(self._work) > self._lock_waits:
+            await asyncio.wait([self._ended], timeout=wait_s)
+
     def _read_on(self) -> None:
-        if not self._reading and not self._stopped:
+        if not self._reading and not self._stopped and not self._leaving:
             self._reading = True
             self._loop.add_reader(self._fd, self._take)
 
@@ -219,6 +258,9 @@ class KernelEngine(KernelRequests):
                 try:
                     count = readv(fd, buffers)
                 except BlockingIOError:
+                    if self._asked_again:
+                        self._asked_again = False
+                        self._ops.all_came_again({unique & FIRST for unique in self._work})
                     if len(self._work) > self._lock_waits or not self._look_out():
                         return  # what waits for reads is in work: they are sent now
                     continue
@@ -293,8 +335,13 @@ class KernelEngine(KernelRequests):
                 self._fail(unique, bug, name)
         else:
             self._fail(unique, error, name)
+        if self._held:
+            self._ops.answered(unique & FIRST)
         if self._stopped:
             self._end()
+        elif self._leaving:
+            if len(work) <= self._lock_waits and not self._ended.done():
+                self._ended.set_result(None)
         elif not self._reading:
             self._read_on()
         elif len(work) == self._lock_waits and not self._looking:
@@ -353,6 +400,11 @@ class KernelEngine(KernelRequests):
             return
         offered = Init(requests.flags_of(request))
         wanted = FLAGS | Init.WRITEBACK_CACHE if self._options.writeback else FLAGS
+        if (memory := self._ops.kept) is not None:
+            memory.set_word(Word.INIT_FLAGS, wanted & offered)
+            memory.set_word(Word.MINOR, body.minor)
+            memory.set_word(Word.PAGES, self._pages)
+            memory.set_word(Word.GREETED, 1)
         self._send(self._init_answer(request.unique, wanted & offered, body.minor))
         log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
         self._on_ready()

@@ -21,6 +21,7 @@ from nvpool.fuse.protocol.numbers import (
     FSYNC_DATA_ONLY,
     LOCK_FLOCK,
     OPEN_KILL_SUIDGID,
+    RESENT,
     UNANSWERED,
     WRITE_KILL_SUIDGID,
     Op,
@@ -31,6 +32,10 @@ from nvpool.fuse.protocol.requests import WRITE_BYTES
 from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
+
+
+FIRST = RESENT - 1
+"""Mask: the number of a request, whether it is asked for the first time or again."""
 
 
 class KernelRequests:
@@ -45,6 +50,8 @@ class KernelRequests:
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
         self._spare: Step
+        self._keeps = ops.kept is not None
+        self._held = ops.held
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate_pages = self._invalidate_pages
         ops.invalidate_names = self._invalidate_names
@@ -65,16 +72,19 @@ class KernelRequests:
     def _start(self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]) -> None:
         """Run the coroutine and answer(unique, its result), at once or when it is there."""
         step = self._spare
+        step.unique = unique & FIRST
         try:
             result = step.begin(coroutine)
         except Exception as error:
             self._fail(unique, error, name)
-            return
-        if result is WAITS:
-            self._spare = Step(step.loop)
-            self._keep_in_work(step, unique, name, answer)
         else:
+            if result is WAITS:
+                self._spare = Step(step.loop)
+                self._keep_in_work(step, unique, name, answer)
+                return
             answer(unique, result)
+        if self._held:
+            self._ops.answered(unique & FIRST)
 
     def _send(self, *parts) -> None:
         try:
@@ -182,8 +192,22 @@ class KernelRequests:
 
     def _on_write(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, _, flags = requests.decode_write(self._buffer, count)
-        payload = bytes(self._view[WRITE_BYTES:count])
-        self._start(unique, "write", self._ops.write(handle, offset, payload, bool(flags & WRITE_KILL_SUIDGID)), self._count)
+        drop_set_ids = bool(flags & WRITE_KILL_SUIDGID)
+        if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
+            self._count(unique, taken)
+            return
+        payload = self._view[WRITE_BYTES:count]
+        if not self._keeps:
+            payload = bytes(payload)
+        try:
+            taken = self._ops.write_now(handle, offset, payload, drop_set_ids, unique & FIRST)
+        except Exception as error:
+            self._fail(unique, error, "write")
+            return
+        if taken:
+            self._count(unique, len(payload))
+        else:
+            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids), self._count)
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
@@ -195,12 +219,18 @@ class KernelRequests:
 
     def _on_open(self, count: int) -> None:
         _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
+        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
+            self._opened(unique, self._ops.open_again(handle))
+            return
         self._start(unique, "open", self._ops.open(node, flags, Caller(uid, gid, pid), bool(more & OPEN_KILL_SUIDGID)),
                     self._opened)
 
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)
         _, _, unique, node, uid, gid, pid, _, _, flags, mode, _, _ = fields
+        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
+            self._start(unique, "create", self._ops.create_again(handle), self._created)
+            return
         self._start(unique, "create", self._ops.create(node, name, mode, flags, Caller(uid, gid, pid)), self._created)
 
     def _on_flush(self, count: int) -> None:
@@ -209,10 +239,13 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "release", self._ops.release(fields[9]), self._done)
+        self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)
+        if fields[2] > FIRST and (handle := self._ops.handle_before(fields[2] & FIRST)) is not None:
+            self._opened_directory(fields[2], handle)
+            return
         self._start(fields[2], "opendir", self._ops.opendir(fields[3]), self._opened_directory)
 
     def _opened_directory(self, unique: int, handle: int) -> None:
@@ -220,7 +253,7 @@ class KernelRequests:
 
     def _on_releasedir(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "releasedir", self._ops.releasedir(fields[9]), self._done)
+        self._start(fields[2], "releasedir", self._ops.releasedir(fields[9], fields[2] > FIRST), self._done)
 
     def _on_readdirplus(self, count: int) -> None:
         self._list(requests.decode_read(self._buffer, count), True)

@@ -30,6 +30,7 @@ class LockOps:
     def __init__(self, vfs) -> None:
         self._absent: dict[tuple[int, bytes], float] = {}  # name -> when it was told, oldest first
         self._forgetting: set[asyncio.Task] = set()
+        self._told_until_s = 0.0  # until then the kernel may remember what the process before us has told it
         vfs.on_lost = self._lost
 
         self.invalidate_pages: Callable[[int], Awaitable[None]] = _nothing
@@ -75,6 +76,9 @@ class LockOps:
     async def _look_anew(self, file, changed: bool) -> None:
         if self._told.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
+        wait_s = self._told_until_s - self._clock.boottime_s()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
         if self._absent:
             self._drop_old_absent()
             absent, self._absent = self._absent, {}

@@ -34,7 +34,10 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound, NotSupported, NvpoolError
-from nvpool.client.vfs.contract import Caller
+from nvpool.client.vfs.contract import Caller, DirHandle
+from nvpool.client.vfs.takeover import OpenBefore
+from nvpool.fuse.again_ops import AgainOps
+from nvpool.fuse.handles import Handles
 from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -143,18 +146,18 @@ class _OpenDirectory:
         self.coming: _Batch | None = None
 
 
-class FuseOps(LockOps):
+class FuseOps(LockOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
-        super().__init__(vfs)
-        self._vfs = vfs
+        LockOps.__init__(self, vfs)
+        AgainOps.__init__(self, vfs)
         self.options = options or FuseOptions()
         self._clock = clock
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
         self._directories: dict[int, _OpenDirectory] = {}
-        self._last_handle = 0
+        self._handles = Handles(self.kept)
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._changes = 0  # made through this mount; counted when they are done
@@ -302,7 +305,7 @@ class FuseOps(LockOps):
         seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
         if flags & os.O_TRUNC:
             self._changes += 1
-        self._last_handle = handle = self._last_handle + 1
+        file.number = handle = self._handles.take(file.inode, flags, caller)
         self._files[handle] = file
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         appending = bool(flags & os.O_APPEND) and not reads_only
@@ -333,6 +336,14 @@ class FuseOps(LockOps):
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
         return self._vfs.read(self._files[handle], offset, size)
+
+    def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
+        """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
+        file = self._files[handle]
+        if drop_set_ids and file.attr.mode & SET_IDS or not self._vfs.write_now(file, offset, buffer, unique):
+            return False
+        self._changes += 1
+        return True
 
     async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False) -> int:
         """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
@@ -406,16 +417,23 @@ class FuseOps(LockOps):
         finally:
             self._changes += 1
 
-    async def release(self, handle: int) -> None:
-        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again."""
+    async def release(self, handle: int, again: bool = False) -> None:
+        """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again. `again`: the
+        process before us may have done it."""
         self._appending.pop(handle, None)
-        await self._vfs.release(self._files.pop(handle))
+        if again and handle not in self._files:
+            return
+        file = self._files.pop(handle)
+        try:
+            await self._vfs.release(file)
+        finally:
+            self._handles.give_back(handle)
 
     # -- directories -------------------------------------------------------------------------------------------------
 
     async def opendir(self, inode: int) -> int:
         directory = _OpenDirectory(inode, await self._vfs.opendir(inode))
-        self._last_handle = handle = self._last_handle + 1
+        handle = self._handles.directory(inode)
         self._directories[handle] = directory
         return handle
 
@@ -478,8 +496,11 @@ class FuseOps(LockOps):
         if coming is not None:
             coming.task.cancel()
 
-    async def releasedir(self, handle: int) -> None:
+    async def releasedir(self, handle: int, again: bool = False) -> None:
+        if again and handle not in self._directories:
+            return
         directory = self._directories.pop(handle)
+        self._handles.give_back(handle)
         self._drop_coming(directory)
         await self._vfs.releasedir(directory.handle)
 
@@ -518,6 +539,33 @@ class FuseOps(LockOps):
     async def statfs(self):
         return await self._vfs.statfs()
 
+    # -- after another process of this mount ---------------------------------------------------------------------------
+
+    async def take_over(self) -> None:
+        """Go on with what is open, locked and unstored. Before anything else is asked."""
+        before = self._handles.before()
+        self._written_before = self._vfs.keeping.finished()
+        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, one.flags) for one in before
+                                             if not one.is_directory])
+        self._handles = Handles(self.kept)  # behind the numbers of the life before
+        for one in before:
+            if one.is_directory:
+                self._directories[one.number] = _OpenDirectory(one.inode, DirHandle(one.inode))
+            else:
+                self._files[one.number] = handles[one.number]
+                if handles[one.number].append:
+                    self._appending[one.number] = one.caller
+            if one.unique:
+                self._opened_before[one.unique] = one.number
+        self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
+
+    def open_again(self, handle: int) -> Opened:
+        """What `open` has answered, or would have, in the process before us."""
+        return Opened(handle, handle in self._appending, False)
+
+    async def create_again(self, handle: int) -> tuple[Attr, Opened]:
+        return await self.getattr(self._files[handle].inode), self.open_again(handle)
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
@@ -528,4 +576,5 @@ class FuseOps(LockOps):
                 await self._vfs.release(file)
             except NvpoolError as error:
                 log.error("an open file lost its last writes: %s", error)
-            self._files.pop(handle, None)
+            if self._files.pop(handle, None) is not None:
+                self._handles.give_back(handle)

@@ -19,10 +19,11 @@ WAITS = object()
 class Step:
     """A coroutine at work. May be begun once; one that did not have to wait may be begun again with another coroutine."""
 
-    __slots__ = ("loop", "coroutine", "on_end", "_future", "_cancels", "_cancel_next", "__weakref__")
+    __slots__ = ("loop", "coroutine", "on_end", "unique", "_future", "_cancels", "_cancel_next", "__weakref__")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.unique = 0  # of the kernel's request; see client/once
         self.coroutine: Coroutine | None = None
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         self._future: asyncio.Future | None = None

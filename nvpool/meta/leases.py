@@ -25,7 +25,7 @@ OPEN_INODES_MAX = 1_000_000
 class Slot:
     """One request place: the last sequence that was decided, with its answer or its refusal."""
 
-    __slots__ = ("sequence", "waits_for", "answer", "error", "restored")
+    __slots__ = ("sequence", "waits_for", "answer", "error", "restored", "opened")
 
     def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"") -> None:
         self.sequence = sequence
@@ -35,6 +35,8 @@ class Slot:
         """A refusal is kept in memory only: after a restart nothing is under way that could come late."""
         self.restored = False
         """Decided before the restart: what it opened is not in our memory."""
+        self.opened = 0
+        """What it opened, as long as that may be asked for again and was not closed."""
 
 
 class Session:
@@ -115,6 +117,27 @@ class Sessions:
         session.expires_s = now_s + self.lease_s
         return session
 
+    def name_open(self, session: Session, named: tuple[int, ...]) -> None:
+        """Another process of the client goes on with the session and has these open, once each. It may ask again for what its
+        predecessor was not answered: so what the last change of a slot has opened stays open too."""
+        kept = set(named).union(slot.opened for slot in session.slots if slot is not None and slot.opened)
+        for inode in [inode for inode in session.opens if inode not in kept]:
+            del session.opens[inode]
+            self._let_go(inode)
+        for inode in kept:
+            if inode not in session.opens:
+                self.check_room(session)
+                self.open(session, inode)
+            session.opens[inode] = 1
+
+    def release(self, session: Session, inodes: tuple[int, ...]) -> None:
+        """The client has closed these, one handle each: so it was answered what opened them."""
+        for inode in inodes:
+            self.close(session, inode)
+        for slot in session.slots if inodes else ():
+            if slot is not None and slot.opened in inodes:
+                slot.opened = 0
+
     def open(self, session: Session, inode: int) -> None:
         count = session.opens.get(inode, 0)
         if not count:
@@ -129,10 +152,12 @@ class Sessions:
         slot.restored = False
         if isinstance(request, meta_pb2.OpenRequest):
             self.open(session, request.inode)
+            slot.opened = request.inode
         elif isinstance(request, meta_pb2.CreateRequest) and request.open:
             attr = meta_pb2.CreateReply.FromString(slot.answer).entry.attr
             if stat.S_ISREG(attr.mode):
                 self.open(session, attr.inode)
+                slot.opened = attr.inode
 
     def close(self, session: Session, inode: int) -> None:
         """One handle less. What was not open is ignored: after a restart of the shard a close can come before the list

@@ -317,7 +317,7 @@ class MetaService:
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
             except Refused as error:
-                slot.sequence, slot.waits_for, slot.answer, slot.restored = sequence, 0, b"", False
+                slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
                 slot.error = error.with_traceback(None)
                 raise
 
@@ -335,13 +335,14 @@ class MetaService:
             self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
         slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
+        slot.opened = draft.opened
         if draft.born:
             self._view.next_number += 1
             self._view.inode_count += 1
         if draft.opened:
             self._sessions.open(session, draft.opened)
         if draft.closed:
-            self._sessions.close(session, draft.closed)
+            self._sessions.release(session, (draft.closed,))
         for orphan in draft.orphans:
             self._collector.add(orphan)
         if draft.then is not None:
@@ -401,6 +402,8 @@ class MetaService:
         now_s = self._clock.boottime_s()
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, now_s)
+            if request.names_open:
+                self._sessions.name_open(session, inodes_of(request.opened))
         else:
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -431,8 +434,7 @@ class MetaService:
         for inode in inodes_of(request.opened):
             self._sessions.check_room(session)
             self._sessions.open(session, inode)
-        for inode in inodes_of(request.released):
-            self._sessions.close(session, inode)
+        self._sessions.release(session, inodes_of(request.released))
         call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
                                         map_epoch=self._map.epoch if self._map else 0).SerializeToString())
 
@@ -462,8 +464,7 @@ class MetaService:
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
         session = self._sessions.get(request.session)
-        for inode in inodes_of(request.inodes):
-            self._sessions.close(session, inode)
+        self._sessions.release(session, inodes_of(request.inodes))
         call.reply(b"")
 
     def _wait_for_lock(self, call: Call) -> None:

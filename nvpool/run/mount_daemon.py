@@ -4,7 +4,11 @@ Started by the CLI, by systemd or by hand; stays in the foreground. Exit codes a
 then systemd is told, and the pool directory (where it is on this machine) names this process. It ends when somebody unmounts,
 or on SIGTERM or SIGINT: the mount is taken away while it still answers; where files are open in it, it leaves the name space at
 once, and their users get --drain-s seconds; then everything written is stored and the session closed. A second signal shortens
-the waiting. However it ends, no mount is left behind, except after kill -9: the next start with --force cleans that up.
+the waiting. However it ends, no mount is left behind, except after kill -9 without a holder: the next start with --force
+cleans that up.
+
+With a holder (the default where it can be) this process becomes run/mount_holder at once, which starts it again with --held:
+then a kill -9 of either is a pause and no more.
 """
 
 from __future__ import annotations
@@ -22,18 +26,24 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, NvpoolError
-from nvpool.base.host import host_id
-from nvpool.base.mounts import Mount, mount_at
-from nvpool.base.units import parse_bytes
+from nvpool.base.host import host_id, identity_of
+from nvpool.base.mounts import Mount, mount_at, place_of
+from nvpool.base.units import MIB, parse_bytes
 from nvpool.client.options import configured
 from nvpool.client.session import Client
-from nvpool.fuse.engine import ENGINES, MountOptions, engine_of, make_engine
+from nvpool.fuse.engine import ENGINES, MountOptions, engine_of, is_held, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
+from nvpool.run.held import Held, hand_to_holder
 from nvpool.wire.endpoint import parse_endpoint
+
+LEAVE_S = 5.0
+"""For what is in work when a successor takes over on purpose: shorter than the holder's patience."""
+_ARENA_SHARE = 4
+"""Of the memory for unstored writes to their bound: pieces take powers of two, and places of one length at a time."""
 
 log = logging.getLogger("nvpool.run.mount")
 
@@ -65,6 +75,9 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--writeback", action="store_true",
                         help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
                              "or program changes these files")
+    parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
+                        "process: needs engine kernel and Linux 6.9 (where it can be)")
+    parser.add_argument("--held", help=argparse.SUPPRESS)  # by run/mount_holder: descriptors
     parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
                         help="of mount(8): noexec, suid, dev, …")
@@ -76,18 +89,28 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     arguments = _arguments(words)
     start_log("mount", arguments.log_level, arguments.log)
+    held = Held(arguments.held, [word for word in words if not word.startswith("--held=")]) if arguments.held else None
     directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
     try:
         config = Config()
         if directory is not None:
             directory.check()
             config = load(directory.node_toml)
-        engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
-        place = check_mount_point(arguments.mountpoint, force=arguments.force)
+        engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
+        if held is None:
+            with_holder = is_held(arguments.holder, engine)
+            place = check_mount_point(arguments.mountpoint, force=arguments.force)
+            if with_holder:
+                hand_to_holder(words)
+        else:
+            place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
-    return run(lambda stop: _Mounted(arguments, directory, config, place, stop).serve())
+    code = run(lambda stop: _Mounted(arguments, directory, config, place, stop, held).serve())
+    if held is not None and held.serves:
+        held.ended(code)
+    return code
 
 
 def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
@@ -108,18 +131,32 @@ def _given(value: float | None, otherwise: float) -> float:
 
 class _Mounted:
     def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
-                 stop: Stop) -> None:
+                 stop: Stop, held: Held | None) -> None:
         self._arguments = arguments
         self._directory = directory
         self._config = config
         self._place = place
         self._stop = stop
         self._mount: Mount | None = None
+        self._held = held
+        self._engine = ""
 
     async def serve(self) -> None:
-        arguments, section = self._arguments, self._config.client
+        arguments, section, held = self._arguments, self._config.client, self._held
+        kept = None
+        if held is not None:
+            held.on_stop = lambda: self._stop.ask("the holder says so")
+            kept = held.memory(_ARENA_SHARE * max(section.write_buffer_bytes, 64 * MIB))
+            if held.goes_on:
+                from nvpool.fuse import kernel_engine  # noqa: F401 (now, and not while everybody waits)
+                if not await held.wait_for_our_turn():
+                    return
+                kept = held.memory(0)  # as it is since nobody else serves
+            held.serves = True
+            held.on_holder = self._announce_holder
+            held.listen()
         client = await Client.open(
-            arguments.pool, name=f"mount {self._place}",
+            arguments.pool, name=f"mount {self._place}", kept=kept,
             options=configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
                                                  transport=arguments.transport or section.transport,
                                                  short_cut=section.short_cut and not arguments.no_short_cut))
@@ -136,18 +173,30 @@ class _Mounted:
             self._directory = directory_here(client.pool_map)
         awake = Awake(self._config.processors.awake)
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
-        name = f"mount-{announcement('mount', now_ms=0).pid}"
+        self._engine = engine.name
+        name = f"mount-{os.getpid()}"
         try:
-            self._mount = engine.mount()
-            set_read_ahead(self._mount, arguments.read_ahead)
-            if self._directory is not None:
-                self._directory.announce(name, announcement(
-                    "mount", mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}", engine=engine.name,
-                    now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+            if held is not None and held.goes_on:
+                self._mount = engine.go_on(held.fuse)
+                await ops.take_over()
+            else:
+                self._mount = engine.mount()
+                if held is not None:
+                    held.keep(engine.descriptor)
+                set_read_ahead(self._mount, arguments.read_ahead)
+            self._announce("mount", os.getpid())
+            self._announce_holder()
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())
+            left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())
             gc.freeze()  # what is there now stays: collections of the years to come need not look at it
-            await asyncio.wait([serving, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([serving, asked, left], return_when=asyncio.FIRST_COMPLETED)
+            if left.done() and not serving.done() and not asked.done():
+                await engine.leave(LEAVE_S)
+                log.info("another process goes on")
+                logging.shutdown()
+                os._exit(0)  # as if killed: whatever is orderly in the end of a program would take from the successor
+            left.cancel()
             if not serving.done():
                 await self._leave(serving)
                 engine.stop()
@@ -161,9 +210,28 @@ class _Mounted:
             if self._directory is not None:
                 self._directory.withdraw(name)
 
+    def _announce(self, role: str, pid: int, pause_ms: int = 0) -> None:
+        identity = identity_of(pid)
+        if self._directory is not None and identity is not None:
+            self._directory.announce(f"{role}-{pid}", announcement(
+                role, mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}", engine=self._engine,
+                now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000, pause_ms=pause_ms, identity=identity))
+
+    def _announce_holder(self) -> None:
+        if self._held is not None:
+            self._announce("holder", self._held.holder_pid)
+
     def _ready(self) -> None:
+        if self._held is None:
+            notify_ready()
+        else:
+            self._held.ready()
+            if self._held.goes_on and self._held.since_s:
+                pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)
+                log.info("this process goes on at %s after a pause of %d ms", self._place, pause_ms)
+                self._announce("mount", os.getpid(), pause_ms)
+                return
         log.info("mounted at %s", self._place)
-        notify_ready()
 
     async def _leave(self, serving: asyncio.Future) -> None:
         """Take the mount out of the name space while it still answers; return when it is unused, or its users had their

@@ -49,7 +49,7 @@ class _Node:
 
 
 class FileHandle:
-    __slots__ = ("inode", "flags", "attr", "node", "flocks")  # as in client/vfs/contract
+    __slots__ = ("inode", "flags", "attr", "node", "flocks", "number")  # as in client/vfs/contract
 
     def __init__(self, node: _Node, flags: int) -> None:
         self.inode = node.attr.inode
@@ -324,6 +324,9 @@ class MemoryVfs:
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | memoryview:
         content = handle.node.content
         return bytes(memoryview(content)[offset:offset + size])
+
+    def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
+        return False
 
     async def write(self, handle: FileHandle, offset: int, buffer) -> int:
         node = handle.node

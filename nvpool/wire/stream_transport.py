@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 from collections.abc import Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
@@ -199,6 +200,7 @@ class StreamConnection(_End, Asker):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        self._linger(False)
         self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
 
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
@@ -249,8 +251,16 @@ class StreamConnection(_End, Asker):
         self._lost(f"{self.peer.name}: {reason}")
 
     async def close(self) -> None:
+        self._linger(True)
         self._end("closed here")
         await self._closed(timeout_s=1.0)
+
+    def _linger(self, wanted: bool) -> None:
+        """Whether the kernel goes on sending when this end is closed. Not where this process dies: a write that arrived seconds
+        later, after lost packets, might lie over what its successor has written there since."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX and sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
 class _Served(_End, Answerer):

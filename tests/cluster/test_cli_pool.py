@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,15 @@ def test_dev_down_follows_no_symbolic_link(own, tmp_path):
     assert not own.exists() and (tmp_path / "elsewhere" / "precious").read_text() == "x"
 
 
+def kill_mount(own):
+    """Holder and serving process at once: one alone would start the other again."""
+    both = [process["pid"] for process in status(own)["processes"] if process["role"] in ("mount", "holder")]
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in both:
+        kill(pid)
+
+
 @pytest.mark.mount
 @pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
 def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
@@ -182,10 +192,10 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     nvpool("umount", other, code=1)
     assert not (other / "file").exists()
 
-    kill(next(process["pid"] for process in status(own)["processes"] if process["role"] == "mount"))
+    kill_mount(own)
     assert "did not answer" in nvpool("umount", place).stderr
     nvpool("mount", own, place)
-    kill(next(process["pid"] for process in status(own)["processes"] if process["role"] == "mount"))
+    kill_mount(own)
     assert "dead mount" in nvpool("dev", "up", own, "--mount", place).stderr
     assert (place / "file").read_text() == "kept"
     nvpool("dev", "down", own)

@@ -18,8 +18,9 @@ LEASE_S, GRANT_S, SKEWS_S = 1.0, 2.0, 10.0
 
 def mount(pool, place):
     place.mkdir()
-    daemon = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", str(pool.path), str(place)], cwd="/",
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    daemon = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", str(pool.path),
+                               str(place)], cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL)
     pool.until(lambda: os.path.ismount(place), f"mount of {place}")
     return daemon
 

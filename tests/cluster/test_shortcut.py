@@ -122,7 +122,8 @@ def test_a_mount_on_the_drives_own_host_reads_them_itself_unless_told_not_to(tmp
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
-        mounted = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *words, str(pool.path), str(place)])
+        mounted = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", *words,
+                                    str(pool.path), str(place)])
         try:
             pool.until(lambda: os.path.ismount(place), "it is mounted")
             content = random.Random(1).randbytes(8 * MIB)

@@ -358,7 +358,7 @@ async def test_a_copy_goes_on_over_the_death_of_its_store_and_is_durable_after_f
     assert await copying == 20 * MIB
     await vfs.fsync(target, False)
     assert await content_of(vfs, target) == some_bytes(20 * MIB)
-    assert vfs.writer._recent == {} or target.inode not in vfs.writer._recent
+    assert not vfs.writer.unflushed(target.inode)
 
 
 # -- places -----------------------------------------------------------------------------------------------------------------

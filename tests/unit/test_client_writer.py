@@ -51,7 +51,7 @@ class Stores:
         self.content[start:start + length] = data
         return 1 + index % 2
 
-    async def flush(self, file, targets) -> None:
+    async def flush(self, targets) -> None:
         self.flushed += targets
 
     def release(self) -> None:
@@ -289,8 +289,8 @@ def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
         case = Case()
         await case.writer.write(case.file, 0, bytes(3 << CHUNK_BITS))
         await case.flush()
-        await case.writer.make_durable(5, case.file)
-        await case.writer.make_durable(5, case.file)
+        await case.writer.make_durable(5)
+        await case.writer.make_durable(5)
         assert case.stores.flushed == [1, 2]
         assert not case.writer.unflushed(5)
     run(main())
@@ -304,11 +304,11 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         gate = asyncio.Event()
         flush = case.stores.flush
 
-        async def slow(file, targets) -> None:
+        async def slow(targets) -> None:
             await gate.wait()
-            await flush(file, targets)
+            await flush(targets)
         case.stores.flush = slow
-        both = [asyncio.create_task(case.writer.make_durable(5, case.file)) for _ in range(2)]
+        both = [asyncio.create_task(case.writer.make_durable(5)) for _ in range(2)]
         await asyncio.sleep(0.01)
         assert not both[0].done() and not both[1].done()
         assert case.writer.unflushed(5)
@@ -317,7 +317,7 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         gate.set()
         await asyncio.gather(*both)
         assert case.writer.unflushed(5)
-        await case.writer.make_durable(5, case.file)
+        await case.writer.make_durable(5)
         assert not case.writer.unflushed(5)
     run(main())
 

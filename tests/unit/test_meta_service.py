@@ -816,6 +816,32 @@ async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
 
 
 @scenario
+async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may_ask_for_again(shard, client):
+    def session():
+        return shard.service._sessions.get(client.session)
+
+    async def go_on(*named):
+        await client.ask("OPEN_SESSION", pb.OpenSessionRequest(
+            session=client.session, secret=client.secret, names_open=True,
+            opened=b"".join(inode.to_bytes(8, "little") for inode in named)))
+
+    kept, closed = [(await client.create(ROOT, name, open=True, rights=3)).entry.attr.inode for name in (b"kept", b"closed")]
+    await client.ask("OPEN", pb.OpenRequest(change=client.change(), inode=kept, rights=1))
+    last = (await client.create(ROOT, b"last", open=True, rights=3)).entry.attr.inode
+    assert session().opens == {kept: 2, closed: 1, last: 1}
+    await go_on(kept)
+    assert session().opens == {kept: 1, last: 1}, "the last change of the slot may be asked for again"
+    client.sequences[0] -= 1
+    assert (await client.create(ROOT, b"last", open=True, rights=3)).entry.attr.inode == last
+    assert session().opens == {kept: 1, last: 1}
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=last.to_bytes(8, "little")))
+    await go_on(kept)
+    assert session().opens == {kept: 1}
+    await go_on(kept, closed)
+    assert session().opens == {kept: 1, closed: 1} and shard.service._sessions.holders == {kept: 1, closed: 1}
+
+
+@scenario
 async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothing(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.AlreadyExists):

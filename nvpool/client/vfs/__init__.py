@@ -23,10 +23,11 @@ from nvpool.client.vfs.contract import (
 from nvpool.client.vfs.listing import Listing
 from nvpool.client.vfs.many import Many
 from nvpool.client.vfs.ranges import Ranges
+from nvpool.client.vfs.takeover import TakeOver
 
 __all__ = ["KEEP_SIZE", "NOW", "PUNCH_HOLE", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE",
            "ZERO_RANGE", "Caller", "DirHandle", "FileHandle", "StatFs", "Vfs"]
 
 
-class Vfs(Many, Ranges, Listing):
+class Vfs(Many, Ranges, Listing, TakeOver):
     """Made by client/session."""

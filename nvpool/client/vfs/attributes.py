@@ -147,7 +147,7 @@ class Attributes(Core):
         return list((await self.meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names)
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
-        if await self._has_none(inode):
+        if await self._has_none(inode) and not (self.meta.once and self.meta.once.was_sent()):
             raise NoAttribute
         request = meta_pb2.RemoveXattrRequest(inode=inode, name=name)
         self._take(await self._change(inode, wire_pb2.META_REMOVEXATTR, request, meta_pb2.Entry, caller))

@@ -39,7 +39,7 @@ class StatFs(NamedTuple):
 class FileHandle:
     """An open file. Belongs to its opener until `release`."""
 
-    __slots__ = ("file", "flags", "readable", "writable", "append", "ahead", "closed")
+    __slots__ = ("file", "flags", "readable", "writable", "append", "ahead", "closed", "number")
 
     def __init__(self, file: OpenInode, flags: int):
         self.file = file
@@ -50,6 +50,7 @@ class FileHandle:
         self.append = bool(flags & os.O_APPEND) and self.writable
         self.ahead = Ahead()
         self.closed = False
+        self.number = 0  # by which a successor of this process knows it, where there may be one
 
     @property
     def inode(self) -> int:

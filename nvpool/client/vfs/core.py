@@ -9,9 +9,11 @@ from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.base.errors import LockLost, NotFound, Unavailable
 from nvpool.base.grants import READ, allows
+from nvpool.base.kept import KeptMemory
 from nvpool.client.batchread import BatchReader
 from nvpool.client.cache import Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
+from nvpool.client.keeping import Keeping
 from nvpool.client.leases import Lease
 from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
@@ -31,11 +33,13 @@ SILENT_S = 1.0
 class Core:
     """Makes the parts and owns them. `run_once` is called about once a second."""
 
-    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str):
+    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
+                 kept: KeptMemory | None = None):
+        self.kept = kept
         self.options = options
         self.view = view
         self.clock = clock
-        self.meta = MetaClient(view, dialer, options, clock, name=name)
+        self.meta = MetaClient(view, dialer, options, clock, name=name, kept=kept)
         self.leases = self.meta.leases
         self.cache = Cache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
@@ -45,7 +49,8 @@ class Core:
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
         self.chunks.path_told = self.paths.told
         self.cache.on_change = self.chunks.short.forget
-        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report)
+        self.keeping = Keeping(kept) if kept is not None else None
+        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report, keeping=self.keeping)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.ranges = Ranges(self.chunks, dialer, clock)
@@ -186,7 +191,7 @@ class Core:
         return attr
 
     async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
-        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file)
+        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True)
 
     # -- background ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +199,8 @@ class Core:
         """Send and report what has waited long enough; renew grants in use that are past half their life."""
         await self.writer.run_once()
         self.chunks.short.run_once()
+        if self.kept is not None:
+            self.kept.trim()
         now_ms = self.clock.wall_ns() // 1_000_000
         for file in list(self.cache.open.values()):
             if file.grant_used and file.grant and file.grant_half_ms <= now_ms and len(self._renewals) < 64:

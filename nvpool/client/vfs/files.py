@@ -182,6 +182,16 @@ class Files(Names, Locks):
         self.reader.changed(file)  # what was fetched while the write waited for room
         return written
 
+    def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
+        """Whether `buffer` was taken as by `write`, without waiting; else nothing has happened, and `write` is to be asked.
+        `unique`: of the kernel's request, where this is for one."""
+        file = handle.file
+        if not handle.writable or handle.append or handle.closed or file.lost or not len(buffer):
+            return False
+        check_range(file.layout, offset, len(buffer))
+        self.reader.changed(file)
+        return self.writer.write_now(file, offset, buffer, unique)
+
     async def _reserve(self, handle: FileHandle, length: int) -> int:
         file = handle.file
         if file.written is not None and file.written.end > file.attr.size:
@@ -191,7 +201,8 @@ class Files(Names, Locks):
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
             try:
-                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file)
+                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
+                                               once=True)
                 break
             except StaleCut:
                 if last:
@@ -229,7 +240,7 @@ class Files(Names, Locks):
             raise LockLost()
         await self.writer.store(file)
         self.writer.raise_error(file)
-        await self.writer.make_durable(file.inode, file)
+        await self.writer.make_durable(file.inode)
         await self.writer.settle(file, sync=True)
         self.writer.raise_error(file)
 

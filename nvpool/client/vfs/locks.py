@@ -28,7 +28,9 @@ from nvpool.wire.v1 import meta_pb2, wire_pb2
 log = logging.getLogger(__name__)
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """Whose locks: `kind` RECORD or WHOLE."""
+
     inode: int
     kind: int
     owner: int
@@ -37,7 +39,7 @@ class _Key(NamedTuple):
 class _Owned:
     """What an owner has of a file's locks of one kind."""
 
-    __slots__ = ("spans", "handles", "asking", "doubtful")
+    __slots__ = ("spans", "handles", "asking", "doubtful", "kept")
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -45,12 +47,14 @@ class _Owned:
         self.asking = asyncio.Lock()
         self.doubtful: list[tuple[int, int, int]] = []
         """(start, end, mode): bytes of which the service may think that more is locked. To be told."""
+        self.kept: list[int] = []
+        """Records of the handles in the memory that outlives this process."""
 
 
 class Locks(Core):
     def __init__(self, *arguments, **fields) -> None:
         super().__init__(*arguments, **fields)
-        self._owned: dict[_Key, _Owned] = {}
+        self._owned: dict[Key, _Owned] = {}
         self._owners: Counter[int] = Counter()  # of an inode
         self._telling: set[asyncio.Task] = set()
         self.turns = LockTurns(self.meta)
@@ -89,16 +93,16 @@ class Locks(Core):
         _check(start, end, mode)
         if mode == SHARED and not handle.readable or mode == EXCLUSIVE and not handle.writable:
             raise BadHandle("a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write")
-        return await self._lock(handle, _Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
+        return await self._lock(handle, Key(handle.inode, RECORD, owner), start, end, mode, pid, wait)
 
     async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
         """As `setlk`, of the whole file, as flock(2). Where another mode is not to be had, the lock that was there is lost."""
         _check(0, LAST_BYTE, mode)
-        return await self._lock(handle, _Key(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
+        return await self._lock(handle, Key(handle.inode, WHOLE, owner), 0, LAST_BYTE, mode, pid, wait)
 
     async def release_owner(self, handle: FileHandle, owner: int) -> None:
         """close(2) by that owner: all its record locks on the file end, through whatever descriptor they were taken."""
-        key = _Key(handle.inode, RECORD, owner)
+        key = Key(handle.inode, RECORD, owner)
         if key in self._owned:
             await self._release_all(handle.file, key)
 
@@ -109,7 +113,7 @@ class Locks(Core):
 
     # -- taking and giving back --------------------------------------------------------------------------------------------
 
-    async def _lock(self, handle: FileHandle, key: _Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+    async def _lock(self, handle: FileHandle, key: Key, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
         file = handle.file
         if file.lost:
             raise LockLost()
@@ -131,10 +135,12 @@ class Locks(Core):
             if request.ticket:
                 self.turns.give_up(key.inode, request.ticket)
 
-    async def _ask_lock(self, handle: FileHandle, key: _Key, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
+    async def _ask_lock(self, handle: FileHandle, key: Key, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
         """Ask for the change and remember what came of it."""
         owned = await self._begin(key)
         try:
+            if request.mode:
+                self._keep_owner(key, owned, handle)
             await self._tell_doubtful(key, owned)
             asking = asyncio.create_task(self._change_lock(key, request))
         except BaseException:
@@ -164,29 +170,40 @@ class Locks(Core):
             self._end(key, owned)
         return reply
 
-    async def _change_lock(self, key: _Key, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
+    async def _change_lock(self, key: Key, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
         """The answer, and the session for which it was given."""
         reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
         return reply, request.change.session
 
-    async def _begin(self, key: _Key) -> _Owned:
+    async def _begin(self, key: Key) -> _Owned:
         """The owner's locks, which nobody else changes until they are left."""
         while True:
-            owned = self._owned.get(key)
-            if owned is None:
-                owned = self._owned[key] = _Owned()
-                self._owners[key.inode] += 1
+            owned = self._owned.get(key) or self._own(key)
             await owned.asking.acquire()
             if self._owned.get(key) is owned:
                 return owned
             owned.asking.release()
 
-    def _end(self, key: _Key, owned: _Owned) -> None:
+    def _own(self, key: Key) -> _Owned:
+        owned = self._owned[key] = _Owned()
+        self._owners[key.inode] += 1
+        return owned
+
+    def _end(self, key: Key, owned: _Owned) -> None:
         if not owned.spans and not owned.doubtful:
             self._forget(key)
         owned.asking.release()
 
-    def _forget(self, key: _Key) -> None:
+    def _keep_owner(self, key: Key, owned: _Owned, handle: FileHandle) -> None:
+        """Before the lock is asked for: our successor asks the service what this owner has. TooManyOpen."""
+        if self.kept is not None and handle.number and handle not in owned.handles:
+            index = self.kept.locks.take()
+            self.kept.locks.put(index, key.inode, key.owner, handle.number, key.kind)
+            owned.kept.append(index)
+
+    def _forget(self, key: Key) -> None:
+        for index in self._owned[key].kept:
+            self.kept.locks.give_back(index)
         del self._owned[key]
         self._owners[key.inode] -= 1
         if not self._owners[key.inode]:
@@ -216,7 +233,7 @@ class Locks(Core):
 
     # -- what was cut short ------------------------------------------------------------------------------------------------
 
-    async def _take_back(self, key: _Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
+    async def _take_back(self, key: Key, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
         """The asker has gone: see what came of the request, and undo it."""
         try:
             reply, session = await asking
@@ -244,7 +261,7 @@ class Locks(Core):
             owned.doubtful.append((start, end, mode))
             laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
 
-    async def _tell_doubtful(self, key: _Key, owned: _Owned) -> None:
+    async def _tell_doubtful(self, key: Key, owned: _Owned) -> None:
         """Bring the service to what is remembered here. Never more than it may think already, so nobody can be in the way."""
         while owned.doubtful:
             piece = start, end, mode = owned.doubtful[0]
@@ -259,7 +276,7 @@ class Locks(Core):
             if mode and its != session:
                 owned.doubtful.append((start, end, UNLOCKED))  # of a session that has just begun, in which nothing was locked
 
-    async def _release_all(self, file: OpenInode, key: _Key) -> None:
+    async def _release_all(self, file: OpenInode, key: Key) -> None:
         """Give back all of it; what can not be told now is told later."""
         try:
             await self._publish(file)
@@ -288,7 +305,7 @@ class Locks(Core):
                 await owned.asking.acquire()
                 self._behind(self._tell_later(key, owned))
 
-    async def _tell_later(self, key: _Key, owned: _Owned) -> None:
+    async def _tell_later(self, key: Key, owned: _Owned) -> None:
         try:
             await self._tell_doubtful(key, owned)
         except NvpoolError:

@@ -215,7 +215,10 @@ class Names(Core):
     async def _flush_before_replace(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
         moved = self.cache.entry(parent, name, self.options.attr_s)
         if moved is None:
-            moved = (await self._find(parent, name, self.options.fresh_s)).inode
+            try:
+                moved = (await self._find(parent, name, self.options.fresh_s)).inode
+            except NotFound:
+                return  # the service says so, or that this very request has been carried out
         file = self.cache.open.get(moved)
         if not self.writer.unflushed(moved) and (file is None or file.written is None or file.written.clean):
             return
@@ -226,4 +229,4 @@ class Names(Core):
         if file is not None:
             await self.writer.store(file)
             await self.writer.settle(file)
-        await self.writer.make_durable(moved, file)
+        await self.writer.make_durable(moved)

@@ -90,7 +90,8 @@ class Ranges(Files, Attributes):
             self.reader.changed(file)
             await self.writer.pause(file)
         try:
-            self._take(await self.meta.change(file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file))
+            self._take(await self.meta.change(file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file,
+                                              once=True))
         finally:
             if hole:
                 self.writer.end_cut(file)

@@ -1,0 +1,138 @@
+"""The beginning of a process that goes on with what another one left: sessions, open files, locks, unstored writes.
+
+Its predecessor was killed, or left for newer code. What it had learned of names and attributes is not known here, and neither
+are leases: they have ended with it. So nothing is believed that was not asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nvpool.base.errors import NotFound, NvpoolError, Unavailable
+from nvpool.base.kept import Word
+from nvpool.client.cache import OpenInode
+from nvpool.client.vfs.contract import FileHandle
+from nvpool.client.vfs.files import Files, rights_of
+from nvpool.client.vfs.locks import Key
+from nvpool.logic.lockranges import laid
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+from nvpool.wire.v1.meta_pb2 import Attr
+
+log = logging.getLogger(__name__)
+
+_ASKED_AT_ONCE = 64
+_LOST_CHUNK_BITS = 20
+
+
+class OpenBefore(NamedTuple):
+    """A file that was open."""
+
+    number: int
+    inode: int
+    flags: int
+
+
+class TakeOver(Files):
+    async def take_over(self, opened: Iterable[OpenBefore]) -> dict[int, FileHandle]:
+        """Handles of what was open, by number. Those of files that are gone, or that nobody could be asked for until the
+        deadline, answer LockLost (EIO); so do those that held locks in a session that has ended meanwhile.
+
+        Called once, before anything else is asked of this client. Waits for the metadata service.
+        """
+        memory, opened = self.kept, list(opened)
+        life = memory.word(Word.LIVES) + 1
+        memory.set_word(Word.LIVES, life)
+        # behind those of the processes before us, whose session we go on with: else stores take our requests for repetitions
+        self.chunks.sequence = life << 40
+        self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
+        left = self.keeping.left()
+        rights: dict[int, int] = {}
+        for before in opened:
+            rights[before.inode] = rights.get(before.inode, 0) | rights_of(before.flags)
+        for inode in left:
+            rights.setdefault(inode, 3)
+        self.meta.take_over(list(rights))
+        gate = asyncio.Semaphore(_ASKED_AT_ONCE)
+        found = dict(await asyncio.gather(*(self._hold_again(gate, inode, wanted) for inode, wanted in rights.items())))
+        handles = {}
+        for before in opened:
+            file = found[before.inode]
+            file.handles += 1
+            handle = handles[before.number] = FileHandle(file, before.flags)
+            handle.number = before.number
+        await self._take_over_locks(handles)
+        for inode, kept in left.items():
+            file = found[inode]
+            if not file.lost:
+                self.writer.take_over(file, kept)
+            elif kept.pieces or kept.stored_end:
+                log.error("%d writes to inode %d are dropped: it is gone, or can not be asked for", len(kept.pieces), inode)
+                self._drop_left(kept)
+        return handles
+
+    async def _hold_again(self, gate: asyncio.Semaphore, inode: int, rights: int) -> tuple[int, OpenInode]:
+        request = meta_pb2.GetAttrRequest(inode=inode, rights=rights)
+        try:
+            async with gate:
+                sent_s = self.clock.boottime_s()
+                entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        except NvpoolError as error:
+            log.error("inode %d was open and can not be used any more: %s", inode, error)
+            file = OpenInode(Attr(inode=inode, chunk_bits=_LOST_CHUNK_BITS))
+            file.lost = True
+            if not isinstance(error, (NotFound, Unavailable)):
+                raise
+            return inode, file
+        file = OpenInode(entry.attr)
+        file.opened = 1
+        self.cache.open[inode] = file
+        self.cache.put_attr(entry.attr)
+        file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
+        self._leased(entry, sent_s)
+        return inode, file
+
+    async def _take_over_locks(self, handles: dict[int, FileHandle]) -> None:
+        """What the service says that our owners have, they have."""
+        memory = self.kept
+        keys: dict[Key, list[tuple[int, int]]] = {}
+        for index, inode, owner, number, kind in memory.locks.valid():
+            keys.setdefault(Key(inode, kind, owner), []).append((index, number))
+        held = {inode: await self._locks_of(inode) for inode in {key.inode for key in keys}}
+        for key, records in keys.items():
+            told = held[key.inode]
+            spans = [lock for lock in told or () if (lock.kind, lock.owner) == (key.kind, key.owner) and not lock.waits]
+            owned = self._own(key) if spans else None
+            for index, number in records:
+                handle = handles.get(number)
+                if owned is not None and handle is not None:
+                    owned.kept.append(index)
+                    owned.handles.add(handle)
+                else:
+                    memory.locks.give_back(index)
+            for lock in spans:
+                laid(owned.spans, lock.start, lock.end, lock.mode, lock.pid).apply(owned.spans)
+            file = self.cache.open.get(key.inode)
+            if told is None and file is not None:
+                file.lost = True
+
+    async def _locks_of(self, inode: int) -> list[meta_pb2.HeldLock] | None:
+        """Those of this client; None where they have ended with the session, or nobody knows."""
+        request = meta_pb2.LocksRequest(inode=inode)
+        try:
+            reply = await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
+        except NotFound:
+            return []
+        except NvpoolError as error:
+            log.error("nobody tells which locks on inode %d are held: %s", inode, error)
+            return None
+        if not self.meta.was_taken_up(inode):
+            return None
+        return [lock for lock in reply.locks if lock.session == request.session]
+
+    def _drop_left(self, kept) -> None:
+        self.keeping.drop([piece.record for piece in kept.pieces])
+        if kept.entry >= 0:
+            self.kept.files.give_back(kept.entry)

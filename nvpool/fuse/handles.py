@@ -1,0 +1,59 @@
+"""Numbers of open files and directories, valid from open to release; also in a process that goes on after this one.
+
+Then (base/kept) a number says which record of the shared memory stands for it: it is written before the kernel hears of the
+number, and goes when what was open is released. Called by `fuse/ops`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvpool.base.kept import DIRECTORY, HANDLES_MAX, KeptMemory, Word
+from nvpool.client.once import asking
+from nvpool.client.vfs.contract import Caller
+
+_INDEX_BITS = HANDLES_MAX.bit_length() - 1
+_SERIALS_PER_LIFE_BITS = 24
+_NOBODY = Caller(0, 0)
+
+
+class Before(NamedTuple):
+    """What was open in the process before us."""
+
+    number: int
+    inode: int
+    flags: int
+    caller: Caller
+    unique: int
+    """The kernel's request by which it was opened."""
+
+    @property
+    def is_directory(self) -> bool:
+        return bool(self.flags & DIRECTORY)
+
+
+class Handles:
+    def __init__(self, memory: KeptMemory | None) -> None:
+        self._memory = memory
+        self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
+
+    def take(self, inode: int, flags: int, caller: Caller = _NOBODY) -> int:
+        """A number that nothing else has which is open. TooManyOpen."""
+        self._last = number = self._last + 1
+        memory = self._memory
+        if memory is not None:
+            index = memory.handles.take()
+            number = number << _INDEX_BITS | index
+            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, asking(), number)
+        return number
+
+    def directory(self, inode: int) -> int:
+        return self.take(inode, DIRECTORY)
+
+    def give_back(self, number: int) -> None:
+        if self._memory is not None:
+            self._memory.handles.give_back(number & HANDLES_MAX - 1)
+
+    def before(self) -> list[Before]:
+        return [Before(number, inode, flags, Caller(uid, gid, pid), unique)
+                for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()]

@@ -1,0 +1,158 @@
+"""The serving process' side of a mount that outlives it: what it says to its holder and hears from it, and another holder when
+that one has died. The words are those of run/mount_holder. Called by run/mount_daemon.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.kept import KeptMemory
+from nvpool.run.daemon import command
+
+_AGAIN_S = 1.0
+"""Between holders that die at once."""
+
+log = logging.getLogger("nvpool.run.mount")
+
+
+class Held:
+    """`words`: those of the command line, for another holder."""
+
+    def __init__(self, numbers: str, words: list[str]) -> None:
+        control, *descriptors = map(int, numbers.split(","))
+        self._control = socket.socket(fileno=control)
+        self._control.setblocking(False)
+        os.set_inheritable(control, False)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self.fuse, self._memory = descriptors or (-1, -1)
+        self._words = words
+        self._popen: subprocess.Popen | None = None
+        self._again_s = 0.0
+        self._started_s = 0.0
+        self.holder_pid = os.getppid()
+        self.serves = False
+        """Whether the end of this process is that of the mount."""
+        self.since_s = 0.0
+        """When the process before us died or was asked to leave, on the clock that counts from the boot."""
+        self.on_stop: Callable[[], None] = lambda: None
+        self.left = asyncio.Event()
+        """Set when this process is to leave for its successor."""
+        self.on_holder: Callable[[], None] = lambda: None
+        """Called when there is another holder."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there was a process before us."""
+        return self.fuse >= 0
+
+    def memory(self, arena_bytes: int) -> KeptMemory:
+        """That of the process before us, or a new one. WrongFormat, CorruptRecord."""
+        if self._memory < 0:
+            self._memory = KeptMemory.make(arena_bytes)
+        return KeptMemory(self._memory)
+
+    async def wait_for_our_turn(self) -> bool:
+        """Say that we could go on, and wait until we are to. False where nobody will say so any more."""
+        loop = asyncio.get_running_loop()
+        self._say("warm")
+        while True:
+            try:
+                said = (await loop.sock_recv(self._control, 64)).decode()
+            except OSError:
+                return False
+            word, _, value = said.partition(" ")
+            if word == "go":
+                self.since_s = float(value)
+                return True
+            if not word:
+                return False
+            if word == "stop":
+                self.on_stop()
+
+    def listen(self) -> None:
+        """From now on hear the holder, and see when it dies."""
+        asyncio.get_running_loop().add_reader(self._control, self._hear)
+
+    def keep(self, fuse: int) -> None:
+        """The holder has the descriptors when this returns, or finds them in its socket."""
+        self.fuse = fuse
+        with contextlib.suppress(OSError):
+            self._control.sendmsg([b"keep"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (fuse, self._memory)))])
+
+    def ready(self) -> None:
+        self._say("ready")
+
+    def ended(self, code: int) -> None:
+        """This was an orderly end, and that of the mount."""
+        self._say(f"ended {code}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # it has died: then we shall see that next
+            self._control.send(text.encode())
+
+    def _hear(self) -> None:
+        try:
+            word = self._control.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            word = b""
+        if word == b"stop":
+            self.on_stop()
+        elif word == b"leave":
+            self.left.set()
+        elif not word:
+            self._hold_again()
+
+    def _hold_again(self) -> None:
+        """The holder has died: start another one, which has what we have."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control)
+        self._control.close()
+        if self._popen is not None:
+            self._popen.wait()
+        now_s = SYSTEM_CLOCK.boottime_s()
+        if now_s - self._started_s < _AGAIN_S:
+            loop.call_later(_AGAIN_S, self._start_holder)
+        else:
+            self._start_holder()
+
+    def _start_holder(self) -> None:
+        self._started_s = SYSTEM_CLOCK.boottime_s()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        pidfd = os.pidfd_open(os.getpid())
+        passed = (pidfd, theirs.fileno(), self.fuse, self._memory)
+        try:
+            self._popen = subprocess.Popen(
+                [*command("mount_holder", f"--adopt={','.join(map(str, passed))}"), *self._words], stdin=subprocess.DEVNULL,
+                pass_fds=passed, start_new_session=True)
+        except OSError as error:
+            log.error("no other holder could be started: %s", error)
+            self._control.close()
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._start_holder)
+            return
+        finally:
+            theirs.close()
+            os.close(pidfd)
+        self.holder_pid = self._popen.pid
+        log.warning("the holder of this mount has died; process %d is another one", self.holder_pid)
+        self.listen()
+        self.on_holder()
+
+
+def hand_to_holder(words: list[str]) -> None:
+    """Become the holder, which starts a serving process with the same words. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [*command("mount_holder"), *words])

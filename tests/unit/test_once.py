@@ -1,0 +1,76 @@
+"""Which slot a change of a request of the kernel travels in, before and after the death of the process that sent it."""
+
+import os
+
+import pytest
+
+from nvpool.base.kept import KeptMemory
+from nvpool.client.once import Held, Once
+
+MKDIR, CHMOD = 1, 2
+
+
+class Session:
+    """As much of metaclient.ShardSession as Once knows."""
+
+    def __init__(self) -> None:
+        self.shard, self.record, self.session, self.generation, self.early = 7, 0, 99, 1, {}
+
+
+@pytest.fixture
+def memory():
+    descriptor = KeptMemory.make(1 << 24)
+    kept = KeptMemory(descriptor)
+    kept.keep_session(kept.add_shard(), 7, 99, b"secret")
+    yield kept
+    os.close(descriptor)
+
+
+def begin(memory):
+    """A process: (its Once, its session, the slots that are free again)."""
+    session, free = Session(), []
+    once = Once(memory, {7: session}, lambda state, slot, sequence, generation: free.append((slot, sequence)))
+    session.early = once.take_over(7, 0)
+    return once, session, free
+
+
+def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_answered(memory):
+    once, session, free = begin(memory)
+    assert once.slot_of(1000, session, MKDIR) is None
+    once.note(0, 5, 40, MKDIR, 1000)
+
+    once, session, free = begin(memory)  # killed
+    assert session.early == {5: 40}
+    assert once.slot_of(1001, session, MKDIR) is None and once.slot_of(1000, session, CHMOD) is None
+    assert once.slot_of(1000, session, MKDIR) == (5, 40, 1) and not session.early
+    once.note(0, 5, 40, MKDIR, 1000)
+    once.held[1000] = Held(session, 5, 40, 1)
+    assert once.slot_of(1000, session, CHMOD) == (5, 41, 1), "its next change goes in the same slot"
+    once.note(0, 5, 41, CHMOD, 1000)
+    once.held[1000] = Held(session, 5, 41, 1)
+    assert begin(memory)[1].early == {5: 41} and not free
+    once.answered(1000)
+    assert free == [(5, 41)] and begin(memory)[1].early == {}
+
+
+def test_what_has_not_come_again_was_answered_but_what_is_in_work_may_still_ask(memory):
+    once, session, free = begin(memory)
+    for unique, slot in ((1000, 1), (1001, 2), (1002, 3)):
+        once.note(0, slot, 40, MKDIR, unique)
+    once, session, free = begin(memory)
+    once.all_came_again({1001, 1002})
+    assert free == [(1, 40)] and set(once.held) == {1001, 1002}
+    assert once.slot_of(1001, session, MKDIR) == (2, 40, 1)
+    once.answered(1002)  # it has ended without its change
+    assert free == [(1, 40), (3, 40)] and session.early == {} and begin(memory)[1].early == {2: 40}
+
+
+def test_when_the_session_has_ended_nothing_of_it_is_used(memory):
+    once, session, free = begin(memory)
+    once.note(0, 1, 40, MKDIR, 1000)
+    once, session, free = begin(memory)
+    once.lost(7)
+    session.generation += 1
+    assert once.slot_of(1000, session, MKDIR) is None and not session.early
+    once.all_came_again(set())
+    assert free == []
