@@ -5,7 +5,7 @@
     python bench/scale.py --keep DIR --make-only                            make the databases and keep them
     python bench/scale.py --keep DIR --reuse --results bench/results        measure those that are kept, and nothing else
 
-Databases are made offline with the very records of the service (bench/scaling/tree.py says of what files), with
+Databases are made offline with the very records of the service (bench/millions/tree.py says of what files), with
 pages as full as a service leaves them; up to --check files one is also made by a running service and compared. What is
 measured is a copy in a pool of its own, served by a real metadata daemon and asked over its real transport; a kept database is
 never changed. Needs no root. Ends and removes all it started, also when interrupted; what a killed one left is removed by the
@@ -29,11 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report as machine_report  # noqa: E402
 import uvloop  # noqa: E402
-from scaling import build, report  # noqa: E402
-from scaling.loads import Client  # noqa: E402
-from scaling.measure import Options, measured  # noqa: E402
-from scaling.shard import Failed, Shard  # noqa: E402
-from scaling.tree import PER_DIRECTORY  # noqa: E402
+from millions import build, report  # noqa: E402
+from millions.loads import Client  # noqa: E402
+from millions.measure import Options, measured  # noqa: E402
+from millions.shard import Failed, Shard  # noqa: E402
+from millions.tree import PER_DIRECTORY  # noqa: E402
 from subjects.contract import MARK  # noqa: E402
 from workspace import say, warn_of_others, workspace  # noqa: E402
 
