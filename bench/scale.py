@@ -1,11 +1,11 @@
 """One metadata shard with 1, 10 and 100 million files: bytes of LMDB, rates, memory, starts and listings at each size.
 
-    make bench-scale                                                        everything: hours and 60 GB the first time
+    make bench-scale                                                        everything: an hour and 60 GB the first time
     python bench/scale.py --sizes 1e6 --shape many                          a first look: four minutes
     python bench/scale.py --keep DIR --make-only                            make the databases and keep them
     python bench/scale.py --keep DIR --reuse --results bench/results        measure those that are kept, and nothing else
 
-Databases are made offline with the very records of the service (bench/scaling/tree.py says of what files), with
+Databases are made offline with the very records of the service (bench/millions/tree.py says of what files), with
 pages as full as a service leaves them; up to --check files one is also made by a running service and compared. What is
 measured is a copy in a pool of its own, served by a real metadata daemon and asked over its real transport; a kept database is
 never changed. Needs no root. Ends and removes all it started, also when interrupted; what a killed one left is removed by the
@@ -20,28 +20,26 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report as machine_report  # noqa: E402
 import uvloop  # noqa: E402
-from compare import busy_share, say  # noqa: E402
-from scaling import build, report  # noqa: E402
-from scaling.loads import Client  # noqa: E402
-from scaling.measure import Options, measured  # noqa: E402
-from scaling.shard import Failed, Shard  # noqa: E402
-from scaling.tree import PER_DIRECTORY  # noqa: E402
-from subjects.contract import MARK, OWNER, sweep, sweep_left  # noqa: E402
+from millions import build, report  # noqa: E402
+from millions.loads import Client  # noqa: E402
+from millions.measure import Options, measured  # noqa: E402
+from millions.shard import Failed, Shard  # noqa: E402
+from millions.tree import PER_DIRECTORY  # noqa: E402
+from subjects.contract import MARK  # noqa: E402
+from workspace import say, warn_of_others, workspace  # noqa: E402
 
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-PREFIX = "scale-"
 MADE = "made.json"
 MADE_FORMAT = 1
 DENSE_FILES_MAX = 10_000_000
@@ -74,6 +72,16 @@ class Progress:
     def end(self) -> None:
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run(work: Coroutine) -> Any:
+    """Its outcome. An interruption comes out as one also where several tasks were at work."""
+    try:
+        return asyncio.run(work)
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is not None:
+            raise KeyboardInterrupt from None
+        raise
 
 
 class Bench:
@@ -115,7 +123,7 @@ class Bench:
         try:
             made = build.build(place / "shard", files, per_directory, dense, begin("making"))
             if files <= self.options.check:
-                made["by_service"] = asyncio.run(self._by_service(place / "shard", files, per_directory, begin))
+                made["by_service"] = run(self._by_service(place / "shard", files, per_directory, begin))
             made |= {"format": MADE_FORMAT, "commit": machine_report.commit()}
             (place / MADE).write_text(json.dumps(made, indent=1) + "\n")  # last: from here on it is whole
         except BaseException:
@@ -151,12 +159,12 @@ class Bench:
         self._refuse_without_room(self.work, files, "to measure a copy of")
         begin = self.progress(f"{report.short(files)} files, {report.SHAPES[shape]}")
         options = Options(self.options.seconds, self.options.list_whole)
-        figures = asyncio.run(measured(self.work, database / "shard", made, options, self._environment, begin))
+        figures = run(measured(self.work, database / "shard", made, options, self._environment, begin))
         return {"shape": shape, "files": files, "made": made, "figures": figures}
 
     def empty(self) -> dict:
         made = {"files": 0, "per_directory": 0, "name_key": bytes(16).hex()}
-        return asyncio.run(measured(self.work, None, made, Options(0, 0), self._environment, self.progress("empty")))
+        return run(measured(self.work, None, made, Options(0, 0), self._environment, self.progress("empty")))
 
     @staticmethod
     def _refuse_without_room(place: Path, files: int, what: str) -> None:
@@ -204,48 +212,27 @@ def main(words: list[str] | None = None) -> int:
         place.mkdir(parents=True, exist_ok=True)
     if options.keep:
         options.keep = options.keep.resolve()
-    sweep_left(options.directory.resolve(), PREFIX, say)
-    work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=options.directory)).resolve()
-    (work / OWNER).write_text(str(os.getpid()))
-
-    told_to_end = []
-
-    def interrupted(number, frame):
-        told_to_end.append(number)
-        raise KeyboardInterrupt
-
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in ends:
-        signal.signal(number, interrupted)
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    begin, code, cases, empty = time.monotonic(), 0, [], None
-    busy_before = busy_share(1.0)
-    bench = Bench(work, options)
-    try:
+    begin, code, cases, empty, busy_before = time.monotonic(), 130, [], None, warn_of_others()
+    with workspace(options.directory) as (work, _):
+        bench = Bench(work, options)
         shapes = list(report.SHAPES) if options.shape == "both" else [options.shape]
-        if not options.make_only:
-            empty = bench.empty()
-        for files in options.sizes:
-            for shape in shapes:
-                made = bench.made(shape, files)
-                if made is None and options.reuse:
-                    say(f"{bench.database(shape, files)} is not there; left out")
-                    continue
-                made = made or bench.make(shape, files)
-                if not options.make_only:
-                    cases.append(bench.measure(shape, files, made))
-    except (KeyboardInterrupt, BaseExceptionGroup):  # a group where several tasks were at work
-        if not told_to_end:
-            raise
-        say("\ninterrupted; stopping what was started, which takes a few seconds")
-        code = 130
-    except Failed as failed:
-        say(f"\n{failed}")
-        code = 1
-    finally:
-        for number in ends:
-            signal.signal(number, signal.SIG_IGN)
-        sweep(work)
+        try:
+            if not options.make_only:
+                empty = bench.empty()
+            for files in options.sizes:
+                for shape in shapes:
+                    made = bench.made(shape, files)
+                    if made is None and options.reuse:
+                        say(f"{bench.database(shape, files)} is not there; left out")
+                        continue
+                    made = made or bench.make(shape, files)
+                    if not options.make_only:
+                        cases.append(bench.measure(shape, files, made))
+            code = 0
+        except Failed as failed:
+            say(f"\n{failed}")
+            code = 1
     if cases:
         results = {"date": time.strftime("%Y-%m-%d"), "machine": machine_report.machine(), "commit": machine_report.commit(),
                    "took_s": round(time.monotonic() - begin), "seconds": options.seconds, "busy_before": busy_before,

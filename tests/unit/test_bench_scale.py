@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-contract, report = (importlib.import_module(name) for name in ("subjects.contract", "scaling.report"))
+contract, report = (importlib.import_module(name) for name in ("subjects.contract", "millions.report"))
 sys.path.remove(str(ROOT / "bench"))
 
 SMALL, LARGE = 3000, 20_000

@@ -96,7 +96,7 @@ def _a_file(made: dict, key: str, files: int) -> str:
 
 def _listed(found: dict) -> str:
     took = found["count"] / found["per_s"]
-    return f"{seconds(took)}, {found['per_s']:,.0f}/s" + ("" if found["whole"] else f", the first {short(found['count'])}")
+    return f"{seconds(took)}, {rate(found)}" + ("" if found["whole"] else f", the first {short(found['count'])}")
 
 
 def _goals(cases: list[dict]) -> str:
@@ -134,16 +134,27 @@ def _checks(cases: list[dict]) -> str:
 
 
 def _billion(cases: list[dict]) -> str:
-    lines = ["| from | pages in use | inner pages, wanted in memory | depth | drive with nothing in memory, reads a look-up |",
-             "|---|---:|---:|---:|---:|"]
+    lines = ["| from | pages in use | of that inner pages | depth | creating them, one shard | ten shards |",
+             "|---|---:|---:|---:|---:|---:|"]
+    said = []
     for shape in SHAPES:
         case = max((case for case in cases if case["shape"] == shape), key=lambda case: case["files"], default=None)
         if case is None:
             continue
-        made, times = case["made"], BILLION / case["files"]
+        made, figures, times = case["made"], case["figures"], BILLION / case["files"]
         fan_out = made["used_bytes"] / max(made["inner_bytes"], 1)
         leaves = times * (made["used_bytes"] - made["inner_bytes"]) / PAGE_BYTES
         depth = 1 + math.ceil(math.log(leaves) / math.log(fan_out))
-        lines.append(f"| {title(case)} × {times:g} | {made['used_bytes'] * times / GIB:,.0f} GiB | "
-                     f"{made['inner_bytes'] * times / GIB:.1f} GiB | {depth} | 2 (a leaf of entries, a leaf of inodes) |")
+        hours = BILLION / figures["creates"]["per_s"] / 3600
+        lines.append(f"| {title(case)}, × {times:g} | {made['used_bytes'] * times / GIB:,.0f} GiB | "
+                     f"{made['inner_bytes'] * times / GIB:.1f} GiB | {depth} | {hours:,.0f} h | {hours / 10:,.1f} h |")
+        cold = figures["cold_look_ups"]
+        said.append(f"{SHAPES[shape]}: {figures['look_ups']['per_s']:,.0f} look-ups/s with all leaves in memory, "
+                    f"{cold['per_s']:,.0f}/s with none ({cold['pages_read']:.1f} pages read for each)")
+    lines.append(f"\nA look-up goes down the tree twice, for the entry and for the inode. Each level is {fan_out:.0f} times as "
+                 "wide as the one above it, so all but the leaves are a hundredth of the whole and stay in memory: what a "
+                 "look-up can wait for is two leaves, one after the other, and nobody else is served meanwhile. "
+                 + "; ".join(said) + ". In between, the share of the leaves that is in memory decides. So a billion files want "
+                 "as much memory as they have pages in use, on one machine or, as partitions spread over shards, on several, "
+                 "each with a processor of its own for creates. (One directory is in one partition, unless it was made wide.)")
     return "\n".join(lines)
