@@ -71,16 +71,15 @@ class Word(IntEnum):
     GREETED = 1
     """INIT was answered, with what follows."""
     INIT_FLAGS = 2
-    MINOR = 3
-    PAGES = 4
-    UNFLUSHED = 5
+    PAGES = 3
+    UNFLUSHED = 4
     """Stores may have bytes that nobody has flushed."""
-    SHARDS = 6
+    SHARDS = 5
     """Records of each table that were ever used, from the beginning on."""
-    HANDLES = 7
-    LOCKS = 8
-    FILES = 9
-    WRITES = 10
+    HANDLES = 6
+    LOCKS = 7
+    FILES = 8
+    WRITES = 9
 
 
 def _up(count: int) -> int:

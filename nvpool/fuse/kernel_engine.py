@@ -215,6 +215,8 @@ class KernelEngine(KernelRequests):
             if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
                 log.error("this kernel does not hand out again what the process before this one has not answered: %s", error)
         if self._ops.kept.word(Word.GREETED):
+            if not self._ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
+                log.error("this kernel has not agreed to hand out again what was not answered: calls may hang")
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:
@@ -402,7 +404,6 @@ class KernelEngine(KernelRequests):
         wanted = FLAGS | Init.WRITEBACK_CACHE if self._options.writeback else FLAGS
         if (memory := self._ops.kept) is not None:
             memory.set_word(Word.INIT_FLAGS, wanted & offered)
-            memory.set_word(Word.MINOR, body.minor)
             memory.set_word(Word.PAGES, self._pages)
             memory.set_word(Word.GREETED, 1)
         self._send(self._init_answer(request.unique, wanted & offered, body.minor))

@@ -92,6 +92,10 @@ class Held:
     def ready(self) -> None:
         self._say("ready")
 
+    def drop(self) -> None:
+        """Let the holder close what it keeps: calls that are still in the mount end when this process closes it too."""
+        self._say("drop")
+
     def ended(self, code: int) -> None:
         """This was an orderly end, and that of the mount."""
         self._say(f"ended {code}")

@@ -204,6 +204,8 @@ class _Mounted:
             await serving
             await ops.drain()
         finally:
+            if held is not None:
+                held.drop()
             engine.close()
             awake.close()
             await client.close()

@@ -8,9 +8,9 @@ the exit code of an orderly end; so the two end together, or not at all.
 SIGTERM and SIGINT are passed on. SIGUSR1 replaces the serving process on purpose, by what is installed now: the new one is made
 ready first, then the old one finishes what it has in work and leaves; where the new one does not start, nothing happens.
 
-The two talk over a socket: "keep" with descriptors, "ready", "warm" (a successor could go on), "ended CODE" to here; "go WHEN",
-"stop", "leave" from here. Tiny on purpose, of little more than the standard library: what does next to nothing has nothing to
-die of.
+The two talk over a socket: "keep" with descriptors, "ready", "warm" (a successor could go on), "drop", "ended CODE" to here;
+"go WHEN", "stop", "leave" from here. Tiny on purpose, of little more than the standard library: what does next to nothing has
+nothing to die of.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ class Holder:
             word, _, value = said.decode(errors="replace").partition(" ")
             if word == "keep" and len(numbers) == 2:
                 self._descriptors = list(numbers)
+            elif word == "drop":
+                self._close_descriptors()
             elif word == "ready":
                 process.ready, self._deaths = True, 0
                 _notify(f"READY=1\nMAINPID={os.getpid()}")
@@ -151,6 +153,11 @@ class Holder:
                 process.ended = int(value or 0)
             elif not said:
                 return  # its end is closed; the process itself tells how it has ended
+
+    def _close_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
 
     def _died(self) -> int | None:
         """The exit code where that is the end of the mount."""

@@ -36,6 +36,7 @@ def own():
     place = Path(tempfile.mkdtemp(prefix="nvpool-held-"))
     made = Pool(place / "pool")
     yield made
+    nvpool("fsck", made.directory)  # fails where anything is wrong
     made.close()
     shutil.rmtree(place)
 
