@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.client.vfs.contract import NOW, Caller
-from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     FSYNC_DATA_ONLY,
@@ -162,11 +162,7 @@ class KernelRequests:
 
     def _on_read(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, size = requests.decode_read(self._buffer, count)
-        try:
-            found = self._ops.read_now(handle, offset, size)
-        except Exception as error:
-            self._fail(unique, error, "read")
-            return
+        found = self._ops.read_now(handle, offset, size)
         if found is not None:
             self._data(unique, found)
             return
@@ -187,16 +183,28 @@ class KernelRequests:
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
-        self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
+        found = self._ops.lookup_now(parent, name)
+        if found is not ASK:
+            self._entry(unique, found)
+        else:
+            self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
 
     def _on_getattr(self, count: int) -> None:
-        fields = requests.decode_getattr(self._buffer, count)
-        self._start(fields[2], "getattr", self._ops.getattr(fields[3]), self._attributes)
+        _, _, unique, node, *_ = requests.decode_getattr(self._buffer, count)
+        found = self._ops.getattr_now(node)
+        if found is not None:
+            self._attributes(unique, found)
+        else:
+            self._start(unique, "getattr", self._ops.getattr(node), self._attributes)
 
     def _on_open(self, count: int) -> None:
         _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
-        self._start(unique, "open", self._ops.open(node, flags, Caller(uid, gid, pid), bool(more & OPEN_KILL_SUIDGID)),
-                    self._opened)
+        caller = Caller(uid, gid, pid)
+        opened = self._ops.open_now(node, flags, caller)
+        if opened is not None:
+            self._opened(unique, opened)
+        else:
+            self._start(unique, "open", self._ops.open(node, flags, caller, bool(more & OPEN_KILL_SUIDGID)), self._opened)
 
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)

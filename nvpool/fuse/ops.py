@@ -55,6 +55,12 @@ SEEN_MAX = 1 << 18
 TOLD_MAX = 1 << 16
 """Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
+ASK = object()
+"""What `lookup_now` returns where somebody has to be asked: None says that there is no such name."""
+
+DOTS = frozenset((b".", b".."))
+"""Asked for by NFS export and open_by_handle only."""
+
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
 """Requests that name an inode which the kernel once looked up."""
@@ -177,7 +183,7 @@ class FuseOps(LockOps):
 
     async def lookup(self, parent: int, name: bytes) -> Attr | None:
         """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
-        if name in (b".", b".."):  # asked for by NFS export and open_by_handle only
+        if name in DOTS:
             attr = await self.getattr(parent)
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
@@ -186,6 +192,24 @@ class FuseOps(LockOps):
             if not self._tell_absent(parent, name):
                 raise
             return None
+
+    def lookup_now(self, parent: int, name: bytes) -> Attr | None | object:
+        """What `lookup` would bring, where nobody has to be asked; else ASK. As the two below it is a few microseconds, and for
+        the engine to call before what waits."""
+        if name in DOTS:
+            return ASK
+        try:
+            attr = self._vfs.lookup_now(parent, name)
+        except NotFound:
+            if not self._tell_absent(parent, name):
+                raise
+            return None
+        return ASK if attr is None else self._telling(attr)
+
+    def getattr_now(self, inode: int) -> Attr | None:
+        """What `getattr` would bring, where nobody has to be asked; else None."""
+        attr = self._vfs.getattr_now(inode)
+        return None if attr is None else self._telling(attr)
 
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
@@ -272,12 +296,19 @@ class FuseOps(LockOps):
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file)
-        attr = file.attr
-        if not attr.links and not any(other.inode == inode for other in self._files.values()):
+        if not file.attr.links and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
-        if self._told.get(inode) != attr.change:
-            self.invalidate_attributes(inode)
+        return self._opened_anew(file, flags, caller)
+
+    def open_now(self, inode: int, flags: int, caller: Caller) -> Opened | None:
+        """What `open` would return, where nobody has to be asked; else None."""
+        file = self._vfs.open_now(inode, flags)
+        return None if file is None else self._opened_anew(file, flags, caller)
+
+    def _opened_anew(self, file, flags: int, caller: Caller) -> Opened:
+        if self._told.get(file.inode) != file.attr.change:
+            self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:

@@ -32,7 +32,7 @@ from nvpool.base.errors import InUse, NvpoolError, Unavailable
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.mount import Mount, mount_at, unmount
-from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol.replies import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,9 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def lookup(self, parent_inode, name, ctx):
-        attr = await self._ops.lookup(parent_inode, name)
+        attr = self._ops.lookup_now(parent_inode, name)
+        if attr is ASK:
+            attr = await self._ops.lookup(parent_inode, name)
         if attr is not None:
             return _entry(attr, self._options)
         if self._missing is None:
@@ -265,7 +267,7 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def getattr(self, inode, ctx):
-        return _entry(await self._ops.getattr(inode), self._options)
+        return _entry(self._ops.getattr_now(inode) or await self._ops.getattr(inode), self._options)
 
     @_answering
     async def setattr(self, inode, attr, fields, fh, ctx):
@@ -312,7 +314,8 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def open(self, inode, flags, ctx):
-        opened = await self._ops.open(inode, flags, _caller(ctx))
+        caller = _caller(ctx)
+        opened = self._ops.open_now(inode, flags, caller) or await self._ops.open(inode, flags, caller)
         return FileInfo(opened.handle, opened.direct_io, opened.keep_cache)
 
     @_answering

@@ -67,7 +67,7 @@ class Files(Names, Locks):
             return None
         file = self.cache.open.get(inode)
         if file is not None:
-            if not file.grant_rights & READ:
+            if not file.grant_rights & READ or not file.attr.links:
                 return None
             file.handles += 1
             return FileHandle(file, flags)
