@@ -185,7 +185,7 @@ class Cache:
         """The inode of the name, 0 when it is known not to exist, None when nothing so young is known. That a name is not there
         is known by a lease on its directory only."""
         inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
-        if inode is None or inode and self.is_believed(born_s, age_s):
+        if inode is None or inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s):
             return inode
         held = self.leases.held(inode) if inode else None
         if held is None or held is not lease and sent_s < held.since_s:

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,12 @@ from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
 
+NOTICERS = 4
+"""Threads for notices. Each may stand at one that waits for a request, as long as that waits for a store."""
+
+EPOCH_MINOR = 44
+"""From which version on there is Notice.INC_EPOCH."""
+
 
 class KernelRequests:
     """`_buffer` holds the request that is being taken apart; nothing of it is kept when a handler returns."""
@@ -44,10 +51,12 @@ class KernelRequests:
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
+        self._minor = 0  # of the protocol, as agreed
+        self._noticing = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
         self._spare: Step
         ops.invalidate_attributes = self._invalidate_attributes
-        ops.invalidate_pages = self._invalidate_pages
-        ops.invalidate_names = self._invalidate_names
+        ops.invalidate = self._invalidate
+        ops.invalidate_all_names = self._invalidate_all_names
 
     def _handlers(self) -> list[Callable[[int], None]]:
         """By operation; each is called with the length of the request."""
@@ -98,20 +107,22 @@ class KernelRequests:
         """Without pages the kernel marks the inode and returns."""
         self._send(replies.inval_inode(inode, -1, 0))
 
-    async def _invalidate_pages(self, inode: int) -> None:
-        await self._notify([replies.inval_inode(inode, 0, 0)])
-
-    async def _invalidate_names(self, names: Iterable[tuple[int, bytes]]) -> None:
-        await self._notify([replies.inval_entry(parent, name, expire_only=True) for parent, name in names])
-
-    async def _notify(self, notices: list[bytes]) -> None:
-        """In a thread: the kernel waits for pages that are being read and directories that are being changed, and those wait
+    async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
+        """In a thread: the kernel waits for directories that are being changed and pages that are being read, and those wait
         for answers of ours."""
+        notices = [replies.inval_entry(parent, name, expire_only=True) for parent, name in names]
+        notices += [replies.inval_inode(inode, 0, 0) for inode in inodes]
         descriptor = os.dup(self._fd)
         try:
-            await asyncio.get_running_loop().run_in_executor(None, _write_all, descriptor, notices)
+            await asyncio.get_running_loop().run_in_executor(self._noticing, _write_all, descriptor, notices)
         finally:
             os.close(descriptor)
+
+    def _invalidate_all_names(self) -> bool:
+        if self._minor < EPOCH_MINOR:
+            return False
+        self._send(replies.inc_epoch())
+        return True
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

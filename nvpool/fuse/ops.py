@@ -5,11 +5,9 @@ turns into an errno with `errno_of`. Nothing here knows a library or the kernel'
 without a mount. Below it is the client's Vfs; this layer adds only what a *kernel* needs:
 
 * the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
-  was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
+  was remembered of what the kernel keeps. Memory does not grow with the number of files that the kernel knows.
 * open files and directories get numbers, valid from open to release.
-* pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
-* attributes: where an open finds a `change` that the kernel was not told of, its cached attributes (the size!) are invalidated
-  before the open is answered. So what another node closed is seen at the next open, whatever the kernel keeps.
+* what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/kept_ops`.
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
   kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
@@ -17,8 +15,9 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
   this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
-inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is
-found. For the same reason a file without a name can be opened only while it is open here already (/proc/self/fd).
+inode is gone, and all where the directory of a name is: Linux then walks the path once more without trusting its caches, so
+what was replaced on another node is found. For the same reason a file without a name can be opened only while it is open here
+already (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NotFound, NotSupported, NvpoolError
+from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
 from nvpool.client.vfs.contract import Caller
+from nvpool.fuse.kept_ops import HAS_XATTRS
 from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -43,17 +43,10 @@ log = logging.getLogger(__name__)
 S_IFDIR = 0o040000
 S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
 SET_IDS = S_ISUID | S_ISGID
-HAS_XATTRS = 1
 CAPABILITY = b"security.capability"
 
 LIST_BATCH = 512
 """Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
-
-SEEN_MAX = 1 << 18
-"""Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
-
-TOLD_MAX = 1 << 16
-"""Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
 ASK = object()
 """What `lookup_now` returns where somebody has to be asked: None says that there is no such name."""
@@ -68,11 +61,12 @@ BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link
 
 class FuseOptions(NamedTuple):
     """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
-    when another node changed them. Changes through this mount are seen at once."""
+    when another node changed them and could not tell. Changes through this mount are seen at once."""
 
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
-    negative_timeout_s: float = 1.0
+    negative_timeout_s: float = 0.0
+    """Nobody tells the kernel that a name has come."""
     writeback: bool = False
     """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
     keeps its pages from open to open."""
@@ -93,7 +87,7 @@ def errno_of(error: BaseException, request: str) -> int:
 
     What is none of ours is a bug: EIO, and the log has the traceback.
     """
-    if isinstance(error, NotFound) and request in BY_INODE:
+    if isinstance(error, DirectoryGone) or isinstance(error, NotFound) and request in BY_INODE:
         return errno.ESTALE
     if isinstance(error, errors.Bug):
         log.error("%s: %s", request, error, exc_info=error)
@@ -153,27 +147,12 @@ class FuseOps(LockOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
-        super().__init__(vfs)
-        self._vfs = vfs
-        self.options = options or FuseOptions()
-        self._clock = clock
+        super().__init__(vfs, options or FuseOptions(), clock)
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
         self._directories: dict[int, _OpenDirectory] = {}
         self._last_handle = 0
-        self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
-        self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._changes = 0  # made through this mount; counted when they are done
-
-        self.invalidate_attributes: Callable[[int], None] = lambda inode: None
-        """Set by the engine: make the kernel ask again for the attributes of an inode. Must not wait."""
-
-    def _telling(self, attr: Attr) -> Attr:
-        told = self._told
-        if len(told) >= TOLD_MAX and attr.inode not in told:
-            del told[next(iter(told))]
-        told[attr.inode] = attr.change
-        return attr
 
     @property
     def open_files(self) -> int:
@@ -187,7 +166,9 @@ class FuseOps(LockOps):
             attr = await self.getattr(parent)
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
-            return self._telling(await self._vfs.lookup(parent, name))
+            return self._telling_name(parent, name, await self._vfs.lookup(parent, name))
+        except DirectoryGone:
+            raise
         except NotFound:
             if not self._tell_absent(parent, name):
                 raise
@@ -204,18 +185,12 @@ class FuseOps(LockOps):
             if not self._tell_absent(parent, name):
                 raise
             return None
-        return ASK if attr is None else self._telling(attr)
+        return ASK if attr is None else self._telling_name(parent, name, attr)
 
     def getattr_now(self, inode: int) -> Attr | None:
         """What `getattr` would bring, where nobody has to be asked; else None."""
         attr = self._vfs.getattr_now(inode)
         return None if attr is None else self._telling(attr)
-
-    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
-        """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
-        for inode, _ in forgotten:
-            self._seen.pop(inode, None)
-            self._told.pop(inode, None)
 
     async def getattr(self, inode: int) -> Attr:
         return self._telling(await self._vfs.getattr(inode))
@@ -230,36 +205,39 @@ class FuseOps(LockOps):
         if drop_set_ids and mode is None:
             mode = _without_set_ids((await self._vfs.getattr(inode)).mode)
         try:
-            return self._telling(await self._vfs.setattr(
+            attr = await self._vfs.setattr(
                 inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
-                handle=self._files.get(handle)))
+                handle=self._files.get(handle))
         finally:
             self._changes += 1
+        if size is None:
+            self._changed_here(inode, attr.change)
+        return self._telling(attr)
 
     async def readlink(self, inode: int) -> bytes:
         return await self._vfs.readlink(inode)
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
         try:
-            return await self._vfs.mknod(parent, name, mode, rdev, caller)
+            return self._telling_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
         finally:
             self._changes += 1
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
         try:
-            return await self._vfs.mkdir(parent, name, mode, caller)
+            return self._telling_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
         finally:
             self._changes += 1
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         try:
-            return await self._vfs.symlink(parent, name, target, caller)
+            return self._telling_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
         finally:
             self._changes += 1
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         try:
-            return self._telling(await self._vfs.link(inode, parent, name, caller))
+            return self._telling_name(parent, name, await self._vfs.link(inode, parent, name, caller))
         finally:
             self._changes += 1
 
@@ -316,7 +294,7 @@ class FuseOps(LockOps):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
             self._changes += 1
-        return self._telling(attr), self._opened(file, flags, caller)
+        return self._telling_name(parent, name, attr), self._opened(file, flags, caller)
 
     async def _drop_set_ids(self, file) -> None:
         mode = _without_set_ids(file.attr.mode)
@@ -325,12 +303,7 @@ class FuseOps(LockOps):
             self.invalidate_attributes(file.inode)
 
     def _opened(self, file, flags: int, caller: Caller) -> Opened:
-        attr = file.attr
-        seen = self._seen
-        before = seen.pop(attr.inode, None)
-        if len(seen) >= SEEN_MAX:
-            del seen[next(iter(seen))]
-        seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
+        keeps = self._keeps_pages(file.attr)
         if flags & os.O_TRUNC:
             self._changes += 1
         self._last_handle = handle = self._last_handle + 1
@@ -339,11 +312,12 @@ class FuseOps(LockOps):
         appending = bool(flags & os.O_APPEND) and not reads_only
         if appending:
             self._appending[handle] = caller
-        return Opened(handle, appending,
-                      self.options.writeback or before is not None and before[0] == attr.change,
+        if keeps and file.inode not in self._paged:
+            self._paging(file.inode)
+        return Opened(handle, appending, self.options.writeback or keeps,
                       # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
                       # any; one that is taken later through this descriptor ends with the open file instead.
-                      reads_only and not self._vfs.is_locked(attr.inode))
+                      reads_only and not self._vfs.is_locked(file.inode))
 
     def burst(self) -> None:
         """Several requests may follow at once, before `burst_over`: reads among them travel together."""
@@ -354,7 +328,10 @@ class FuseOps(LockOps):
 
     def read_now(self, handle: int, offset: int, size: int):
         """What `read` would bring, where it can be had without waiting; else None, and `read` is to be asked."""
-        return self._vfs.read_now(self._files[handle], offset, size)
+        file = self._files[handle]
+        if file.inode not in self._paged:
+            self._paging(file.inode)
+        return self._vfs.read_now(file, offset, size)
 
     def begin_read(self, handle: int, offset: int, size: int):
         """`read`, begun, where that needs no task: what has `cancel`, and calls its `on_end` as a Step does. Else None, and
@@ -362,7 +339,7 @@ class FuseOps(LockOps):
         return self._vfs.begin_read(self._files[handle], offset, size)
 
     def read(self, handle: int, offset: int, size: int):
-        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
+        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file. After `read_now`."""
         return self._vfs.read(self._files[handle], offset, size)
 
     async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False) -> int:
@@ -371,10 +348,15 @@ class FuseOps(LockOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file)
+        if file.inode not in self._paged:
+            self._paging(file.inode)
         try:
             if handle in self._appending:
                 return await self._append(file, buffer, self._appending[handle])
             return await self._vfs.write(file, offset, buffer)
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
         finally:
             self._changes += 1
 
@@ -397,14 +379,22 @@ class FuseOps(LockOps):
     async def flush(self, handle: int, owner: int | None = None) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
         of `owner` on the file end."""
+        file = self._files[handle]
         try:
-            await self._vfs.flush(self._files[handle], owner)
+            await self._vfs.flush(file, owner)
+        except BaseException:
+            self._seen.pop(file.inode, None)  # the kernel's pages have what was to be written
+            raise
         finally:
             self._changes += 1
 
     async def fsync(self, handle: int, datasync: bool) -> None:
+        file = self._files[handle]
         try:
-            await self._vfs.fsync(self._files[handle], datasync)
+            await self._vfs.fsync(file, datasync)
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
         finally:
             self._changes += 1
 
@@ -440,7 +430,10 @@ class FuseOps(LockOps):
     async def release(self, handle: int) -> None:
         """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again."""
         self._appending.pop(handle, None)
-        await self._vfs.release(self._files.pop(handle))
+        file = self._files.pop(handle)
+        await self._vfs.release(file)
+        if not self._vfs.is_open(file.inode):
+            self._paged.pop(file.inode, None)
 
     # -- directories -------------------------------------------------------------------------------------------------
 
@@ -474,7 +467,7 @@ class FuseOps(LockOps):
                 entry = entries[directory.at]
                 if not add(entry.name, entry.attr, entry.cursor):
                     return
-                self._telling(entry.attr)
+                self._telling_name(directory.inode, entry.name, entry.attr)
                 directory.at += 1
                 directory.cursor = cursor = entry.cursor
             if not directory.more:

@@ -75,6 +75,12 @@ class MemoryVfs:
         self._nodes = {ROOT_INODE: _Node(Attr(inode=ROOT_INODE, mode=stat.S_IFDIR | 0o755, links=2, parent=ROOT_INODE,
                                               atime_ns=now, mtime_ns=now, ctime_ns=now))}
 
+    def lease_until_s(self, inode: int) -> float:
+        return float("inf")
+
+    def is_open(self, inode: int) -> bool:
+        return inode in self._nodes and self._nodes[inode].handles > 0
+
     def hold_reads(self) -> None:
         """There is nothing to send."""
 

@@ -1,4 +1,4 @@
-"""Real mounts of a pool in this process, with everything counted: what the kernel asks of each, what is sent to shard and stores.
+"""Real mounts of a pool in this process, with everything counted: what the kernel asks, what is sent to shard and stores.
 
 Pool, clients and engines share one event loop in a thread of its own; the tests make system calls from theirs.
 """

@@ -159,8 +159,8 @@ class Names(Core):
         return attr
 
     def _named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
-        """The name stands for `inode` now (0: nothing), by a change that was sent then. The answer may bring the directory's attributes, which a kernel asks
-        for next."""
+        """The name stands for `inode` now (0: nothing), by a change that was sent then. The answer may bring the directory's
+        attributes, which a kernel asks for next."""
         self.cache.put_own_entry(parent, name, inode, sent_s, lease)
         if reply is not None and reply.HasField("parent"):
             self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
@@ -208,7 +208,6 @@ class Names(Core):
         request = meta_pb2.RenameRequest(parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags)
         for place in ((parent, name), (new_parent, new_name)):
             self.cache.forget_entry(*place)
-        sent_s = self.clock.boottime_s()
         reply = await self._change(parent, wire_pb2.META_RENAME, request, meta_pb2.RenameReply, caller)
         for inode in (reply.inode, reply.replaced):
             if inode:
@@ -219,7 +218,7 @@ class Names(Core):
         self.cache.forget_whole(parent)
         self.cache.forget_whole(new_parent)
         if reply.inode:
-            self._named(new_parent, new_name, reply.inode, sent_s)
+            self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())  # no lease is left that it could be old by
         else:
             self.cache.forget_attr(new_parent)
 
