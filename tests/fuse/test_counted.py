@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from conftest import wait_until
+from conftest import needs, wait_until
 from counted_mounts import CountedMounts
 
 from nvpool.client.options import ClientOptions
@@ -310,3 +311,59 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
         mounts.loop.call_soon_threadsafe(go.set)
         creating.join(20)
     assert not os.path.lexists(there / "f") and read(there / "g") == b"first" and os.path.lexists(there / "slow")
+
+
+# -- what the protocol has and libfuse's Python does not ---------------------------------------------------------------------
+
+
+def test_files_are_always_ready_and_the_kernel_asks_for_that_once(mounts):
+    one = mounts.mount()
+    make(one.place / "f")
+    with mounts.counted(one) as (asked, _):
+        for _ in range(3):
+            fd = os.open(one.place / "f", os.O_RDWR)
+            waiting = select.poll()
+            waiting.register(fd, select.POLLIN | select.POLLOUT)
+            assert waiting.poll(5000) == [(fd, select.POLLIN | select.POLLOUT)]
+            os.close(fd)
+    assert asked["POLL"] == 1
+
+
+@needs("stat")
+def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
+    """stat(1) asks for the time of birth: the kernel learns once that nobody keeps it, and answers out of what it has."""
+    one = mounts.mount(MINUTES)
+    make(one.place / "f")
+    settle(mounts, one)
+    os.stat(one.place / "f")
+
+    def stat():
+        return subprocess.run(["stat", "-c", "%s %W", one.place / "f"], capture_output=True, text=True, timeout=30).stdout
+    with mounts.counted(one) as (asked, _):
+        assert [stat() for _ in range(4)] == ["4096 0\n"] * 4
+    assert asked["STATX"] == 1 and asked["GETATTR"] <= 1
+
+
+def test_truncation_at_open_is_part_of_the_open(mounts):
+    one = mounts.mount()
+    make(one.place / "f")
+    settle(mounts, one)
+    with mounts.counted(one) as (asked, sent):
+        os.close(os.open(one.place / "f", os.O_WRONLY | os.O_TRUNC))
+        settle(mounts, one)
+    assert asked["OPEN"] == 1 and "SETATTR" not in asked and "META_SETATTR" not in sent
+    assert os.stat(one.place / "f").st_size == 0
+
+
+def test_listings_bring_attributes_where_they_are_wanted(mounts):
+    one, other = mounts.mount(MINUTES), mounts.mount()
+    for number in range(100):
+        make(other.place / f"f{number}", b"")
+    with mounts.counted(one) as (asked, sent):
+        with os.scandir(one.place) as entries:
+            assert sum(entry.stat().st_size == 0 for entry in entries) == 100
+    assert asked["READDIRPLUS"] >= 1 and asked["LOOKUP"] <= 2 and sum(sent.values()) <= 5
+    with mounts.counted(one) as (asked, _):
+        for _ in range(3):
+            assert len(os.listdir(one.place)) == 100
+    assert asked["READDIR"] >= 1, "nobody looks at them any more"
