@@ -298,6 +298,13 @@ class BeyondData(Refused):
     wire_code = 132
 
 
+class DirectoryGone(NotFound):
+    """The directory was removed, and whoever knows it has to look for its name again."""
+
+    errno = errno.ENOENT
+    wire_code = 133
+
+
 # -- Stale -----------------------------------------------------------------------------------------------------------
 
 

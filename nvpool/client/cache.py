@@ -85,16 +85,15 @@ class OpenInode:
 class WholeDirectory:
     """All names of a directory that was made here, while each of its changes since was ours: its change number tells.
 
-    So the absence of a name is known without asking, as of the moment of our last change: what unpacks or copies a tree makes
-    directories and then looks for each name in them before it makes it.
+    So the absence of a name is known without asking for it, while the directory has this number: what unpacks or copies a tree
+    makes directories and then looks for each name in them before it makes it.
     """
 
-    __slots__ = ("change", "names", "true_s")
+    __slots__ = ("change", "names")
 
-    def __init__(self, change: int, true_s: float):
+    def __init__(self, change: int):
         self.change = change
         self.names: set[bytes] = set()
-        self.true_s = true_s
 
 
 _WHOLE_DIRECTORIES_MAX = 64
@@ -108,7 +107,8 @@ class Cache:
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
         self._attrs: dict[int, tuple[Attr, float]] = {}
-        self._entries: dict[tuple[int, bytes], tuple[int, float, float]] = {}   # inode, true then, for leases since not after
+        # inode, when it was true, when it was asked for, and the lease on the inode that came with the answer
+        self._entries: dict[tuple[int, bytes], tuple[int, float, float, Lease | None]] = {}
         self._renamed_s: dict[int, float] = {}   # directory -> when we last changed a name in it
         self._renamed_floor_s = NEVER_S
         self._whole: dict[int, WholeDirectory] = {}
@@ -143,11 +143,8 @@ class Cache:
         ours, which is the change where it is the only one."""
         now_s = self._clock.boottime_s()
         whole = self._whole.get(attr.inode)
-        if whole is not None:
-            if attr.change == whole.change:
-                whole.true_s = now_s
-            elif attr.change > whole.change:
-                self.forget_whole(attr.inode)
+        if whole is not None and attr.change > whole.change:
+            self.forget_whole(attr.inode)
         opened = self.open.get(attr.inode)
         if opened is not None:
             if attr.change >= opened.attr.change:
@@ -185,12 +182,15 @@ class Cache:
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def entry(self, parent: int, name: bytes, age_s: float) -> int | None:
-        """The inode of the name, 0 when it is known not to exist, None when nothing so young is known."""
-        inode, born_s, sure_s = self._entries.get((parent, name), (None, NEVER_S, NEVER_S))
-        if self.is_believed(born_s, age_s):
+        """The inode of the name, 0 when it is known not to exist, None when nothing so young is known. That a name is not there
+        is known by a lease on its directory only."""
+        inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
+        if inode is None or inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s):
             return inode
-        lease = self.leases.held(inode) if inode else None
-        return inode if lease is not None and sure_s >= lease.since_s else None
+        held = self.leases.held(inode) if inode else None
+        if held is None or held is not lease and sent_s < held.since_s:
+            held = self.leases.held(parent)
+        return inode if held is not None and (held is lease or sent_s >= held.since_s) else None
 
     def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
         """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the
@@ -199,7 +199,7 @@ class Cache:
             return
         key = (parent, name)
         self._entries.pop(key, None)
-        self._entries[key] = (inode, self._clock.boottime_s(), sent_s if lease is None else max(sent_s, lease.since_s))
+        self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
         if len(self._entries) > self._options.cached_entries:
             del self._entries[next(iter(self._entries))]
 
@@ -211,11 +211,10 @@ class Cache:
         if len(self._renamed_s) > _RENAMED_MAX:
             self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(next(iter(self._renamed_s))))
 
-    def put_own_entry(self, parent: int, name: bytes, inode: int, lease: Lease | None = None) -> None:
-        """By our change, which has just been answered, the name stands for `inode`, 0: nothing."""
+    def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
+        """By our change, which was sent at `sent_s` and has just been answered, the name stands for `inode`, 0: nothing."""
         self.forget_entry(parent, name)
-        now_s = self._clock.boottime_s()
-        self._entries[parent, name] = inode, now_s, NEVER_S if lease is None else lease.since_s
+        self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
         if len(self._entries) > self._options.cached_entries:
             del self._entries[next(iter(self._entries))]
 
@@ -224,7 +223,7 @@ class Cache:
     def born_directory(self, attr: Attr) -> None:
         """The directory was made by us, with these attributes: it is empty."""
         self.forget_whole(attr.inode)
-        self._whole[attr.inode] = WholeDirectory(attr.change, self._clock.boottime_s())
+        self._whole[attr.inode] = WholeDirectory(attr.change)
         while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
             self.forget_whole(next(iter(self._whole)))
 
@@ -244,12 +243,18 @@ class Cache:
             whole.names.discard(name)
         self._whole_names += len(whole.names)
         whole.change = parent.change
-        whole.true_s = self._clock.boottime_s()
 
     def is_absent(self, parent: int, name: bytes, age_s: float) -> bool:
-        """Whether the name was known not to be there no longer than `age_s` ago."""
+        """Whether the name is known not to be there, by attributes of the directory that are no older than `age_s`, or lent."""
+        if not self.is_missed(parent, name):
+            return False
+        attr = self.attr(parent, age_s)
+        return attr is not None and attr.change == self._whole[parent].change
+
+    def is_missed(self, parent: int, name: bytes) -> bool:
+        """Whether the directory was known as a whole, and the name is none of its."""
         whole = self._whole.get(parent)
-        return whole is not None and name not in whole.names and self.is_believed(whole.true_s, age_s)
+        return whole is not None and name not in whole.names
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

@@ -37,14 +37,15 @@ class Handles:
         self._memory = memory
         self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
 
-    def take(self, inode: int, flags: int, caller: Caller = _NOBODY) -> int:
-        """A number that nothing else has which is open. TooManyOpen."""
+    def take(self, inode: int, flags: int, caller: Caller = _NOBODY, unique: int = 0) -> int:
+        """A number that nothing else has which is open. `unique`: of the kernel's request, where no step works for it.
+        TooManyOpen."""
         self._last = number = self._last + 1
         memory = self._memory
         if memory is not None:
             index = memory.handles.take()
             number = number << _INDEX_BITS | index
-            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, asking(), number)
+            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, unique or asking(), number)
         return number
 
     def directory(self, inode: int) -> int:

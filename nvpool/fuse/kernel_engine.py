@@ -80,12 +80,13 @@ ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR,
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _SIGKILL_BIT = 1 << 8
 
-FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.AUTO_INVAL_DATA | Init.DO_READDIRPLUS
+FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS
          | Init.READDIRPLUS_AUTO | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES
          | Init.POSIX_LOCKS | Init.FLOCK_LOCKS | Init.CACHE_SYMLINKS
          | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
 """What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
-kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end."""
+kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end. AUTO_INVAL_DATA only
+where attributes are not kept: it would drop what was written here, at the first look at the time of it; see fuse/kept_ops."""
 
 
 def max_pages_limit() -> int:
@@ -162,6 +163,8 @@ class KernelEngine(KernelRequests):
         the requests that it has not answered. The mount as it was made; it may be gone."""
         self._fd = descriptor
         self._asked_again = True
+        if self._ops.kept.word(Word.GREETED):
+            self._agreed(self._ops.kept.word(Word.INIT_FLAGS), self._ops.kept.word(Word.MINOR))
         self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
 
@@ -196,6 +199,7 @@ class KernelEngine(KernelRequests):
 
     def close(self) -> None:
         """The descriptor goes first: the kernel may write pages back while it unmounts, and nobody would answer any more."""
+        self._noticing.shutdown(wait=False, cancel_futures=True)
         if self._mount is None:
             return
         os.close(self._fd)
@@ -401,14 +405,24 @@ class KernelEngine(KernelRequests):
             self._end()
             return
         offered = Init(requests.flags_of(request))
-        wanted = FLAGS | Init.WRITEBACK_CACHE if self._options.writeback else FLAGS
+        wanted = FLAGS
+        if self._options.writeback:
+            wanted |= Init.WRITEBACK_CACHE
+        elif not self._ops.options.attr_timeout_s:
+            wanted |= Init.AUTO_INVAL_DATA
+        self._agreed(wanted & offered, min(body.minor, MINOR))
         if (memory := self._ops.kept) is not None:
             memory.set_word(Word.INIT_FLAGS, wanted & offered)
+            memory.set_word(Word.MINOR, self._minor)
             memory.set_word(Word.PAGES, self._pages)
             memory.set_word(Word.GREETED, 1)
         self._send(self._init_answer(request.unique, wanted & offered, body.minor))
         log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
         self._on_ready()
+
+    def _agreed(self, flags: int, minor: int) -> None:
+        self._minor = minor
+        self._ops.guards_pages = not flags & (Init.AUTO_INVAL_DATA | Init.WRITEBACK_CACHE)
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
         background = max(1, min(self._options.max_background, 0xFFFF))

@@ -11,11 +11,12 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from nvpool.client.vfs.contract import NOW, Caller
-from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     FSYNC_DATA_ONLY,
@@ -33,6 +34,12 @@ from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
 
+NOTICERS = 4
+"""Threads for notices. Each may stand at one that waits for a request, as long as that waits for a store."""
+
+EPOCH_MINOR = 44
+"""From which version on there is Notice.INC_EPOCH."""
+
 
 FIRST = RESENT - 1
 """Mask: the number of a request, whether it is asked for the first time or again."""
@@ -49,12 +56,14 @@ class KernelRequests:
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
+        self._minor = 0  # of the protocol, as agreed
+        self._noticing = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
         self._spare: Step
         self._keeps = ops.kept is not None
         self._held = ops.held
         ops.invalidate_attributes = self._invalidate_attributes
-        ops.invalidate_pages = self._invalidate_pages
-        ops.invalidate_names = self._invalidate_names
+        ops.invalidate = self._invalidate
+        ops.invalidate_all_names = self._invalidate_all_names
 
     def _handlers(self) -> list[Callable[[int], None]]:
         """By operation; each is called with the length of the request."""
@@ -108,20 +117,22 @@ class KernelRequests:
         """Without pages the kernel marks the inode and returns."""
         self._send(replies.inval_inode(inode, -1, 0))
 
-    async def _invalidate_pages(self, inode: int) -> None:
-        await self._notify([replies.inval_inode(inode, 0, 0)])
-
-    async def _invalidate_names(self, names: Iterable[tuple[int, bytes]]) -> None:
-        await self._notify([replies.inval_entry(parent, name, expire_only=True) for parent, name in names])
-
-    async def _notify(self, notices: list[bytes]) -> None:
-        """In a thread: the kernel waits for pages that are being read and directories that are being changed, and those wait
+    async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
+        """In a thread: the kernel waits for directories that are being changed and pages that are being read, and those wait
         for answers of ours."""
+        notices = [replies.inval_entry(parent, name, expire_only=True) for parent, name in names]
+        notices += [replies.inval_inode(inode, 0, 0) for inode in inodes]
         descriptor = os.dup(self._fd)
         try:
-            await asyncio.get_running_loop().run_in_executor(None, _write_all, descriptor, notices)
+            await asyncio.get_running_loop().run_in_executor(self._noticing, _write_all, descriptor, notices)
         finally:
             os.close(descriptor)
+
+    def _invalidate_all_names(self) -> bool:
+        if self._minor < EPOCH_MINOR:
+            return False
+        self._send(replies.inc_epoch())
+        return True
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -172,11 +183,7 @@ class KernelRequests:
 
     def _on_read(self, count: int) -> None:
         _, _, unique, _, _, _, _, _, _, handle, offset, size = requests.decode_read(self._buffer, count)
-        try:
-            found = self._ops.read_now(handle, offset, size)
-        except Exception as error:
-            self._fail(unique, error, "read")
-            return
+        found = self._ops.read_now(handle, offset, size)
         if found is not None:
             self._data(unique, found)
             return
@@ -211,19 +218,31 @@ class KernelRequests:
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
-        self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
+        found = self._ops.lookup_now(parent, name)
+        if found is not ASK:
+            self._entry(unique, found)
+        else:
+            self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
 
     def _on_getattr(self, count: int) -> None:
-        fields = requests.decode_getattr(self._buffer, count)
-        self._start(fields[2], "getattr", self._ops.getattr(fields[3]), self._attributes)
+        _, _, unique, node, *_ = requests.decode_getattr(self._buffer, count)
+        found = self._ops.getattr_now(node)
+        if found is not None:
+            self._attributes(unique, found)
+        else:
+            self._start(unique, "getattr", self._ops.getattr(node), self._attributes)
 
     def _on_open(self, count: int) -> None:
         _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             self._opened(unique, self._ops.open_again(handle))
             return
-        self._start(unique, "open", self._ops.open(node, flags, Caller(uid, gid, pid), bool(more & OPEN_KILL_SUIDGID)),
-                    self._opened)
+        caller = Caller(uid, gid, pid)
+        opened = self._ops.open_now(node, flags, caller, unique & FIRST)
+        if opened is not None:
+            self._opened(unique, opened)
+        else:
+            self._start(unique, "open", self._ops.open(node, flags, caller, bool(more & OPEN_KILL_SUIDGID)), self._opened)
 
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)

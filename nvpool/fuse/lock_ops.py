@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Coroutine
 
 from nvpool.base.errors import InvalidRequest
+from nvpool.fuse.kept_ops import KeptOps
 from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
 
 MODES = {fcntl.F_RDLCK: SHARED, fcntl.F_WRLCK: EXCLUSIVE, fcntl.F_UNLCK: UNLOCKED}
 KINDS = {mode: kind for kind, mode in MODES.items()}
 
 ABSENT_MAX = 1 << 16
-"""Names of which the kernel may believe that they do not exist: those that were told within the last second. Beyond it the
-kernel may not remember more."""
+"""Names of which the kernel may believe that they do not exist, where it is to keep those at all: beyond it, no more."""
 
 
-async def _nothing(what) -> None:
-    """An engine that can not."""
-
-
-class LockOps:
-    def __init__(self, vfs) -> None:
+class LockOps(KeptOps):
+    def __init__(self, vfs, options, clock) -> None:
+        super().__init__(vfs, options, clock)
         self._absent: dict[tuple[int, bytes], float] = {}  # name -> when it was told, oldest first
-        self._forgetting: set[asyncio.Task] = set()
+        self._dropping: dict[int, asyncio.Task] = {}  # inode -> until this is done the kernel may have pages of before
         self._told_until_s = 0.0  # until then the kernel may remember what the process before us has told it
-        vfs.on_lost = self._lost
-
-        self.invalidate_pages: Callable[[int], Awaitable[None]] = _nothing
-        """Set by the engine: the kernel drops all pages of an inode. Waits for those that are being read or written."""
-        self.invalidate_names: Callable[[Iterable[tuple[int, bytes]]], Awaitable[None]] = _nothing
-        """Set by the engine: the kernel asks again for these names (directory, name)."""
 
     async def getlk(self, handle: int, owner: int, start: int, end: int, kind: int, pid: int) -> tuple[int, int, int, int]:
         """(kind, start, end, pid) of a lock in the way; kind F_UNLCK where there is none, pid 0 where it is another node's."""
@@ -67,27 +58,28 @@ class LockOps:
                     raise
         task.result()
 
-    def _own(self, work: Coroutine) -> asyncio.Task:
-        task = asyncio.get_running_loop().create_task(work)
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
-        return task
-
     async def _look_anew(self, file, changed: bool) -> None:
         if self._told.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         wait_s = self._told_until_s - self._clock.boottime_s()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        if self._absent:
-            self._drop_old_absent()
-            absent, self._absent = self._absent, {}
-            await self.invalidate_names(absent)
-        if changed:
-            await self.invalidate_pages(file.inode)
+        self._drop_old_absent()
+        absent, self._absent = self._absent, {}
+        if absent or changed:
+            work = self._own(self.invalidate(absent, (file.inode,) if changed else ()))
+            if changed:
+                self._dropping[file.inode] = work
+            await work
+            if self._dropping.get(file.inode) is work:
+                del self._dropping[file.inode]
+        elif file.inode in self._dropping:  # for another process of this node, that had its lock a moment before
+            await asyncio.wait((self._dropping[file.inode],))
 
     def _tell_absent(self, parent: int, name: bytes) -> bool:
         """Note that the kernel is told of a name that does not exist. False where it must not remember that."""
+        if not self.options.negative_timeout_s:
+            return True
         self._drop_old_absent()
         if len(self._absent) >= ABSENT_MAX:
             return False
@@ -100,10 +92,6 @@ class LockOps:
         absent = self._absent
         while absent and absent[place := next(iter(absent))] <= oldest_s:
             del absent[place]
-
-    def _lost(self, inode: int) -> None:
-        """The locks on the inode are gone: who has it open must not even read what the kernel has of it."""
-        self._own(self.invalidate_pages(inode))
 
 
 def _mode(kind: int) -> int:

@@ -5,20 +5,18 @@ turns into an errno with `errno_of`. Nothing here knows a library or the kernel'
 without a mount. Below it is the client's Vfs; this layer adds only what a *kernel* needs:
 
 * the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
-  was remembered of the kernel's pages. Memory does not grow with the number of files that the kernel knows.
+  was remembered of what the kernel keeps. Memory does not grow with the number of files that the kernel knows.
 * open files and directories get numbers, valid from open to release.
-* pages: at each open the kernel is told to keep its pages exactly when the inode's `change` is the one of its last open here.
-* attributes: where an open finds a `change` that the kernel was not told of, its cached attributes (the size!) are invalidated
-  before the open is answered. So what another node closed is seen at the next open, whatever the kernel keeps.
+* what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/kept_ops`.
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
   kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
-* listings: '.' and '..', and a batch read ahead that is used only while it is young and nothing was changed through
-  this mount since (the kernel caches the attributes that a listing carries, so they must not be older than its own).
+* listings, and what is read ahead of them: `fuse/list_ops`.
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
-inode is gone: Linux then walks the path once more without trusting its caches, so a file that was replaced on another node is
-found. For the same reason a file without a name can be opened only while it is open here already (/proc/self/fd).
+inode is gone, and all where the directory of a name is: Linux then walks the path once more without trusting its caches, so
+what was replaced on another node is found. For the same reason a file without a name can be opened only while it is open here
+already (/proc/self/fd).
 """
 
 from __future__ import annotations
@@ -28,35 +26,31 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NotFound, NotSupported, NvpoolError
+from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
 from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.fuse.again_ops import AgainOps
 from nvpool.fuse.handles import Handles
+from nvpool.fuse.kept_ops import HAS_XATTRS
+from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
 
-S_IFDIR = 0o040000
 S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
 SET_IDS = S_ISUID | S_ISGID
-HAS_XATTRS = 1
 CAPABILITY = b"security.capability"
 
-LIST_BATCH = 512
-"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
+ASK = object()
+"""What `lookup_now` returns where somebody has to be asked: None says that there is no such name."""
 
-SEEN_MAX = 1 << 18
-"""Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
-
-TOLD_MAX = 1 << 16
-"""Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
+DOTS = frozenset((b".", b".."))
+"""Asked for by NFS export and open_by_handle only."""
 
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
@@ -65,11 +59,12 @@ BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link
 
 class FuseOptions(NamedTuple):
     """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
-    when another node changed them. Changes through this mount are seen at once."""
+    when another node changed them and could not tell. Changes through this mount are seen at once."""
 
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
-    negative_timeout_s: float = 1.0
+    negative_timeout_s: float = 0.0
+    """Nobody tells the kernel that a name has come."""
     writeback: bool = False
     """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
     keeps its pages from open to open."""
@@ -90,7 +85,7 @@ def errno_of(error: BaseException, request: str) -> int:
 
     What is none of ours is a bug: EIO, and the log has the traceback.
     """
-    if isinstance(error, NotFound) and request in BY_INODE:
+    if isinstance(error, DirectoryGone) or isinstance(error, NotFound) and request in BY_INODE:
         return errno.ESTALE
     if isinstance(error, errors.Bug):
         log.error("%s: %s", request, error, exc_info=error)
@@ -105,12 +100,6 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
-def _seen(task: asyncio.Task) -> None:
-    """Nobody may come for what was read ahead; who comes meets its failure."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _without_set_ids(mode: int) -> int | None:
     """The permissions that a regular file keeps when somebody writes it who may not make set-id files; None: all of them. A
     set-gid bit without the right to execute means something else."""
@@ -120,57 +109,17 @@ def _without_set_ids(mode: int) -> int | None:
     return kept if kept != mode & 0o7777 else None
 
 
-class _Batch(NamedTuple):
-    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount."""
-
-    cursor: int
-    asked_s: float
-    changes: int
-    task: asyncio.Task
-
-
-class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them."""
-
-    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming")
-
-    def __init__(self, inode: int, handle) -> None:
-        self.inode = inode
-        self.handle = handle
-        self.entries: list = []
-        self.at = 0
-        self.cursor = -1
-        self.more = True
-        self.read_s = 0.0
-        self.changes = -1
-        self.coming: _Batch | None = None
-
-
-class FuseOps(LockOps, AgainOps):
+class FuseOps(LockOps, ListOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
-        LockOps.__init__(self, vfs)
+        LockOps.__init__(self, vfs, options or FuseOptions(), clock)
         AgainOps.__init__(self, vfs)
-        self.options = options or FuseOptions()
-        self._clock = clock
         self._files: dict[int, object] = {}
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
-        self._directories: dict[int, _OpenDirectory] = {}
+        ListOps.__init__(self)
         self._handles = Handles(self.kept)
-        self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change at its last open, it had no extended attributes)
-        self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._changes = 0  # made through this mount; counted when they are done
-
-        self.invalidate_attributes: Callable[[int], None] = lambda inode: None
-        """Set by the engine: make the kernel ask again for the attributes of an inode. Must not wait."""
-
-    def _telling(self, attr: Attr) -> Attr:
-        told = self._told
-        if len(told) >= TOLD_MAX and attr.inode not in told:
-            del told[next(iter(told))]
-        told[attr.inode] = attr.change
-        return attr
 
     @property
     def open_files(self) -> int:
@@ -180,21 +129,35 @@ class FuseOps(LockOps, AgainOps):
 
     async def lookup(self, parent: int, name: bytes) -> Attr | None:
         """None: there is no such name, and the kernel may remember that for options.negative_timeout_s."""
-        if name in (b".", b".."):  # asked for by NFS export and open_by_handle only
+        if name in DOTS:
             attr = await self.getattr(parent)
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
-            return self._telling(await self._vfs.lookup(parent, name))
+            return self._telling_name(parent, name, await self._vfs.lookup(parent, name))
+        except DirectoryGone:
+            raise
         except NotFound:
             if not self._tell_absent(parent, name):
                 raise
             return None
 
-    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
-        """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
-        for inode, _ in forgotten:
-            self._seen.pop(inode, None)
-            self._told.pop(inode, None)
+    def lookup_now(self, parent: int, name: bytes) -> Attr | None | object:
+        """What `lookup` would bring, where nobody has to be asked; else ASK. As the two below it is a few microseconds, and for
+        the engine to call before what waits."""
+        if name in DOTS:
+            return ASK
+        try:
+            attr = self._vfs.lookup_now(parent, name)
+        except NotFound:
+            if not self._tell_absent(parent, name):
+                raise
+            return None
+        return ASK if attr is None else self._telling_name(parent, name, attr)
+
+    def getattr_now(self, inode: int) -> Attr | None:
+        """What `getattr` would bring, where nobody has to be asked; else None."""
+        attr = self._vfs.getattr_now(inode)
+        return None if attr is None else self._telling(attr)
 
     async def getattr(self, inode: int) -> Attr:
         return self._telling(await self._vfs.getattr(inode))
@@ -209,36 +172,39 @@ class FuseOps(LockOps, AgainOps):
         if drop_set_ids and mode is None:
             mode = _without_set_ids((await self._vfs.getattr(inode)).mode)
         try:
-            return self._telling(await self._vfs.setattr(
+            attr = await self._vfs.setattr(
                 inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
-                handle=self._files.get(handle)))
+                handle=self._files.get(handle))
         finally:
             self._changes += 1
+        if size is None:
+            self._changed_here(inode, attr.change)
+        return self._telling(attr)
 
     async def readlink(self, inode: int) -> bytes:
         return await self._vfs.readlink(inode)
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
         try:
-            return await self._vfs.mknod(parent, name, mode, rdev, caller)
+            return self._telling_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
         finally:
             self._changes += 1
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
         try:
-            return await self._vfs.mkdir(parent, name, mode, caller)
+            return self._telling_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
         finally:
             self._changes += 1
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         try:
-            return await self._vfs.symlink(parent, name, target, caller)
+            return self._telling_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
         finally:
             self._changes += 1
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         try:
-            return self._telling(await self._vfs.link(inode, parent, name, caller))
+            return self._telling_name(parent, name, await self._vfs.link(inode, parent, name, caller))
         finally:
             self._changes += 1
 
@@ -275,20 +241,27 @@ class FuseOps(LockOps, AgainOps):
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file)
-        attr = file.attr
-        if not attr.links and not any(other.inode == inode for other in self._files.values()):
+        if not file.attr.links and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
-        if self._told.get(inode) != attr.change:
-            self.invalidate_attributes(inode)
-        return self._opened(file, flags, caller)
+        return self._opened_anew(file, flags, caller)
+
+    def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
+        """What `open` would return, where nobody has to be asked; else None. `unique`: of the kernel's request."""
+        file = self._vfs.open_now(inode, flags)
+        return None if file is None else self._opened_anew(file, flags, caller, unique)
+
+    def _opened_anew(self, file, flags: int, caller: Caller, unique: int = 0) -> Opened:
+        if self._told.get(file.inode) != file.attr.change:
+            self.invalidate_attributes(file.inode)
+        return self._opened(file, flags, caller, unique)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
         try:
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
             self._changes += 1
-        return self._telling(attr), self._opened(file, flags, caller)
+        return self._telling_name(parent, name, attr), self._opened(file, flags, caller)
 
     async def _drop_set_ids(self, file) -> None:
         mode = _without_set_ids(file.attr.mode)
@@ -296,26 +269,22 @@ class FuseOps(LockOps, AgainOps):
             await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
             self.invalidate_attributes(file.inode)
 
-    def _opened(self, file, flags: int, caller: Caller) -> Opened:
-        attr = file.attr
-        seen = self._seen
-        before = seen.pop(attr.inode, None)
-        if len(seen) >= SEEN_MAX:
-            del seen[next(iter(seen))]
-        seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
+    def _opened(self, file, flags: int, caller: Caller, unique: int = 0) -> Opened:
+        keeps = self._keeps_pages(file.attr)
         if flags & os.O_TRUNC:
             self._changes += 1
-        file.number = handle = self._handles.take(file.inode, flags, caller)
+        file.number = handle = self._handles.take(file.inode, flags, caller, unique)
         self._files[handle] = file
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         appending = bool(flags & os.O_APPEND) and not reads_only
         if appending:
             self._appending[handle] = caller
-        return Opened(handle, appending,
-                      self.options.writeback or before is not None and before[0] == attr.change,
+        if keeps and file.inode not in self._paged:
+            self._paging(file.inode)
+        return Opened(handle, appending, self.options.writeback or keeps,
                       # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
                       # any; one that is taken later through this descriptor ends with the open file instead.
-                      reads_only and not self._vfs.is_locked(attr.inode))
+                      reads_only and not self._vfs.is_locked(file.inode))
 
     def burst(self) -> None:
         """Several requests may follow at once, before `burst_over`: reads among them travel together."""
@@ -326,7 +295,10 @@ class FuseOps(LockOps, AgainOps):
 
     def read_now(self, handle: int, offset: int, size: int):
         """What `read` would bring, where it can be had without waiting; else None, and `read` is to be asked."""
-        return self._vfs.read_now(self._files[handle], offset, size)
+        file = self._files[handle]
+        if file.inode not in self._paged:
+            self._paging(file.inode)
+        return self._vfs.read_now(file, offset, size)
 
     def begin_read(self, handle: int, offset: int, size: int):
         """`read`, begun, where that needs no task: what has `cancel`, and calls its `on_end` as a Step does. Else None, and
@@ -334,7 +306,7 @@ class FuseOps(LockOps, AgainOps):
         return self._vfs.begin_read(self._files[handle], offset, size)
 
     def read(self, handle: int, offset: int, size: int):
-        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file."""
+        """Awaitable of up to `size` bytes as one buffer, short only at the end of the file. After `read_now`."""
         return self._vfs.read(self._files[handle], offset, size)
 
     def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
@@ -342,6 +314,8 @@ class FuseOps(LockOps, AgainOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS or not self._vfs.write_now(file, offset, buffer, unique):
             return False
+        if file.inode not in self._paged:
+            self._paging(file.inode)
         self._changes += 1
         return True
 
@@ -351,10 +325,15 @@ class FuseOps(LockOps, AgainOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file)
+        if file.inode not in self._paged:
+            self._paging(file.inode)
         try:
             if handle in self._appending:
                 return await self._append(file, buffer, self._appending[handle])
             return await self._vfs.write(file, offset, buffer)
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
         finally:
             self._changes += 1
 
@@ -377,14 +356,22 @@ class FuseOps(LockOps, AgainOps):
     async def flush(self, handle: int, owner: int | None = None) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
         of `owner` on the file end."""
+        file = self._files[handle]
         try:
-            await self._vfs.flush(self._files[handle], owner)
+            await self._vfs.flush(file, owner)
+        except BaseException:
+            self._seen.pop(file.inode, None)  # the kernel's pages have what was to be written
+            raise
         finally:
             self._changes += 1
 
     async def fsync(self, handle: int, datasync: bool) -> None:
+        file = self._files[handle]
         try:
-            await self._vfs.fsync(self._files[handle], datasync)
+            await self._vfs.fsync(file, datasync)
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
         finally:
             self._changes += 1
 
@@ -428,84 +415,8 @@ class FuseOps(LockOps, AgainOps):
             await self._vfs.release(file)
         finally:
             self._handles.give_back(handle)
-
-    # -- directories -------------------------------------------------------------------------------------------------
-
-    async def opendir(self, inode: int) -> int:
-        directory = _OpenDirectory(inode, await self._vfs.opendir(inode))
-        handle = self._handles.directory(inode)
-        self._directories[handle] = directory
-        return handle
-
-    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool]) -> None:
-        """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
-
-        Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
-        time, while the directory changes. A name that is there all the time is seen once; memory is twice LIST_BATCH entries.
-        """
-        directory = self._directories[handle]
-        if cursor < 2:
-            own = await self._vfs.getattr(directory.inode)
-            if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
-                return
-            if not add(b"..", Attr(inode=own.parent or own.inode, mode=S_IFDIR), 2):
-                return
-            directory.cursor = -1  # a listing from the beginning sees the directory as it is now
-            self._drop_coming(directory)
-            cursor = 2
-        while True:
-            if cursor != directory.cursor or self._is_old(directory.changes, directory.read_s):
-                await self._read_batch(directory, cursor)
-            entries = directory.entries
-            while directory.at < len(entries):
-                entry = entries[directory.at]
-                if not add(entry.name, entry.attr, entry.cursor):
-                    return
-                self._telling(entry.attr)
-                directory.at += 1
-                directory.cursor = cursor = entry.cursor
-            if not directory.more:
-                return
-            directory.changes = -1
-
-    def _is_old(self, changes: int, read_s: float) -> bool:
-        """What was read then is not what a listing may tell now."""
-        return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
-
-    async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
-        """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
-        coming = directory.coming
-        if coming is None or coming.cursor != cursor or coming.task.cancelled() or self._is_old(coming.changes, coming.asked_s):
-            self._drop_coming(directory)
-            coming = self._ask_batch(directory, cursor)
-        directory.coming = None
-        directory.entries, directory.more = await coming.task
-        directory.at = 0
-        directory.cursor, directory.changes, directory.read_s = cursor, coming.changes, coming.asked_s
-        if directory.more and directory.entries and cursor > 2:
-            directory.coming = self._ask_batch(directory, directory.entries[-1].cursor)
-
-    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> _Batch:
-        task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH))
-        task.add_done_callback(_seen)
-        return _Batch(cursor, self._clock.boottime_s(), self._changes, task)
-
-    @staticmethod
-    def _drop_coming(directory: _OpenDirectory) -> None:
-        coming, directory.coming = directory.coming, None
-        if coming is not None:
-            coming.task.cancel()
-
-    async def releasedir(self, handle: int, again: bool = False) -> None:
-        if again and handle not in self._directories:
-            return
-        directory = self._directories.pop(handle)
-        self._handles.give_back(handle)
-        self._drop_coming(directory)
-        await self._vfs.releasedir(directory.handle)
-
-    async def fsyncdir(self, handle: int) -> None:
-        await self._vfs.fsyncdir(self._directories[handle].inode)
+        if not self._vfs.is_open(file.inode):
+            self._paged.pop(file.inode, None)
 
     # -- extended attributes and the rest ----------------------------------------------------------------------------
 
@@ -550,13 +461,15 @@ class FuseOps(LockOps, AgainOps):
         self._handles = Handles(self.kept)  # behind the numbers of the life before
         for one in before:
             if one.is_directory:
-                self._directories[one.number] = _OpenDirectory(one.inode, DirHandle(one.inode))
+                self._open_directory(one.number, one.inode, DirHandle(one.inode))
             else:
                 self._files[one.number] = handles[one.number]
                 if handles[one.number].append:
                     self._appending[one.number] = one.caller
             if one.unique:
                 self._opened_before[one.unique] = one.number
+            if not one.is_directory:
+                self._paging(one.inode)
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
     def open_again(self, handle: int) -> Opened:

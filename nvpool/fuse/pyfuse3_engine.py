@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from nvpool.base.errors import InUse, NvpoolError, Unavailable
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.mount import Mount, mount_at, unmount
-from nvpool.fuse.ops import FuseOps, errno_of
+from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol.replies import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
@@ -231,9 +231,8 @@ class _Requests(pyfuse3.Operations):
         self._ops = ops
         self._options = ops.options
         self._on_ready = on_ready
-        missing = EntryAttributes()  # st_ino 0: the kernel remembers that there is no such name
-        missing.entry_timeout = ops.options.negative_timeout_s
-        self._missing = missing if ops.options.negative_timeout_s else None
+        self._missing = EntryAttributes()  # st_ino 0: the kernel remembers for so long that there is no such name
+        self._missing.entry_timeout = ops.options.negative_timeout_s
 
     def init(self) -> None:
         self._on_ready()
@@ -253,19 +252,17 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def lookup(self, parent_inode, name, ctx):
-        attr = await self._ops.lookup(parent_inode, name)
-        if attr is not None:
-            return _entry(attr, self._options)
-        if self._missing is None:
-            raise FUSEError(errno.ENOENT)
-        return self._missing
+        attr = self._ops.lookup_now(parent_inode, name)
+        if attr is ASK:
+            attr = await self._ops.lookup(parent_inode, name)
+        return self._missing if attr is None else _entry(attr, self._options)
 
     def forget(self, inode_list):
         self._ops.forget(inode_list)
 
     @_answering
     async def getattr(self, inode, ctx):
-        return _entry(await self._ops.getattr(inode), self._options)
+        return _entry(self._ops.getattr_now(inode) or await self._ops.getattr(inode), self._options)
 
     @_answering
     async def setattr(self, inode, attr, fields, fh, ctx):
@@ -312,7 +309,8 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def open(self, inode, flags, ctx):
-        opened = await self._ops.open(inode, flags, _caller(ctx))
+        caller = _caller(ctx)
+        opened = self._ops.open_now(inode, flags, caller) or await self._ops.open(inode, flags, caller)
         return FileInfo(opened.handle, opened.direct_io, opened.keep_cache)
 
     @_answering
@@ -414,6 +412,7 @@ class Pyfuse3Engine:
                  on_burst: Callable[[], None] = lambda: None):
         self._requests = _Requests(ops, on_ready)
         ops.invalidate_attributes = self._invalidate_attributes
+        ops.invalidate = self._invalidate
         self._mount_point = mount_point
         self._options = options
         self._on_burst = on_burst
@@ -454,6 +453,10 @@ class Pyfuse3Engine:
             if error.errno != errno.ENOENT:  # the kernel does not know the inode
                 log.warning("attributes of %#x could not be invalidated: %s", inode, error)
 
+    async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
+        """In a thread, since the kernel waits for requests of ours."""
+        await asyncio.get_running_loop().run_in_executor(None, _invalidate_all, list(names), list(inodes))
+
     def stop(self) -> None:
         """Take no further request; `serve` returns when those in work are answered."""
         if self._loop is not None and not self._loop.closing:
@@ -475,3 +478,13 @@ class Pyfuse3Engine:
                 log.warning("the mount is left behind: %s", error)
         self._mount = None
         Pyfuse3Engine._taken = False
+
+
+def _invalidate_all(names: list[tuple[int, bytes]], inodes: list[int]) -> None:
+    for notice in (*[functools.partial(pyfuse3.invalidate_entry, *place) for place in names],
+                   *[functools.partial(pyfuse3.invalidate_inode, inode) for inode in inodes]):
+        try:
+            notice()
+        except OSError as error:
+            if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
+                log.warning("the kernel has not taken a notice: %s", error)

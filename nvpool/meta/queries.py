@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, NoAttribute, NotFound, Refused, Stale, WrongShard
+from nvpool.base.errors import CorruptRecord, DirectoryGone, InvalidRequest, NoAttribute, NotFound, Refused, Stale, WrongShard
 from nvpool.base.grants import READ
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
@@ -42,7 +42,13 @@ _EMPTY_SCAN = 4
 
 def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
     """A grant that was asked for is left out while the file is being cut: who only looks does not wait for the targets."""
-    number = view.named(view.directory(request.parent), request.name)[1]
+    directory = view.directory(request.parent)
+    try:
+        number = view.named(directory, request.name)[1]
+    except NotFound:
+        if not directory.links:
+            raise DirectoryGone(f"directory {directory.number} was removed") from None
+        raise
     if number in view.cutting:
         request.rights = 0
     return _entry(view, number, request, now_ns)

@@ -351,9 +351,10 @@ class MetaService:
             beside = type(draft.reply)()
             if draft.parent is not None:
                 fill_attr(beside.parent, draft.parent)
-            if draft.opened:
+            lent = draft.opened or draft.born and draft.reply.entry.attr.inode
+            if lent:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
-                entry.lease_ms = self._view.lend(session.number, draft.inodes[draft.opened])
+                entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])
             answer += beside.SerializeToString()  # encoded messages that follow one another are one message
         if draft.intent is not None:
             cut = asyncio.shield(self._cuts.begin(*draft.intent))

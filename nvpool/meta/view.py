@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.base.errors import (
+    DirectoryGone,
     InvalidRequest,
     NameTooLong,
     NotADirectory,
@@ -84,10 +85,7 @@ class View:
 
     def directory(self, number: int) -> Inode:
         """NotADirectory when it is something else. One that was removed is there while it is held open: see `entered`."""
-        found = self.inode(number)
-        if not found.is_directory:
-            raise NotADirectory(f"inode {number} is not a directory")
-        return found
+        return _directory(self.inode, number)
 
     def place(self, directory: Inode, name: bytes) -> tuple[int, bytes, bytes]:
         """(partition, hash, key) of a name, whether it exists or not. Refuses what can be no name."""
@@ -116,6 +114,16 @@ class View:
             raise CutInProgress(inode.number)
         ends_ms = now_ns // 1_000_000 + self.grant_ms
         return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms), self.grant_secret)
+
+
+def _directory(find: Callable[[int], Inode], number: int) -> Inode:
+    try:
+        found = find(number)
+    except NotFound:
+        raise DirectoryGone(f"there is no directory {number} any more") from None
+    if not found.is_directory:
+        raise NotADirectory(f"inode {number} is not a directory")
+    return found
 
 
 class Draft:
@@ -154,16 +162,13 @@ class Draft:
         return found
 
     def directory(self, number: int) -> Inode:
-        found = self.inode(number)
-        if not found.is_directory:
-            raise NotADirectory(f"inode {number} is not a directory")
-        return found
+        return _directory(self.inode, number)
 
     def entered(self, number: int) -> Inode:
         """A directory that can take names: one that was removed can not, though somebody has it open."""
         found = self.directory(number)
         if not found.links:
-            raise NotFound(f"directory {number} was removed")
+            raise DirectoryGone(f"directory {number} was removed")
         return found
 
     def stamp(self, inode: Inode, content: bool = False) -> None:

@@ -10,7 +10,8 @@ watch of the session, which the client renews by WATCH (proto). A change of anot
 holder has said that it knows, or until his watch has ended: `watch_s` at most, once for a client that is dead or stopped,
 since what he missed is told when he comes back, before his watch holds again. What was changed lately is not lent at all.
 
-Directories are not lent: they change with every name, and paths may be walked by what was true a second ago.
+A lease on a directory stands for its names too, also for those that are not there. It changes with each of them; so where
+several clients make names in one, each is told once, and it is not lent again until they have paused for COOL_S.
 
 After a restart nobody knows what was lent. So changes of files wait until every session that may have leases has come back and
 was told that they have ended, or `watch_s` have passed. Used by `meta/service`; decides nothing, never waits itself.
@@ -121,8 +122,8 @@ class Watches:
         self._watches: dict[int, _Watch] = {}
         self._by_index: dict[int, _Watch] = {}
         self._recalls: dict[int, _Recall] = {}
-        self._cool: dict[int, tuple[float, int]] = {}
-        """Inode -> until when it is not lent, and the only session that may have a lease on it."""
+        self._cool: dict[int, tuple[float, int, int]] = {}
+        """Inode -> until when it is not lent; the only session that may have a lease on it; who has changed it last."""
         self._unheard: set[int] = set()
         """Sessions that may have leases of the process before us."""
         self._unheard_until_s = 0.0
@@ -186,13 +187,13 @@ class Watches:
     def lend(self, session: int, inode: Inode) -> int:
         """How many milliseconds the session may rely on what it is told of the inode now; 0: not at all."""
         watch = self._watches.get(session)
-        if watch is None or inode.mode & 0o170000 == 0o040000 or not inode.links:  # the collector tells nobody
+        if watch is None or not inode.links:  # the collector tells nobody
             return 0
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s or inode.number in self._recalls:
             return 0
         cool = self._cool.get(inode.number)
-        if cool is not None and cool[0] > now_s:
+        if cool is not None and cool[0] > now_s and cool[1] != session:
             return 0
         self._table.add(inode.number, watch.index, now_s)
         return self._lease_ms
@@ -205,8 +206,8 @@ class Watches:
         if not self._unheard and len(self._watches) <= (session in self._watches):
             return None
         now_s, waits = self._clock.boottime_s(), []
-        for number, inode in draft.dirty.items():
-            if inode.mode & 0o170000 == 0o040000 or draft.born and counter_of(number) == draft.view.next_number:
+        for number in draft.dirty:
+            if draft.born and counter_of(number) == draft.view.next_number:
                 continue
             if self._unheard and now_s >= self._unheard_until_s:
                 self._unheard.clear()
@@ -231,7 +232,7 @@ class Watches:
         recall = self._recalls.get(number)
         if recall is not None:
             return recall.done
-        until_s, only = self._cool.pop(number, (0.0, 0))
+        until_s, only, changer = self._cool.pop(number, (0.0, 0, 0))
         if until_s > now_s:
             watch = self._watches.get(only)
             holders = [watch] if watch is not None and only != session else []
@@ -242,7 +243,9 @@ class Watches:
             holders = [watch for watch in holders if watch.session != session]
             if not holders:
                 return None
-        self._cool[number] = now_s + COOL_S, only
+        if changer != session or until_s <= now_s:  # who changes it alone by now may have others look at it again
+            until_s = now_s + COOL_S
+        self._cool[number] = until_s, only, session
         while len(self._cool) > COOL_MAX:
             del self._cool[next(iter(self._cool))]
         left = set()

@@ -60,7 +60,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--attr-timeout-s", type=float, help="how long the kernel may keep attributes (1)")
     parser.add_argument("--entry-timeout-s", type=float, help="how long the kernel may keep names (1)")
     parser.add_argument("--negative-timeout-s", type=float,
-                        help="how long the kernel may remember that a name is not there (1)")
+                        help="how long the kernel may remember that a name is not there (0)")
     parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
     parser.add_argument("--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)")
     parser.add_argument("--no-short-cut", action="store_true", help="read through the stores also on their own node")
@@ -162,7 +162,7 @@ class _Mounted:
                                                  short_cut=section.short_cut and not arguments.no_short_cut))
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),
-                                              _given(arguments.negative_timeout_s, section.entry_timeout_s),
+                                              _given(arguments.negative_timeout_s, 0.0),
                                               arguments.writeback))
         # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
         options = MountOptions(client.pool_map.name, arguments.read_only,

@@ -13,7 +13,7 @@ from nvpool.base.errors import InvalidRequest
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse import lock_ops
 from nvpool.fuse.kernel_engine import IN_WORK_MAX
-from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import LOCK_FLOCK, Init, Notice, Op
 from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD
@@ -104,9 +104,9 @@ async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_ba
     inode, handle = await begun(kernel)
     forgotten = asyncio.Event()
 
-    async def forgetting(_inode):
+    async def forgetting(_names, _inodes):
         await forgotten.wait()
-    kernel.engine._ops.invalidate_pages = forgetting
+    kernel.engine._ops.invalidate = forgetting
     asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
     await kernel.silent()
     kernel.say(Op.INTERRUPT, (asked,))
@@ -165,7 +165,7 @@ async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
     assert (await kernel.hear())[:2] == (asked, 0)
 
 
-@played()
+@played(options=FuseOptions(negative_timeout_s=1.0))
 async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_lock(kernel):
     inode, handle = await begun(kernel)
     assert replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"journal",))).nodeid == 0
@@ -181,12 +181,12 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
 
     async def main():
         clock = ManualClock()
-        ops = FuseOps(MemoryVfs(), clock=clock)
+        ops = FuseOps(MemoryVfs(), FuseOptions(negative_timeout_s=1.0), clock=clock)
         asked = []
 
-        async def invalidate(names):
+        async def invalidate(names, _inodes):
             asked.append(sorted(name for _, name in names))
-        ops.invalidate_names = invalidate
+        ops.invalidate = invalidate
         _, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
         for name in (b"a", b"b"):
             assert await ops.lookup(1, name) is None
@@ -226,9 +226,9 @@ def test_pages_of_a_file_whose_locks_were_lost_go():
         ops = FuseOps(vfs)
         dropped = []
 
-        async def drop(inode):
-            dropped.append(inode)
-        ops.invalidate_pages = drop
+        async def drop(_names, inodes):
+            dropped.extend(inodes)
+        ops.invalidate = drop
         vfs.on_lost(7)
         await asyncio.sleep(0)
         assert dropped == [7]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
@@ -57,6 +57,11 @@ class Core:
         self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
         """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
+        self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
+        """Set by who keeps what he was told beyond a call: others change these inodes when it returns. It has to, soon."""
+        self.on_reported: Callable[[int, int], None] = lambda inode, change: None
+        """Set by the same: our writes, as we have just told the service, have brought the inode to this change number. Others
+        have changed it too if it has grown by more than one."""
 
     def hold_reads(self) -> None:
         """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
@@ -129,6 +134,20 @@ class Core:
     async def _leases_ended(self, inodes: list[int]) -> None:
         for inode in inodes:
             self.cache.grow_old(inode)
+            file = self.cache.open.get(inode)
+            if file is not None:
+                self.reader.changed(file)
+            else:
+                self.reader.forget_content(inode)
+        await self.on_recall(inodes)
+
+    def lease_until_s(self, inode: int) -> float:
+        """On the clock's boottime_s: until when we are told before others change the inode; 0: we are not."""
+        lease = self.leases.held(inode)
+        return lease.until_s if lease is not None else 0.0
+
+    def is_open(self, inode: int) -> bool:
+        return inode in self.cache.open
 
     def _opens_told(self, inodes: list[int]) -> None:
         for inode in inodes:
@@ -160,6 +179,8 @@ class Core:
         reply = await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply, file=file)
         if reply.HasField("attr"):
             self.cache.put_attr(reply.attr, ours=True)
+            if wrote:
+                self.on_reported(file.inode, reply.attr.change)
         else:
             self.cache.forget_attr(file.inode)
 
@@ -226,3 +247,7 @@ class Core:
         await self.chunks.close()
         # What is on its way may yet arrive: then our locks must not be given on before our grants have ended.
         await self.meta.close(min(deadline_s, self.clock.boottime_s() + 2.0), say_so=sent)
+
+
+async def _nothing(inodes: list[int]) -> None:
+    """Nothing is kept."""

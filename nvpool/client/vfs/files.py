@@ -67,7 +67,7 @@ class Files(Names, Locks):
             return None
         file = self.cache.open.get(inode)
         if file is not None:
-            if not file.grant_rights & READ:
+            if not file.grant_rights & READ or not file.attr.links:
                 return None
             file.handles += 1
             return FileHandle(file, flags)
@@ -123,9 +123,9 @@ class Files(Names, Locks):
                 self.writer.end_cut(cut)
                 self.reader.changed(cut)
         if reply.created:
-            self._named(parent, name, handle.inode, reply, self.leases.held(handle.inode))
+            self._named(parent, name, handle.inode, sent_s, reply, self.leases.held(handle.inode))
         else:
-            self.cache.put_own_entry(parent, name, handle.inode, self.leases.held(handle.inode))
+            self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
         return self._merged(handle.attr), handle
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:

@@ -25,18 +25,20 @@ class Names(Core):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.siblings = Siblings(self.clock)
+        # who is told before a directory changes knows what is not in it; else it is believed for a moment
+        self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
 
     async def lookup(self, parent: int, name: bytes) -> Attr:
         """The attributes of what the name stands for, true within the last `fresh_s` or by a lease. NotFound, NotADirectory,
         NameTooLong."""
-        if self.cache.is_absent(parent, name, self.options.fresh_s):
+        if self.cache.is_absent(parent, name, self._absent_s):
             raise NotFound
         return await self._find(parent, name, self.options.fresh_s)
 
     def lookup_now(self, parent: int, name: bytes) -> Attr | None:
         """What `lookup` would return or raise NotFound of, where nobody has to be asked; else None."""
         inode = self.cache.entry(parent, name, self.options.fresh_s)
-        if inode == 0 or inode is None and self.cache.is_absent(parent, name, self.options.fresh_s):
+        if inode == 0 or inode is None and self.cache.is_absent(parent, name, self._absent_s):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:
@@ -80,6 +82,11 @@ class Names(Core):
         return self._merged(attr)
 
     async def _look_up(self, parent: int, name: bytes) -> Attr:
+        if self.cache.is_missed(parent, name):
+            # to ask whether the directory has changed is no more than to ask for the name, and brings a lease for the next
+            await self._fetch_attr(parent)
+            if self.cache.is_absent(parent, name, self.options.fresh_s):
+                raise NotFound
         # with the right to read it: who looks for a file mostly opens it next
         request = meta_pb2.LookupRequest(parent=parent, name=name, rights=READ)
         sent_s = self.clock.boottime_s()
@@ -143,17 +150,18 @@ class Names(Core):
         check_name(name)
         request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode, exclusive=True, **fields)
         self.cache.forget_entry(parent, name)
+        sent_s = self.clock.boottime_s()
         reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         attr = self._take(reply.entry)
-        self._named(parent, name, attr.inode, reply)
+        self._named(parent, name, attr.inode, sent_s, reply, self._leased(reply.entry, sent_s))
         if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a kept answer, which may be old
             self.cache.born_directory(attr)
         return attr
 
-    def _named(self, parent: int, name: bytes, inode: int, reply=None, lease=None) -> None:
-        """The name stands for `inode` now (0: nothing). The answer may bring the directory's attributes, which a kernel asks
-        for next."""
-        self.cache.put_own_entry(parent, name, inode, lease)
+    def _named(self, parent: int, name: bytes, inode: int, sent_s: float, reply=None, lease=None) -> None:
+        """The name stands for `inode` now (0: nothing), by a change that was sent then. The answer may bring the directory's
+        attributes, which a kernel asks for next."""
+        self.cache.put_own_entry(parent, name, inode, sent_s, lease)
         if reply is not None and reply.HasField("parent"):
             self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
             self.cache.put_attr(reply.parent)
@@ -166,9 +174,10 @@ class Names(Core):
         request = meta_pb2.LinkRequest(inode=inode, parent=parent, name=name)
         self.cache.forget_entry(parent, name)
         self.cache.forget_attr(inode)
+        sent_s = self.clock.boottime_s()
         entry = await self._change(inode, wire_pb2.META_LINK, request, meta_pb2.Entry, caller)
         self._take(entry)
-        self._named(parent, name, inode)
+        self._named(parent, name, inode, sent_s)
         return self._merged(entry.attr)
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
@@ -182,9 +191,10 @@ class Names(Core):
     async def _remove(self, parent: int, name: bytes, method: int, caller: Caller) -> None:
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
         self.cache.forget_entry(parent, name)
+        sent_s = self.clock.boottime_s()
         reply = await self._change(parent, method, request, meta_pb2.UnlinkReply, caller)
         self.cache.forget_attr(reply.inode)
-        self._named(parent, name, 0, reply)
+        self._named(parent, name, 0, sent_s, reply)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
         """The moved file's bytes are flushed first where its new name stands for something: after a loss of power that name
@@ -208,7 +218,7 @@ class Names(Core):
         self.cache.forget_whole(parent)
         self.cache.forget_whole(new_parent)
         if reply.inode:
-            self._named(new_parent, new_name, reply.inode)
+            self._named(new_parent, new_name, reply.inode, self.clock.boottime_s())  # no lease is left that it could be old by
         else:
             self.cache.forget_attr(new_parent)
 

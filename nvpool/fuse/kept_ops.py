@@ -1,0 +1,215 @@
+"""What the kernel keeps of names, attributes and pages, and how it is made to forget: a part of `fuse/ops`.
+
+The kernel answers for itself for as long as it was told to (FuseOptions). What another client changes meanwhile it must not
+believe any longer than that, and mostly not that long: the metadata service tells us before it lets others change what there
+is a lease on, and we tell the kernel before we say that we know. So the change comes after the kernel has forgotten.
+
+* names that the kernel was told of in the last seconds are remembered, to be taken back; those that are not there it is not
+  to keep (they could be taken back only under a lock of their directory that a request of its own may hold).
+* attributes: each recall invalidates them; each open too, where it finds a `change` that the kernel was not told of.
+* pages: at each open the kernel is told to keep them exactly when the inode's `change` is the one under which they were read,
+  or written here and nowhere else. While the file is open they are kept as long as there is a lease, which is renewed; where
+  there is none, for a second.
+
+Notices go out in a thread and may have to wait there for requests that wait for us. A recall waits for them NOTICE_S at most,
+and then has all names asked for again, which needs no lock (Linux 6.16; on older kernels the name is late by one request).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+from nvpool.base.errors import NvpoolError
+from nvpool.wire.v1.meta_pb2 import Attr
+
+log = logging.getLogger(__name__)
+
+HAS_XATTRS = 1
+"""In Attr.flags."""
+
+SEEN_MAX = 1 << 18
+"""Inodes whose pages are remembered: 40 MB at most. The oldest makes room, and loses its pages at its next open."""
+
+TOLD_MAX = 1 << 16
+"""Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
+
+NAMED_MAX = 1 << 16
+"""Inodes whose names are remembered, 15 MB at most. What fell out the kernel believes for as long as it was told."""
+NAMES_MAX = 16
+"""Of one inode."""
+
+NOTICE_S = 0.05
+"""Mostly it takes 0.1 ms. Longer, and a request is in the way that may itself wait for the change which waits for us."""
+
+UNTOLD_S = 1.0
+"""For so long at most pages of a file that others may change without our knowledge are kept while it is open."""
+
+LOOK_S = 0.5
+"""How often it is looked whether pages of open files are still promised."""
+RENEWALS_MAX = 64
+"""Leases that are renewed at a time; other pages are dropped, and read anew under a new lease."""
+
+Place = tuple[int, bytes]
+"""A name: its directory, and itself."""
+
+
+async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
+    """An engine that can not."""
+
+
+class KeptOps:
+    def __init__(self, vfs, options, clock) -> None:
+        self._vfs = vfs
+        self.options = options
+        self._clock = clock
+        self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change of its pages, it had no extended attributes)
+        self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
+        self._named: dict[int, tuple[float, tuple[Place, ...]]] = {}  # inode -> told of until then, oldest first
+        self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
+        self._looking: asyncio.TimerHandle | None = None
+        self._renewing = 0
+        self._forgetting: set[asyncio.Task] = set()
+        vfs.on_recall = self._recalled
+        vfs.on_lost = self._lost
+        vfs.on_reported = self._changed_here
+
+        self.guards_pages = False
+        """Set by the engine: the kernel does not look by itself whether pages of open files are old."""
+        self.invalidate_attributes: Callable[[int], None] = lambda inode: None
+        """Set by the engine: make the kernel ask again for the attributes of an inode. Must not wait."""
+        self.invalidate: Callable[[Iterable[Place], Iterable[int]], Awaitable[None]] = _nothing
+        """Set by the engine: the kernel asks again for these names, and drops all pages of these inodes. Waits for requests
+        that hold the names' directories, and for pages that are being read or written."""
+        self.invalidate_all_names: Callable[[], bool] = lambda: False
+        """Set by the engine: the kernel asks again for each name. Must not wait. False where it can not do that."""
+
+    def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
+        """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
+        for inode, _ in forgotten:
+            self._seen.pop(inode, None)
+            self._told.pop(inode, None)
+            self._named.pop(inode, None)
+
+    def _own(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+        return task
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def _telling(self, attr: Attr) -> Attr:
+        told = self._told
+        if len(told) >= TOLD_MAX and attr.inode not in told:
+            del told[next(iter(told))]
+        told[attr.inode] = attr.change
+        return attr
+
+    def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
+        """The kernel is told that the name stands for what has these attributes."""
+        kept_s = self.options.entry_timeout_s
+        if kept_s:
+            named, inode, now_s = self._named, attr.inode, self._clock.boottime_s()
+            before = named.pop(inode, None)
+            places: tuple[Place, ...] = ((parent, name),)
+            if before is not None and before[1] != places and before[0] > now_s:
+                places = (*[place for place in before[1] if place != places[0]], *places)[-NAMES_MAX:]
+            named[inode] = now_s + kept_s, places
+            oldest = next(iter(named))
+            if named[oldest][0] <= now_s or len(named) > NAMED_MAX:
+                del named[oldest]
+        return self._telling(attr)
+
+    # -- what others change --------------------------------------------------------------------------------------------
+
+    async def _recalled(self, inodes: list[int]) -> None:
+        """Others are about to change these: on return the kernel knows."""
+        names: list[Place] = []
+        paged = []
+        for inode in inodes:
+            self.invalidate_attributes(inode)
+            told = self._named.pop(inode, None)
+            if told is not None:
+                names += told[1]
+            if self._paged.pop(inode, None) is not None:
+                paged.append(inode)
+        if not names and not paged:
+            return
+        telling = self._own(self.invalidate(names, paged))
+        await asyncio.wait((telling,), timeout=NOTICE_S)
+        if not telling.done() and names and not self.invalidate_all_names():
+            log.debug("%d names are taken back when a request in their directories has ended", len(names))
+
+    def _lost(self, inode: int) -> None:
+        """The locks on the inode are gone: who has it open must not even read what the kernel has of it."""
+        self._own(self.invalidate((), (inode,)))
+
+    # -- pages -----------------------------------------------------------------------------------------------------------
+
+    def _changed_here(self, inode: int, change: int) -> None:
+        """A change of ours, and nothing but the bytes that went through the kernel's pages, has brought the inode to `change`.
+        If it is the only one since the pages were read, they are still right."""
+        seen = self._seen.get(inode)
+        if seen is not None and seen[0] == change - 1:
+            self._seen[inode] = change, seen[1]
+
+    def _keeps_pages(self, attr: Attr) -> bool:
+        """Whether the pages that the kernel has are those of now; from now on it has such."""
+        seen = self._seen
+        before = seen.pop(attr.inode, None)
+        if len(seen) >= SEEN_MAX:
+            del seen[next(iter(seen))]
+        seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
+        return before is not None and before[0] == attr.change
+
+    def _paging(self, inode: int) -> None:
+        """The kernel gets pages of the open inode, and asks no more before it reads them again."""
+        if not self.guards_pages:
+            return
+        until_s = self._vfs.lease_until_s(inode)
+        if until_s:
+            self._paged[inode] = until_s, True
+        else:
+            self._paged[inode] = self._clock.boottime_s() + min(self.options.attr_timeout_s, UNTOLD_S), False
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_pages)
+
+    def _look_at_pages(self) -> None:
+        self._looking = None
+        now_s = self._clock.boottime_s()
+        dropped = []
+        for inode, (until_s, leased) in list(self._paged.items()):
+            if until_s > now_s:
+                continue
+            lease_s = self._vfs.lease_until_s(inode)
+            if lease_s > now_s and leased:
+                self._paged[inode] = lease_s, True
+                continue
+            del self._paged[inode]
+            if not self._vfs.is_open(inode):
+                continue  # who opens it next compares
+            if leased and self._renewing < RENEWALS_MAX:
+                self._renewing += 1
+                self._own(self._renew(inode))
+            else:
+                dropped.append(inode)
+        if dropped:
+            self._own(self.invalidate((), dropped))
+        if self._paged:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_pages)
+
+    async def _renew(self, inode: int) -> None:
+        """The lease has run out by itself: mostly nothing has changed, and pages need not be read again for that."""
+        try:
+            attr = await self._vfs.getattr(inode)
+            seen = self._seen.get(inode)
+            if seen is not None and seen[0] == attr.change and self._vfs.lease_until_s(inode):
+                self._paging(inode)
+                return
+        except NvpoolError:
+            pass  # who reads the file meets it
+        finally:
+            self._renewing -= 1
+        await self.invalidate((), (inode,))

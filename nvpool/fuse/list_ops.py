@@ -1,0 +1,134 @@
+"""Listings of directories: a part of `fuse/ops`.
+
+'.' and '..' are made here. Entries are read ahead in batches, and used only while they are young and nothing was changed
+through this mount since: the kernel keeps the attributes that a listing carries, so they must not be older than its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nvpool.wire.v1.meta_pb2 import Attr
+
+S_IFDIR = 0o040000
+
+LIST_BATCH = 512
+"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
+
+
+def _seen(task: asyncio.Task) -> None:
+    """Nobody may come for what was read ahead; who comes meets its failure."""
+    if not task.cancelled():
+        task.exception()
+
+
+class _Batch(NamedTuple):
+    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount."""
+
+    cursor: int
+    asked_s: float
+    changes: int
+    task: asyncio.Task
+
+
+class _OpenDirectory:
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them."""
+
+    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming")
+
+    def __init__(self, inode: int, handle) -> None:
+        self.inode = inode
+        self.handle = handle
+        self.entries: list = []
+        self.at = 0
+        self.cursor = -1
+        self.more = True
+        self.read_s = 0.0
+        self.changes = -1
+        self.coming: _Batch | None = None
+
+
+class ListOps:
+    def __init__(self) -> None:
+        self._directories: dict[int, _OpenDirectory] = {}
+
+    async def opendir(self, inode: int) -> int:
+        opened = await self._vfs.opendir(inode)
+        handle = self._handles.directory(inode)
+        self._open_directory(handle, inode, opened)
+        return handle
+
+    def _open_directory(self, handle: int, inode: int, opened) -> None:
+        self._directories[handle] = _OpenDirectory(inode, opened)
+
+    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool]) -> None:
+        """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
+
+        Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
+        time, while the directory changes. A name that is there all the time is seen once; memory is twice LIST_BATCH entries.
+        """
+        directory = self._directories[handle]
+        if cursor < 2:
+            own = await self._vfs.getattr(directory.inode)
+            if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
+                return
+            if not add(b"..", Attr(inode=own.parent or own.inode, mode=S_IFDIR), 2):
+                return
+            directory.cursor = -1  # a listing from the beginning sees the directory as it is now
+            self._drop_coming(directory)
+            cursor = 2
+        while True:
+            if cursor != directory.cursor or self._is_old(directory.changes, directory.read_s):
+                await self._read_batch(directory, cursor)
+            entries = directory.entries
+            while directory.at < len(entries):
+                entry = entries[directory.at]
+                if not add(entry.name, entry.attr, entry.cursor):
+                    return
+                self._telling_name(directory.inode, entry.name, entry.attr)
+                directory.at += 1
+                directory.cursor = cursor = entry.cursor
+            if not directory.more:
+                return
+            directory.changes = -1
+
+    def _is_old(self, changes: int, read_s: float) -> bool:
+        """What was read then is not what a listing may tell now."""
+        return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
+
+    async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
+        """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
+        coming = directory.coming
+        if coming is None or coming.cursor != cursor or coming.task.cancelled() or self._is_old(coming.changes, coming.asked_s):
+            self._drop_coming(directory)
+            coming = self._ask_batch(directory, cursor)
+        directory.coming = None
+        directory.entries, directory.more = await coming.task
+        directory.at = 0
+        directory.cursor, directory.changes, directory.read_s = cursor, coming.changes, coming.asked_s
+        if directory.more and directory.entries and cursor > 2:
+            directory.coming = self._ask_batch(directory, directory.entries[-1].cursor)
+
+    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> _Batch:
+        task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH))
+        task.add_done_callback(_seen)
+        return _Batch(cursor, self._clock.boottime_s(), self._changes, task)
+
+    @staticmethod
+    def _drop_coming(directory: _OpenDirectory) -> None:
+        coming, directory.coming = directory.coming, None
+        if coming is not None:
+            coming.task.cancel()
+
+    async def releasedir(self, handle: int, again: bool = False) -> None:
+        if again and handle not in self._directories:
+            return
+        directory = self._directories.pop(handle)
+        self._handles.give_back(handle)
+        self._drop_coming(directory)
+        await self._vfs.releasedir(directory.handle)
+
+    async def fsyncdir(self, handle: int) -> None:
+        await self._vfs.fsyncdir(self._directories[handle].inode)

@@ -1,0 +1,131 @@
+"""Real mounts of a pool in this process, with everything counted: what the kernel asks, what is sent to shard and stores.
+
+Pool, clients and engines share one event loop in a thread of its own; the tests make system calls from theirs.
+"""
+
+import asyncio
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+
+from nvpool.client.options import ClientOptions
+from nvpool.fuse.engine import MountOptions
+from nvpool.fuse.kernel_engine import KernelEngine
+from nvpool.fuse.mount import unmount
+from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.meta.service import MetaOptions
+from nvpool.testing.plain_store import PlainStore
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1.wire_pb2 import Method
+
+BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
+"""Messages that nobody waits for and that are not sent for each file."""
+DONE_S = 30.0
+
+
+class CountingPool(LocalPool):
+    """`sent`: what has arrived at the shard and at the stores. `delay(name)`: called before each, may wait."""
+
+    def __init__(self, **options):
+        super().__init__(make_store=self._plain, **options)
+        self.sent = Counter()
+        self._chunks = {}
+
+    async def _plain(self, _pool, target):
+        return PlainStore(target, self.grant_secret, chunks=self._chunks.setdefault(target, {}))
+
+    async def _listen(self, role, number, handler):
+        def count(call):
+            self.sent[Method.Name(call.method)] += 1
+            handler(call)
+        await super()._listen(role, number, count)
+
+
+class CountedMount:
+    """`asked`: the kernel's requests, by name, that were answered or are in work."""
+
+    def __init__(self, place, client, options, settings):
+        self.place = place
+        self.client = client
+        self.vfs = client.vfs
+        self.asked = Counter()
+        self.ops = FuseOps(client.vfs, options)
+        self.engine = KernelEngine(self.ops, place, settings)
+        for opcode in Op:
+            self.engine._table[opcode] = partial(self._count, opcode.name, self.engine._table[opcode])
+
+    def _count(self, name, handler, count):
+        self.asked[name] += 1
+        handler(count)
+
+
+class CountedMounts:
+    """See the module. `mounts` are made by `mount`."""
+
+    def __init__(self, directory, meta_options=None):
+        self._directory = directory
+        self._meta_options = meta_options or MetaOptions()
+        self.mounts = []
+        self.pool = None
+
+    def __enter__(self):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self._serving = []
+        try:
+            self.pool = CountingPool(meta_options=self._meta_options)
+            self.run(self.pool.__aenter__())
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        try:
+            for mount, serving in self._serving:
+                unmount(mount.place, lazy=True)
+                self.loop.call_soon_threadsafe(mount.engine.stop)
+                serving.result(DONE_S)
+                mount.engine.close()
+            self.run(self.pool.__aexit__(None, None, None))
+        finally:
+            self._end_loop()
+
+    def _end_loop(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(DONE_S)
+        self.loop.close()
+
+    def run(self, work):
+        """The result of a coroutine on the pool's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DONE_S)
+
+    def mount(self, options=None, client_options=None, settings=None):
+        place = self._directory / f"m{len(self.mounts)}"
+        place.mkdir()
+
+        async def make():
+            client = await self.pool.client(f"mount {place}", client_options or ClientOptions())
+            made = CountedMount(place, client, options or FuseOptions(), settings or MountOptions("counted"))
+            made.engine.mount()
+            return made
+        made = self.run(make())
+        self.mounts.append(made)
+        self._serving.append((made, asyncio.run_coroutine_threadsafe(made.engine.serve(), self.loop)))
+        return made
+
+    @contextmanager
+    def counted(self, mount):
+        """(requests of the kernel to this mount, messages of all clients) while the block runs; filled at its end."""
+        asked, sent = Counter(), Counter()
+        before = self.run(self._counts(mount))
+        yield asked, sent
+        after = self.run(self._counts(mount))
+        asked.update(after[0] - before[0])
+        sent.update({name: count for name, count in (after[1] - before[1]).items() if name not in BESIDE})
+
+    async def _counts(self, mount):
+        return Counter(mount.asked), Counter(self.pool.sent)
