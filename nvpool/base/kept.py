@@ -80,8 +80,6 @@ class Word(IntEnum):
     LOCKS = 7
     FILES = 8
     WRITES = 9
-    MINOR = 10
-    """Of the version of the protocol that INIT agreed on."""
 
 
 def _up(count: int) -> int:

@@ -37,19 +37,18 @@ class Handles:
         self._memory = memory
         self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
 
-    def take(self, inode: int, flags: int, caller: Caller = _NOBODY, unique: int = 0) -> int:
-        """A number that nothing else has which is open. `unique`: of the kernel's request, where no step works for it.
-        TooManyOpen."""
+    def take(self, inode: int, flags: int, caller: Caller, unique: int) -> int:
+        """A number that nothing else has which is open; by request `unique` of the kernel. TooManyOpen."""
         self._last = number = self._last + 1
         memory = self._memory
         if memory is not None:
             index = memory.handles.take()
             number = number << _INDEX_BITS | index
-            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, unique or asking(), number)
+            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, unique, number)
         return number
 
     def directory(self, inode: int) -> int:
-        return self.take(inode, DIRECTORY)
+        return self.take(inode, DIRECTORY, _NOBODY, asking())
 
     def give_back(self, number: int) -> None:
         if self._memory is not None:

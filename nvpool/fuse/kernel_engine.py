@@ -86,7 +86,7 @@ FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READD
          | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND)
 """What is agreed to where the kernel offers it. Symbolic links never change and numbers are never given twice, so links may be
 kept. Not EXPLICIT_INVAL_DATA: a file that another node made longer would show zeros behind its old end. AUTO_INVAL_DATA only
-where attributes are not kept: it would drop what was written here, at the first look at the time of it; see fuse/kept_ops."""
+where attributes are not kept: it would drop what was written here, at the first look at the time of it; see fuse/cached_ops."""
 
 
 def max_pages_limit() -> int:
@@ -163,8 +163,6 @@ class KernelEngine(KernelRequests):
         the requests that it has not answered. The mount as it was made; it may be gone."""
         self._fd = descriptor
         self._asked_again = True
-        if self._ops.kept.word(Word.GREETED):
-            self._agreed(self._ops.kept.word(Word.INIT_FLAGS), self._ops.kept.word(Word.MINOR))
         self._mount = Mount(self._ops.kept.device, self._mount_point, OUR_TYPE, "", "")
         return self._mount
 
@@ -221,6 +219,8 @@ class KernelEngine(KernelRequests):
         if self._ops.kept.word(Word.GREETED):
             if not self._ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
                 log.error("this kernel has not agreed to hand out again what was not answered: calls may hang")
+            self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
+            self._ops.told_before()
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:
@@ -410,19 +410,18 @@ class KernelEngine(KernelRequests):
             wanted |= Init.WRITEBACK_CACHE
         elif not self._ops.options.attr_timeout_s:
             wanted |= Init.AUTO_INVAL_DATA
-        self._agreed(wanted & offered, min(body.minor, MINOR))
+        self._agreed(wanted & offered)
         if (memory := self._ops.kept) is not None:
             memory.set_word(Word.INIT_FLAGS, wanted & offered)
-            memory.set_word(Word.MINOR, self._minor)
             memory.set_word(Word.PAGES, self._pages)
             memory.set_word(Word.GREETED, 1)
         self._send(self._init_answer(request.unique, wanted & offered, body.minor))
         log.info("FUSE %d.%d, requests of up to %d KiB", body.major, body.minor, self._pages * PAGE >> 10)
         self._on_ready()
 
-    def _agreed(self, flags: int, minor: int) -> None:
-        self._minor = minor
-        self._ops.guards_pages = not flags & (Init.AUTO_INVAL_DATA | Init.WRITEBACK_CACHE)
+    def _agreed(self, flags: int) -> None:
+        """On this when the kernel greeted, us or the process before us."""
+        self._ops.guards_pages = not flags & (Init.WRITEBACK_CACHE | Init.AUTO_INVAL_DATA)
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
         background = max(1, min(self._options.max_background, 0xFFFF))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.client.vfs.contract import NOW, Caller
+from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 NOTICERS = 4
 """Threads for notices. Each may stand at one that waits for a request, as long as that waits for a store."""
 
-EPOCH_MINOR = 44
-"""From which version on there is Notice.INC_EPOCH."""
+EPOCH_MIN = (6, 16)
+"""The first Linux with Notice.INC_EPOCH."""
 
 
 FIRST = RESENT - 1
@@ -56,7 +57,6 @@ class KernelRequests:
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
-        self._minor = 0  # of the protocol, as agreed
         self._noticing = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
         self._spare: Step
         self._keeps = ops.kept is not None
@@ -129,7 +129,7 @@ class KernelRequests:
             os.close(descriptor)
 
     def _invalidate_all_names(self) -> bool:
-        if self._minor < EPOCH_MINOR:
+        if kernel_version() < EPOCH_MIN:
             return False
         self._send(replies.inc_epoch())
         return True
@@ -234,11 +234,12 @@ class KernelRequests:
 
     def _on_open(self, count: int) -> None:
         _, _, unique, node, uid, gid, pid, _, _, flags, more = requests.decode_open(self._buffer, count)
-        if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
-            self._opened(unique, self._ops.open_again(handle))
-            return
         caller = Caller(uid, gid, pid)
-        opened = self._ops.open_now(node, flags, caller, unique & FIRST)
+        if unique <= FIRST:
+            opened = self._ops.open_now(node, flags, caller, unique)
+        else:  # what the process before us has sent for it goes on
+            handle = self._ops.handle_before(unique & FIRST)
+            opened = self._ops.open_again(handle) if handle is not None else None
         if opened is not None:
             self._opened(unique, opened)
         else:

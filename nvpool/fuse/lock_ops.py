@@ -12,7 +12,7 @@ import fcntl
 from collections.abc import Coroutine
 
 from nvpool.base.errors import InvalidRequest
-from nvpool.fuse.kept_ops import KeptOps
+from nvpool.fuse.cached_ops import CachedOps
 from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
 
 MODES = {fcntl.F_RDLCK: SHARED, fcntl.F_WRLCK: EXCLUSIVE, fcntl.F_UNLCK: UNLOCKED}
@@ -22,7 +22,7 @@ ABSENT_MAX = 1 << 16
 """Names of which the kernel may believe that they do not exist, where it is to keep those at all: beyond it, no more."""
 
 
-class LockOps(KeptOps):
+class LockOps(CachedOps):
     def __init__(self, vfs, options, clock) -> None:
         super().__init__(vfs, options, clock)
         self._absent: dict[tuple[int, bytes], float] = {}  # name -> when it was told, oldest first

@@ -7,7 +7,7 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * the node id is the inode number; nothing is pinned by a look-up, so look-ups are not counted and a forget only drops what
   was remembered of what the kernel keeps. Memory does not grow with the number of files that the kernel knows.
 * open files and directories get numbers, valid from open to release.
-* what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/kept_ops`.
+* what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/cached_ops`.
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
 * O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
   kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
@@ -31,11 +31,12 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
+from nvpool.client.once import asking
 from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.fuse.again_ops import AgainOps
+from nvpool.fuse.cached_ops import HAS_XATTRS, FuseOptions
 from nvpool.fuse.handles import Handles
-from nvpool.fuse.kept_ops import HAS_XATTRS
 from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -55,19 +56,6 @@ DOTS = frozenset((b".", b".."))
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
 """Requests that name an inode which the kernel once looked up."""
-
-
-class FuseOptions(NamedTuple):
-    """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
-    when another node changed them and could not tell. Changes through this mount are seen at once."""
-
-    attr_timeout_s: float = 1.0
-    entry_timeout_s: float = 1.0
-    negative_timeout_s: float = 0.0
-    """Nobody tells the kernel that a name has come."""
-    writeback: bool = False
-    """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
-    keeps its pages from open to open."""
 
 
 class Opened(NamedTuple):
@@ -244,14 +232,14 @@ class FuseOps(LockOps, ListOps, AgainOps):
         if not file.attr.links and not any(other.inode == inode for other in self._files.values()):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
-        return self._opened_anew(file, flags, caller)
+        return self._opened_anew(file, flags, caller, asking())
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> Opened | None:
-        """What `open` would return, where nobody has to be asked; else None. `unique`: of the kernel's request."""
+        """What `open` would return, where nobody has to be asked; else None. `unique`: the kernel's request."""
         file = self._vfs.open_now(inode, flags)
         return None if file is None else self._opened_anew(file, flags, caller, unique)
 
-    def _opened_anew(self, file, flags: int, caller: Caller, unique: int = 0) -> Opened:
+    def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> Opened:
         if self._told.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
@@ -261,7 +249,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
             self._changes += 1
-        return self._telling_name(parent, name, attr), self._opened(file, flags, caller)
+        return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
     async def _drop_set_ids(self, file) -> None:
         mode = _without_set_ids(file.attr.mode)
@@ -269,7 +257,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
             await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
             self.invalidate_attributes(file.inode)
 
-    def _opened(self, file, flags: int, caller: Caller, unique: int = 0) -> Opened:
+    def _opened(self, file, flags: int, caller: Caller, unique: int) -> Opened:
         keeps = self._keeps_pages(file.attr)
         if flags & os.O_TRUNC:
             self._changes += 1
@@ -312,12 +300,29 @@ class FuseOps(LockOps, ListOps, AgainOps):
     def write_now(self, handle: int, offset: int, buffer, drop_set_ids: bool, unique: int) -> bool:
         """Whether `buffer` was taken as by `write`, without waiting. Where what is written is kept (`kept`), it was copied."""
         file = self._files[handle]
-        if drop_set_ids and file.attr.mode & SET_IDS or not self._vfs.write_now(file, offset, buffer, unique):
+        if drop_set_ids and file.attr.mode & SET_IDS:
             return False
         if file.inode not in self._paged:
             self._paging(file.inode)
+        try:
+            if not self._vfs.write_now(file, offset, buffer, unique):
+                return False
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
         self._changes += 1
         return True
+
+    @contextlib.contextmanager
+    def _changing(self, file):
+        """Where that fails, the kernel's pages have what was to be written, and no store does."""
+        try:
+            yield
+        except BaseException:
+            self._seen.pop(file.inode, None)
+            raise
+        finally:
+            self._changes += 1
 
     async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False) -> int:
         """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
@@ -325,17 +330,10 @@ class FuseOps(LockOps, ListOps, AgainOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file)
-        if file.inode not in self._paged:
-            self._paging(file.inode)
-        try:
+        with self._changing(file):
             if handle in self._appending:
                 return await self._append(file, buffer, self._appending[handle])
             return await self._vfs.write(file, offset, buffer)
-        except BaseException:
-            self._seen.pop(file.inode, None)
-            raise
-        finally:
-            self._changes += 1
 
     async def _append(self, file, buffer, caller: Caller) -> int:
         """A write at the end that leaves the file no more privileges than one through the kernel's pages does."""
@@ -357,23 +355,13 @@ class FuseOps(LockOps, ListOps, AgainOps):
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
         of `owner` on the file end."""
         file = self._files[handle]
-        try:
+        with self._changing(file):
             await self._vfs.flush(file, owner)
-        except BaseException:
-            self._seen.pop(file.inode, None)  # the kernel's pages have what was to be written
-            raise
-        finally:
-            self._changes += 1
 
     async def fsync(self, handle: int, datasync: bool) -> None:
         file = self._files[handle]
-        try:
+        with self._changing(file):
             await self._vfs.fsync(file, datasync)
-        except BaseException:
-            self._seen.pop(file.inode, None)
-            raise
-        finally:
-            self._changes += 1
 
     async def fallocate(self, handle: int, offset: int, length: int, mode: int, caller: Caller) -> None:
         """Modes as of fallocate(2). The kernel writes back the pages of a hole before and drops them after, and asks for the
@@ -415,8 +403,8 @@ class FuseOps(LockOps, ListOps, AgainOps):
             await self._vfs.release(file)
         finally:
             self._handles.give_back(handle)
-        if not self._vfs.is_open(file.inode):
-            self._paged.pop(file.inode, None)
+            if not self._vfs.is_open(file.inode):
+                self._paged.pop(file.inode, None)
 
     # -- extended attributes and the rest ----------------------------------------------------------------------------
 
@@ -468,9 +456,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
                     self._appending[one.number] = one.caller
             if one.unique:
                 self._opened_before[one.unique] = one.number
-            if not one.is_directory:
-                self._paging(one.inode)
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
+
+    def told_before(self) -> None:
+        """Requests are served now: what the process before us has told of open files nobody would take back."""
+        self._told_of_before({file.inode for file in self._files.values()})
 
     def open_again(self, handle: int) -> Opened:
         """What `open` has answered, or would have, in the process before us."""

@@ -168,7 +168,7 @@ direct=1
 rw=write
 bs=1m
 """)
-    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 120,
+    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, cwd=place.parent, timeout=seconds * 10 + 120,
                           check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]

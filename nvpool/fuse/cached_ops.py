@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -55,11 +56,24 @@ Place = tuple[int, bytes]
 """A name: its directory, and itself."""
 
 
+class FuseOptions(NamedTuple):
+    """For how long the kernel answers without asking, in seconds: how old attributes, names and the absence of a name may be
+    when another node changed them and could not tell. Changes through this mount are seen at once."""
+
+    attr_timeout_s: float = 1.0
+    entry_timeout_s: float = 1.0
+    negative_timeout_s: float = 0.0
+    """Nobody tells the kernel that a name has come."""
+    writeback: bool = False
+    """The kernel writes its pages later, and is the only one that changes what is mounted: it reads through any handle, and
+    keeps its pages from open to open."""
+
+
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
     """An engine that can not."""
 
 
-class KeptOps:
+class CachedOps:
     def __init__(self, vfs, options, clock) -> None:
         self._vfs = vfs
         self.options = options
@@ -141,6 +155,13 @@ class KeptOps:
         await asyncio.wait((telling,), timeout=NOTICE_S)
         if not telling.done() and names and not self.invalidate_all_names():
             log.debug("%d names are taken back when a request in their directories has ended", len(names))
+
+    def _told_of_before(self, inodes: Iterable[int]) -> None:
+        """Of these open files the kernel may have what we have not told it, and what was changed since."""
+        for inode in inodes:
+            self.invalidate_attributes(inode)
+        if self.guards_pages and inodes:
+            self._own(self.invalidate((), inodes))
 
     def _lost(self, inode: int) -> None:
         """The locks on the inode are gone: who has it open must not even read what the kernel has of it."""
