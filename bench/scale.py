@@ -151,6 +151,7 @@ class Bench:
                 for kv in kvs:
                     await kv.close()
         finally:
+            await shard.close()
             shard.end()
             shutil.rmtree(self.work / "served", ignore_errors=True)
 

@@ -1,7 +1,8 @@
 """A metadata shard as a process of its own, below a pool directory without a supervisor, and what it costs the machine.
 
-The lock of the pool directory is held here, as a supervisor would hold it, so the daemon starts none; when it can be measured
-how long the daemon itself takes, it is started, killed and started again by nobody else.
+The lock of the pool directory is held here, as a supervisor would hold it, so the daemon starts none: it is started, killed and
+started again by nobody but the benchmark. Its question for a newer map is kept without an answer, as by one who has none;
+where nobody listened it would ask, and read the map's file, twice a second.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from nvpool.base.directory import Flock
 from nvpool.base.errors import NvpoolError
 from nvpool.base.host import host_id
 from nvpool.run.daemon import command
+from nvpool.run.served import listen_on
 from nvpool.testing.real_pool import RealPool
 from nvpool.wire.dial import Dialer
-from nvpool.wire.transport import Connection, Greeting
+from nvpool.wire.transport import Call, Connection, Greeting, Listener
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -53,6 +55,8 @@ class Shard:
         self._lock = Flock.take(self.pool.directory.lock, "the pool of the benchmark")
         self._process: subprocess.Popen | None = None
         self._dialer: Dialer | None = None
+        self._node: list[Listener] = []
+        self._kept: list[Call] = []
 
     @property
     def database(self) -> Path:
@@ -62,10 +66,15 @@ class Shard:
 
     async def start(self) -> tuple[Connection, float]:
         """A connection to the daemon, and the seconds from the start of its process to its first answer."""
-        endpoints = self.pool.pool_map.shard_by_id[1].endpoints
+        pool_map = self.pool.pool_map
+        if not self._node:
+            self.pool.directory.make_socket_directory()
+            greeting = Greeting("supervisor", pool_map.fingerprint)
+            self._node = await listen_on(pool_map.nodes[0].endpoints[:1], greeting, self._kept.append)
+        endpoints = pool_map.shard_by_id[1].endpoints
         began_s = time.monotonic()
         self._spawn()
-        self._dialer = Dialer(Greeting("bench", self.pool.pool_map.fingerprint), host_id=host_id())
+        self._dialer = Dialer(Greeting("bench", pool_map.fingerprint), host_id=host_id())
         while True:
             try:
                 connection = await self._dialer.connect(endpoints, SYSTEM_CLOCK.boottime_s() + 5)
@@ -81,6 +90,11 @@ class Shard:
     def _spawn(self) -> None:
         self._process = subprocess.Popen(command("meta_daemon", str(self.pool.path), "1"), env=self._environment, cwd="/",
                                          stdin=subprocess.DEVNULL, start_new_session=True)
+
+    async def close(self) -> None:
+        """The supervisor's place is free; before `end`, on the loop that started it."""
+        for listener in self._node:
+            await listener.close()
 
     async def stop(self) -> float:
         """In order; the seconds that it took."""
