@@ -168,8 +168,8 @@ direct=1
 rw=write
 bs=1m
 """)
-    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, cwd=place.parent, timeout=seconds * 10 + 120,
-                          check=False)
+    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 120,
+                          check=False, cwd=place.parent)  # where it leaves what it has verified
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 100
