@@ -53,6 +53,11 @@ RENEW_S = 2.0
 """Before it ends a location that was used is renewed, and one that was not is forgotten."""
 LEFT_MAX = 4
 """Descriptors of dead processes that are kept for reads under way."""
+COLD = 8
+"""So many reads in a row that were not in memory: while some wait for the drive the next are not tried, but for one in PROBE.
+They are submitted with what else comes in this turn of the loop, so that the drive is told of them once. (16 readers of 4 KiB,
+cold: 12 k reads/s became 18 to 24 k.)"""
+PROBE = 16
 SLOW_S = 3.0
 """A drive that takes longer for a read: its store is asked, whose answer has a deadline."""
 AHEAD = 8
@@ -133,6 +138,7 @@ class ShortCut:
         self._order: deque[tuple[float, Located]] = deque()
         self._reader: BatchReader | None = None
         self._number = 0
+        self._cold_reads = 0  # in a row
         self._cold: dict[int, tuple[float, Callable[[memoryview | None], None]]] = {}  # by number, in order: begun, on_done
         self.counters = {"hits": 0, "cold": 0, "located": 0, "late": 0, "mismatches": 0}
 
@@ -140,6 +146,10 @@ class ShortCut:
 
     def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
         """The whole blocks [offset, offset + length) of the chunk, when the kernel has them in memory; the caller's to keep."""
+        if self._cold_reads >= COLD and self._cold:
+            self._cold_reads += 1
+            if self._cold_reads % PROBE:
+                return None
         source = located.source
         first = offset >> 12
         if source.connection.closed:
@@ -155,7 +165,9 @@ class ShortCut:
                 if os.preadv(source.fd, (buffer,), place << 12, _NOWAIT) != BLOCK_BYTES:
                     return None
             except OSError:  # not in memory; anything else shows again when it is read through the store
+                self._cold_reads += 1
                 return None
+            self._cold_reads = 0
             # the clock and the counter after the read: only so they say that it was in time
             if self._now_s() >= located.until or source.table[located.slot] != located.stamp:
                 return self._late(located)
@@ -174,7 +186,9 @@ class ShortCut:
                     return None
                 at += count
         except OSError:
+            self._cold_reads += 1
             return None
+        self._cold_reads = 0
         return into if self.good(located, first, into) else None
 
     def good(self, located: Located, first: int, into: memoryview) -> bool:
