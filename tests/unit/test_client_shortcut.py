@@ -154,6 +154,36 @@ async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(ho
         assert into[at * BLOCK:at * BLOCK + BLOCK] == content[offset:offset + BLOCK]
 
 
+@hosted(capacities=(64 * MIB,))
+async def test_all_chunks_of_a_file_are_located_by_the_first_reads_of_one_of_them(host):
+    content = some(8 * MIB)
+    handle = await host.file(content)
+    await host.located(handle)
+    assert len(handle.file.located) == 8
+    for index in range(8):
+        assert await host.at_once(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096:][:4096]
+
+
+@hosted()
+async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_bytes_are_right(host):
+    content = some(2 * MIB)
+    handle = await host.file(content)
+    await host.located(handle, 2)
+    short = host.short
+    assert await host.at_once(handle, 0, 4096) == content[:4096]
+    short._cold_reads = shortcut.COLD
+    short._cold[0] = float("inf"), lambda found: None  # somebody waits for the drive
+    found = [host.vfs.read_now(handle, 0, 4096) for _ in range(shortcut.PROBE)]
+    del short._cold[0]
+    assert found.count(None) == shortcut.PROBE - shortcut.COLD - 1, "then one looked, and found it: so did all behind it"
+    places = random.Random(5).sample(range(4096, 2 * MIB - 4096, 8192), 40)
+    reads = [(at, host.vfs.begin_read(handle, at, 4000)) for at in places]
+    async with asyncio.timeout(10):
+        while not all(coming.done() for _, coming in reads):
+            await asyncio.sleep(0.005)
+    assert all(bytes(coming.outcome[0]) == content[at:at + 4000] for at, coming in reads)
+
+
 @hosted()
 async def test_read_many_takes_what_is_in_memory_and_asks_for_the_rest(host):
     content = some(4 * MIB + 100)
