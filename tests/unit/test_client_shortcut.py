@@ -177,10 +177,12 @@ async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_b
     del short._cold[0]
     assert found.count(None) == shortcut.PROBE - shortcut.COLD - 1, "then one looked, and found it: so did all behind it"
     places = random.Random(5).sample(range(4096, 2 * MIB - 4096, 8192), 40)
+    ended = asyncio.Event()
     reads = [(at, host.vfs.begin_read(handle, at, 4000)) for at in places]
-    async with asyncio.timeout(10):
-        while not all(coming.done() for _, coming in reads):
-            await asyncio.sleep(0.005)
+    for _, coming in reads:
+        coming.on_end = lambda found, error: all(coming.done() for _, coming in reads) and ended.set()
+    if not all(coming.done() for _, coming in reads):
+        await asyncio.wait_for(ended.wait(), 10)
     assert all(bytes(coming.outcome[0]) == content[at:at + 4000] for at, coming in reads)
 
 
