@@ -94,6 +94,10 @@ class StoreSection(msgspec.Struct, frozen=True):
         description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
 
 
+WORKERS_MAX = 64
+"""Each has two descriptors that are handed on in one message, which carries 253."""
+
+
 class ClientSection(msgspec.Struct, frozen=True):
     """Mounts and programs on this node that are given this pool directory."""
 
@@ -103,6 +107,8 @@ class ClientSection(msgspec.Struct, frozen=True):
     transport: Annotated[str, Meta(pattern="^(auto|[a-z][a-z0-9+.-]*)$",
         description="scheme of the one transport to use: stream+unix, stream, grpc or an installed one's; auto: the best that "
                     "both ends have")] = "auto"
+    workers: Annotated[int, Meta(ge=1, le=WORKERS_MAX, description="processes for a mount that outlives them; all but one only "
+                                 "read larger files")] = 1
     attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
     entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
     short_cut: Annotated[bool, Meta(

@@ -269,7 +269,8 @@ class PoolDirectory:
         found = {path.stem: state for path in sorted(self.run.glob(f"{prefix}*.json"))
                  if (state := self.state_of(path.stem)) is not None}
         running = {name: state for name, state in found.items() if runs(state.identity)}
-        gone = {name: state for name, state in found.items() if name not in running and state.role in ("mount", "holder")}
+        gone = {name: state for name, state in found.items()
+                if name not in running and state.role in ("mount", "holder", "reader")}
         for name in gone.keys() - _still_mounted(gone, running).keys():
             (self.run / f"{name}.json").unlink(missing_ok=True)
         return running

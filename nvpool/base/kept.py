@@ -44,7 +44,8 @@ SHARD = struct.Struct("<IB63sQ")
 SLOT = struct.Struct("<QQQ")
 """sequence, method, unique of the request of the kernel (mark)"""
 HANDLE = struct.Struct("<QIIIIQQ")
-"""inode, flags of open(2) (DIRECTORY: of a directory), uid, gid, pid of who opened, unique of its request, handle (mark)"""
+"""inode, flags of open(2) (DIRECTORY: of a directory; PUBLISHED), uid, gid, pid of who opened, unique of its request, handle
+(mark)"""
 LOCK = struct.Struct("<QQQQ")
 """inode, owner, handle through which it was taken, kind (mark)"""
 FILE = struct.Struct("<QQQIIQ")
@@ -59,6 +60,8 @@ _LENGTH = struct.Struct("<I")
 SHARD_BYTES = 2048
 """A SHARD, and behind it SLOTS_PER_SESSION of SLOT."""
 DIRECTORY = 1 << 31
+PUBLISHED = 1 << 30
+"""In the flags of a handle: other processes of the mount may read the file. Set and taken back by who made the handle."""
 _MADV_REMOVE = 9
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -249,6 +252,12 @@ class KeptMemory:
         found = [(slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size)) for slot in range(SLOTS_PER_SESSION)]
         return [record for record in found if record[3]]
 
+    def unpublish(self, index: int) -> None:
+        """Others may not read what this handle stands for any more."""
+        place = self.handles.place + index * HANDLE.size + 8
+        flags, = _LENGTH.unpack_from(self._memory, place)
+        _LENGTH.pack_into(self._memory, place, flags & ~PUBLISHED)
+
     # -- writes ----------------------------------------------------------------------------------------------------------
 
     def has_room(self, length: int) -> bool:
@@ -283,6 +292,27 @@ class KeptMemory:
                 self._memory.madvise(_MADV_REMOVE, len(self._memory) - len(self.payloads), len(self.payloads))
             except OSError:
                 pass  # it is only memory
+
+
+class KeptHandles:
+    """The handles in it, for processes that may only look."""
+
+    def __init__(self, descriptor: int) -> None:
+        """WrongFormat."""
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_READ)
+        magic, version, _, _, arena_bytes = _HEAD.unpack_from(self._memory)
+        if magic != MAGIC or version != VERSION:
+            raise WrongFormat(f"the memory of this mount has version {version}, this nvpool knows {VERSION}")
+        self._place = _places(arena_bytes)[1]
+
+    def word(self, word: Word) -> int:
+        return _MARK.unpack_from(self._memory, 64 + 8 * word)[0]
+
+    def published(self, number: int) -> int:
+        """The inode of that handle, 0 where it is not open any more or not to be read by others."""
+        place = self._place + (number & HANDLES_MAX - 1) * HANDLE.size
+        inode, flags, _, _, _, _, mark = HANDLE.unpack_from(self._memory, place)
+        return inode if mark == number and flags & PUBLISHED else 0
 
 
 def _places(arena_bytes: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ examples:
   nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
   nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
   nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
+  nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
   nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
 """)
 @click.argument("pool", metavar="POOL")
@@ -47,6 +48,9 @@ examples:
 @click.option("--holder/--no-holder", default=None,
               help="Whether the mount outlives a crash or upgrade of its process; needs engine kernel and Linux 6.9. "
                    "[where it can]")
+@click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
+              help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
+                   "Needs a holder. [workers under [client] in node.toml, else 1]")
 @click.option("--transport", metavar="SCHEME",
               help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
                    "node.toml, else the best that both ends have]")
@@ -55,8 +59,8 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, holder: bool | None, transport: str | None, no_short_cut: bool,
-          options: tuple[str, ...], as_json: bool) -> None:
+          congestion_threshold: int | None, holder: bool | None, workers: int | None, transport: str | None,
+          no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool at the empty directory MOUNTPOINT.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
@@ -81,7 +85,8 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
-        ("--congestion-threshold", congestion_threshold), ("--transport", transport)) if value is not None)
+        ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers))
+        if value is not None)
     words += tuple(f"-o{option}" for option in options)
     if foreground:
         sys.stdout.flush()

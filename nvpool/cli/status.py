@@ -14,12 +14,12 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
 @click.command(epilog="""\b
 --json prints one object:
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
-  processes   role (supervisor, meta, store, mount, holder), pid (0: it does not run), state (starting, serving, restarting,
-              draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone, to be
-              unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect; of a target drive,
-              path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes no direct
-              ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the chunk),
-              block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
+  processes   role (supervisor, meta, store, mount, reader, holder), pid (0: it does not run), state (starting, serving,
+              restarting, draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
+              to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect; of a target
+              drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
+              no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
+              chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
               of a mount mountpoint, engine (kernel, pyfuse3)
   drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
   problems    sentences; none when all is well

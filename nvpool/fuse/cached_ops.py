@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
+from nvpool.fuse.published import Published
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class CachedOps:
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
         self._forgetting: set[asyncio.Task] = set()
+        self.published = Published()
         vfs.on_recall = self._recalled
         vfs.on_lost = self._lost
         vfs.on_reported = self._changed_here
@@ -143,6 +145,7 @@ class CachedOps:
         names: list[Place] = []
         paged = []
         for inode in inodes:
+            self.published.take_back(inode)
             self.invalidate_attributes(inode)
             told = self._named.pop(inode, None)
             if told is not None:
@@ -209,6 +212,7 @@ class CachedOps:
                 self._paged[inode] = lease_s, True
                 continue
             del self._paged[inode]
+            self.published.take_back(inode)
             if not self._vfs.is_open(inode):
                 continue  # who opens it next compares
             if leased and self._renewing < RENEWALS_MAX:

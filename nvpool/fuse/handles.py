@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvpool.base.kept import DIRECTORY, HANDLES_MAX, KeptMemory, Word
+from nvpool.base.kept import DIRECTORY, HANDLES_MAX, PUBLISHED, KeptMemory, Word
 from nvpool.client.once import asking
 from nvpool.client.vfs.contract import Caller
 
@@ -26,6 +26,7 @@ class Before(NamedTuple):
     caller: Caller
     unique: int
     """The kernel's request by which it was opened."""
+    was_published: bool
 
     @property
     def is_directory(self) -> bool:
@@ -37,14 +38,16 @@ class Handles:
         self._memory = memory
         self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
 
-    def take(self, inode: int, flags: int, caller: Caller, unique: int) -> int:
-        """A number that nothing else has which is open; by request `unique` of the kernel. TooManyOpen."""
+    def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:
+        """A number that nothing else has which is open; by request `unique` of the kernel. `published`: other processes of the
+        mount may read the file, until `take_back`. TooManyOpen."""
         self._last = number = self._last + 1
         memory = self._memory
         if memory is not None:
             index = memory.handles.take()
             number = number << _INDEX_BITS | index
-            memory.handles.put(index, inode, flags, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF, unique, number)
+            memory.handles.put(index, inode, flags | published * PUBLISHED, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF,
+                               unique, number)
         return number
 
     def directory(self, inode: int) -> int:
@@ -54,6 +57,9 @@ class Handles:
         if self._memory is not None:
             self._memory.handles.give_back(number & HANDLES_MAX - 1)
 
+    def take_back(self, number: int) -> None:
+        self._memory.unpublish(number & HANDLES_MAX - 1)
+
     def before(self) -> list[Before]:
-        return [Before(number, inode, flags, Caller(uid, gid, pid), unique)
+        return [Before(number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED))
                 for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()]

@@ -34,6 +34,7 @@ from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.kernel_requests import FIRST, KernelRequests
 from nvpool.fuse.mount import OUR_TYPE, Mount, mount_at, unmount
 from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.passing import Passing
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     MAJOR,
@@ -78,6 +79,7 @@ ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR,
 """Nothing comes of these but their answer: when the mount is gone, they are not waited for."""
 
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
+_OPCODE_MAX = 255
 _SIGKILL_BIT = 1 << 8
 
 FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS
@@ -135,6 +137,9 @@ class KernelEngine(KernelRequests):
         self._stopped = False
         self._leaving = False
         self._asked_again = False  # requests of the process before us are being handed out again
+        self._passings: list[Passing] = []
+        self._waiting: list[Callable[[], None]] = []  # readers that could come in
+        self._early: dict[int, None] = {}  # interrupts of what we have not: it may be on its way from a reader
         self._failed: NvpoolError | None = None
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
@@ -235,11 +240,15 @@ class KernelEngine(KernelRequests):
         if not self._reading and not self._stopped and not self._leaving:
             self._reading = True
             self._loop.add_reader(self._fd, self._take)
+            for passing in self._passings:
+                passing.read_on()
 
     def _stop_reading(self) -> None:
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self._fd)
+            for passing in self._passings:
+                passing.stop_reading()
 
     def _end(self) -> None:
         """`serve` returns when nothing is in work any more."""
@@ -267,6 +276,7 @@ class KernelEngine(KernelRequests):
                     if self._asked_again:
                         self._asked_again = False
                         self._ops.all_came_again({unique & FIRST for unique in self._work})
+                        self._let_in()
                     if len(self._work) > self._lock_waits or not self._look_out():
                         return  # what waits for reads is in work: they are sent now
                     continue
@@ -276,16 +286,20 @@ class KernelEngine(KernelRequests):
                     continue
                 try:
                     table[buffer[_OPCODE_AT]](count)
-                except Malformed as error:
-                    self._refuse(error)
                 except Exception as error:
-                    _, opcode, unique, *_ = requests.HEADER.unpack_from(buffer)
-                    self._fail(unique, error, _name_of(opcode))
+                    self._broken(error)
                 if not self._reading:
                     return
         finally:
             self._ops.burst_over()
             self._taking = False
+
+    def _broken(self, error: Exception) -> None:
+        if isinstance(error, Malformed):
+            self._refuse(error)
+        else:
+            _, opcode, unique, *_ = requests.HEADER.unpack_from(self._buffer)
+            self._fail(unique, error, _name_of(opcode))
 
     def _look_out(self) -> bool:
         """Whether a request has come within the time that waking up would cost."""
@@ -341,6 +355,7 @@ class KernelEngine(KernelRequests):
                 self._fail(unique, bug, name)
         else:
             self._fail(unique, error, name)
+        self._from.pop(unique, None)
         if self._held:
             self._ops.answered(unique & FIRST)
         if self._stopped:
@@ -359,20 +374,83 @@ class KernelEngine(KernelRequests):
         if self._reading and len(self._work) == self._lock_waits and self._look_out():
             self._take()
 
+    # -- requests that other processes have read -----------------------------------------------------------------------
+
+    @property
+    def request_bytes_max(self) -> int:
+        return len(self._buffer)
+
+    def let_read(self, passing: Passing, come_in: Callable[[Passing], None]) -> None:
+        """Take what that process hands on. `come_in` is called when it could begin, and every request that the kernel handed
+        out again is here: those are known to this process alone."""
+        self._passings.append(passing)
+        passing.begin(self._take_passed, partial(self._is_up, come_in))
+        if self._reading:
+            passing.read_on()
+
+    def _is_up(self, come_in: Callable[[Passing], None], passing: Passing) -> None:
+        self._waiting.append(partial(come_in, passing))
+        if self._asked_again and self._reading:
+            self._take()  # nobody may have asked for anything yet: then the queue has never been found empty
+        else:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        if not self._asked_again:
+            waiting, self._waiting = self._waiting, []
+            for come_in in waiting:
+                come_in()
+
+    def _take_passed(self, passing: Passing) -> None:
+        self._on_burst()
+        self._ops.burst()
+        try:
+            for request in passing.channel.requests():
+                _, opcode, unique, *_ = requests.HEADER.unpack_from(request)
+                if opcode > _OPCODE_MAX:
+                    passing.said(opcode)
+                    continue
+                count = len(request)
+                self._view[:count] = request
+                self._from[unique] = passing.clone
+                try:
+                    self._table[opcode](count)
+                except Exception as error:
+                    self._broken(error)
+                if unique not in self._work:
+                    del self._from[unique]
+                elif unique in self._early:
+                    del self._early[unique]
+                    self._interrupt(unique)
+                if not self._reading:
+                    return  # the rest when we read on
+        finally:
+            self._ops.burst_over()
+
     # -- interrupts ----------------------------------------------------------------------------------------------------
 
     def _on_interrupt(self, count: int) -> None:
         unique = requests.decode(self._buffer, count).body.unique
+        if not self._interrupt(unique) and self._passings:  # else it was answered: what is interrupted was read before
+            self._early[unique] = None
+            if len(self._early) > IN_WORK_MAX:
+                del self._early[next(iter(self._early))]
+            for passing in self._passings:
+                passing.channel.send(self._view[:count])
+
+    def _interrupt(self, unique: int) -> bool:
+        """Whether that request is in work here."""
         found = self._work.get(unique)
         if found is None:
-            return  # answered; what is interrupted was read before
+            return False
         if found[2] == Op.SETLKW:
             found[0].cancel()
-            return
+            return True
         if not self._interrupted:
             self._loop.call_later(DYING_LOOK_S, self._look_for_dying)
         self._interrupted[unique] = found[1]
         self._cancel_if_dying(unique, found[1])
+        return True
 
     def _end_lock_waits(self) -> None:
         for step, _, opcode in list(self._work.values()):

@@ -52,6 +52,7 @@ class KernelRequests:
     def __init__(self, ops: FuseOps, buffer: bytearray) -> None:
         self._ops = ops
         self._fd = -1
+        self._from: dict[int, int] = {}  # request that another process has handed on -> the descriptor that it was read from
         self._buffer = buffer
         self._view = memoryview(buffer)
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
@@ -97,9 +98,13 @@ class KernelRequests:
 
     def _send(self, *parts) -> None:
         try:
-            os.writev(self._fd, parts)
+            os.writev(self._back(parts[0]), parts)
         except OSError as error:
             self._not_taken(error, parts)
+
+    def _back(self, head: bytes) -> int:
+        """Where the answer goes, or the notice."""
+        return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd) if self._from else self._fd
 
     def _not_taken(self, error: OSError, parts) -> None:
         """An answer that the kernel refuses would leave its caller waiting: say EIO instead."""
@@ -140,10 +145,7 @@ class KernelRequests:
         self._send(replies.done(unique))
 
     def _data(self, unique: int, payload) -> None:
-        try:
-            os.writev(self._fd, (replies.data(unique, len(payload)), payload))
-        except OSError as error:
-            self._not_taken(error, (replies.data(unique, len(payload)), payload))
+        self._send(replies.data(unique, len(payload)), payload)
 
     def _attributes(self, unique: int, attr) -> None:
         self._send(replies.attributes(unique, attr, self._keep_attr))

@@ -39,12 +39,14 @@ class LockOps(CachedOps):
         file = self._files[handle]
         changed = await self._vfs.setlk(file, owner, start, end, _mode(kind), pid, wait=wait)
         if kind != fcntl.F_UNLCK:
+            self.published.take_back(file.inode)
             await self._to_the_end(self._look_anew(file, changed))
 
     async def flock(self, handle: int, owner: int, kind: int, pid: int, wait: bool) -> None:
         file = self._files[handle]
         changed = await self._vfs.flock(file, owner, _mode(kind), pid, wait=wait)
         if kind != fcntl.F_UNLCK:
+            self.published.take_back(file.inode)
             await self._to_the_end(self._look_anew(file, changed))
 
     async def _to_the_end(self, looking: Coroutine) -> None:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
+from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.once import asking
 from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
@@ -107,6 +108,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         self._appending: dict[int, Caller] = {}  # handle -> who opened it
         ListOps.__init__(self)
         self._handles = Handles(self.kept)
+        self.published.begin(self._handles)
         self._changes = 0  # made through this mount; counted when they are done
 
     @property
@@ -159,12 +161,16 @@ class FuseOps(LockOps, ListOps, AgainOps):
             mtime_ns = None  # a change of size is stamped by the service
         if drop_set_ids and mode is None:
             mode = _without_set_ids((await self._vfs.getattr(inode)).mode)
+        if size is not None:
+            self.published.bar(inode)
         try:
             attr = await self._vfs.setattr(
                 inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
                 handle=self._files.get(handle))
         finally:
             self._changes += 1
+            if size is not None:
+                self.published.unbar(inode)
         if size is None:
             self._changed_here(inode, attr.change)
         return self._telling(attr)
@@ -261,9 +267,15 @@ class FuseOps(LockOps, ListOps, AgainOps):
         keeps = self._keeps_pages(file.attr)
         if flags & os.O_TRUNC:
             self._changes += 1
-        file.number = handle = self._handles.take(file.inode, flags, caller, unique)
-        self._files[handle] = file
+            self.published.take_back(file.inode)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
+        published = reads_only and self._may_publish(file)
+        file.number = handle = self._handles.take(file.inode, flags, caller, unique, published=published)
+        self._files[handle] = file
+        if published:
+            self.published.add(file.inode, handle)
+        elif not reads_only:
+            self.published.opened_to_write(file.inode, handle)
         appending = bool(flags & os.O_APPEND) and not reads_only
         if appending:
             self._appending[handle] = caller
@@ -273,6 +285,18 @@ class FuseOps(LockOps, ListOps, AgainOps):
                       # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
                       # any; one that is taken later through this descriptor ends with the open file instead.
                       reads_only and not self._vfs.is_locked(file.inode))
+
+    def _may_publish(self, file) -> bool:
+        """Whether other processes of this mount may read the file. Small ones are here as a whole sooner than they open
+        them."""
+        inode = file.inode
+        if not self.published.on or file.attr.size <= SMALL_BYTES or self.published.is_barred(inode):
+            return False
+        if not self._vfs.is_settled(file):
+            return False
+        if inode not in self._paged:
+            self._paging(inode)  # the kernel gets pages from them, and loses them when the lease does
+        return inode in self._paged and self._paged[inode][1]
 
     def burst(self) -> None:
         """Several requests may follow at once, before `burst_over`: reads among them travel together."""
@@ -403,6 +427,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
             await self._vfs.release(file)
         finally:
             self._handles.give_back(handle)
+            self.published.closed(file.inode, handle)
             if not self._vfs.is_open(file.inode):
                 self._paged.pop(file.inode, None)
 
@@ -447,6 +472,10 @@ class FuseOps(LockOps, ListOps, AgainOps):
         handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, one.flags) for one in before
                                              if not one.is_directory])
         self._handles = Handles(self.kept)  # behind the numbers of the life before
+        self.published.begin(self._handles)
+        for number, handle in handles.items():
+            if handle.writable:
+                self.published.opened_to_write(handle.inode, number)
         for one in before:
             if one.is_directory:
                 self._open_directory(one.number, one.inode, DirHandle(one.inode))
@@ -456,6 +485,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
                     self._appending[one.number] = one.caller
             if one.unique:
                 self._opened_before[one.unique] = one.number
+            if one.was_published:
+                if self._may_publish(handles[one.number]):
+                    self.published.add(one.inode, one.number)
+                else:
+                    self._handles.take_back(one.number)
         self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
     def told_before(self) -> None:

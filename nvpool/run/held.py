@@ -9,17 +9,22 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Unavailable
 from nvpool.base.kept import KeptMemory
 from nvpool.run.daemon import command
 
 _AGAIN_S = 1.0
 """Between holders that die at once."""
+_ENDED_S = 10.0
+"""For a process that was killed: it may have bytes of a slow drive in its hands."""
 
 log = logging.getLogger("nvpool.run.mount")
 
@@ -34,7 +39,10 @@ class Held:
         os.set_inheritable(control, False)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        self.fuse, self._memory = descriptors or (-1, -1)
+        self.fuse, self._memory, *readers = descriptors or (-1, -1)
+        self.clones = readers[::2]
+        """Other descriptors of the mount, each for one process that reads."""
+        self._readers = readers[1::2]  # pidfds
         self._words = words
         self._popen: subprocess.Popen | None = None
         self._again_s = 0.0
@@ -87,7 +95,32 @@ class Held:
         """The holder has the descriptors when this returns, or finds them in its socket."""
         self.fuse = fuse
         with contextlib.suppress(OSError):
-            self._control.sendmsg([b"keep"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (fuse, self._memory)))])
+            self._control.sendmsg([b"keep"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._kept()))])
+
+    def keep_readers(self, clones: list[int], pidfds: list[int]) -> None:
+        """From now on these processes read through these descriptors: who goes on after this process ends them first."""
+        for pidfd in self._readers:
+            os.close(pidfd)
+        self.clones, self._readers = clones, pidfds
+        self.keep(self.fuse)
+
+    def _kept(self) -> tuple[int, ...]:
+        return self.fuse, self._memory, *(one for pair in zip(self.clones, self._readers, strict=True) for one in pair)
+
+    def end_readers(self) -> None:
+        """Those of the process before us read nothing any more when this returns: a request that one of them took later nobody
+        would answer. Unavailable."""
+        for pidfd in self._readers:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pidfd in self._readers:
+            if not has_ended(pidfd, _ENDED_S):
+                raise Unavailable("a process that reads for this mount does not end")
+
+    @property
+    def reader_words(self) -> tuple[int, list[str]]:
+        """The memory, and the command line, for who reads beside us."""
+        return self._memory, self._words
 
     def ready(self) -> None:
         self._say("ready")
@@ -136,7 +169,7 @@ class Held:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         pidfd = os.pidfd_open(os.getpid())
-        passed = (pidfd, theirs.fileno(), self.fuse, self._memory)
+        passed = (pidfd, theirs.fileno(), *self._kept())
         try:
             self._popen = subprocess.Popen(
                 [*command("mount_holder", f"--adopt={','.join(map(str, passed))}"), *self._words], stdin=subprocess.DEVNULL,
@@ -153,6 +186,12 @@ class Held:
         log.warning("the holder of this mount has died; process %d is another one", self.holder_pid)
         self.listen()
         self.on_holder()
+
+
+def has_ended(pidfd: int, wait_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))
 
 
 def hand_to_holder(words: list[str]) -> None:

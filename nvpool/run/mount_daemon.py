@@ -23,13 +23,13 @@ from pathlib import Path
 
 import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, load
+from nvpool.base.config import WORKERS_MAX, ClientSection, Config, load
 from nvpool.base.directory import PoolDirectory, announcement
-from nvpool.base.errors import InUse, NvpoolError
+from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.base.host import host_id, identity_of
 from nvpool.base.mounts import Mount, mount_at, place_of
 from nvpool.base.units import MIB, parse_bytes
-from nvpool.client.options import configured
+from nvpool.client.options import ClientOptions, configured
 from nvpool.client.session import Client
 from nvpool.fuse.engine import ENGINES, MountOptions, engine_of, is_held, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
@@ -38,6 +38,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
 from nvpool.run.held import Held, hand_to_holder
+from nvpool.run.readers import Readers
 from nvpool.wire.endpoint import parse_endpoint
 
 LEAVE_S = 5.0
@@ -48,7 +49,14 @@ _ARENA_SHARE = 4
 log = logging.getLogger("nvpool.run.mount")
 
 
-def _arguments(words: list[str]) -> argparse.Namespace:
+def _worker_count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= WORKERS_MAX:
+        raise ValueError
+    return count
+
+
+def parse_words(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nvpool.run.mount_daemon", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
     parser.add_argument("mountpoint", type=Path, help="an empty directory")
@@ -77,6 +85,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
                              "or program changes these files")
     parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
                         "process: needs engine kernel and Linux 6.9 (where it can be)")
+    parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
+                        "larger files. Needs a holder (1)")
     parser.add_argument("--held", help=argparse.SUPPRESS)  # by run/mount_holder: descriptors
     parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
@@ -87,7 +97,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    arguments = _arguments(words)
+    arguments = parse_words(words)
     start_log("mount", arguments.log_level, arguments.log)
     held = Held(arguments.held, [word for word in words if not word.startswith("--held=")]) if arguments.held else None
     directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
@@ -99,6 +109,9 @@ def main(words: list[str]) -> int:
         engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
         if held is None:
             with_holder = is_held(arguments.holder, engine)
+            if not with_holder and (arguments.workers or 1) > 1:
+                raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
+                                     "without --workers, or by engine kernel on Linux 6.9 and newer")
             place = check_mount_point(arguments.mountpoint, force=arguments.force)
             if with_holder:
                 hand_to_holder(words)
@@ -129,6 +142,12 @@ def _given(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
+def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
+    return configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
+                                        transport=arguments.transport or section.transport,
+                                        short_cut=section.short_cut and not arguments.no_short_cut)
+
+
 class _Mounted:
     def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
                  stop: Stop, held: Held | None) -> None:
@@ -140,6 +159,8 @@ class _Mounted:
         self._mount: Mount | None = None
         self._held = held
         self._engine = ""
+        self._readers: Readers | None = None
+        self._workers = _given(arguments.workers, config.client.workers) if held is not None else 1
 
     async def serve(self) -> None:
         arguments, section, held = self._arguments, self._config.client, self._held
@@ -151,15 +172,13 @@ class _Mounted:
                 from nvpool.fuse import kernel_engine  # noqa: F401 (now, and not while everybody waits)
                 if not await held.wait_for_our_turn():
                     return
+                held.end_readers()
                 kept = held.memory(0)  # as it is since nobody else serves
             held.serves = True
             held.on_holder = self._announce_holder
             held.listen()
         client = await Client.open(
-            arguments.pool, name=f"mount {self._place}", kept=kept,
-            options=configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
-                                                 transport=arguments.transport or section.transport,
-                                                 short_cut=section.short_cut and not arguments.no_short_cut))
+            arguments.pool, name=f"mount {self._place}", kept=kept, options=client_options(arguments, section))
         ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               _given(arguments.entry_timeout_s, section.entry_timeout_s),
                                               _given(arguments.negative_timeout_s, 0.0),
@@ -174,6 +193,9 @@ class _Mounted:
         awake = Awake(self._config.processors.awake)
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
         self._engine = engine.name
+        if held is not None:
+            ops.published.on = self._workers > 1
+            self._readers = Readers(held, engine, lambda pid: self._announce("reader", pid))
         name = f"mount-{os.getpid()}"
         try:
             if held is not None and held.goes_on:
@@ -192,7 +214,9 @@ class _Mounted:
             gc.freeze()  # what is there now stays: collections of the years to come need not look at it
             await asyncio.wait([serving, asked, left], return_when=asyncio.FIRST_COMPLETED)
             if left.done() and not serving.done() and not asked.done():
+                self._readers.let_go()
                 await engine.leave(LEAVE_S)
+                self._readers.end()
                 log.info("another process goes on")
                 logging.shutdown()
                 os._exit(0)  # as if killed: whatever is orderly in the end of a program would take from the successor
@@ -205,6 +229,7 @@ class _Mounted:
             await ops.drain()
         finally:
             if held is not None:
+                self._readers.end()
                 held.drop()
             engine.close()
             awake.close()
@@ -227,6 +252,7 @@ class _Mounted:
         if self._held is None:
             notify_ready()
         else:
+            self._readers.start(self._workers - 1)
             self._held.ready()
             if self._held.goes_on and self._held.since_s:
                 pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)

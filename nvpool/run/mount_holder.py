@@ -36,6 +36,9 @@ DEATHS_MAX = 15
 LEAVE_S = 10.0
 """For what a process has in work when it is replaced on purpose. What is left then its successor is handed."""
 
+DESCRIPTORS_MAX = 253
+"""SCM_MAX_FD: what one message can carry."""
+
 log = logging.getLogger("nvpool.run.holder")
 
 
@@ -65,7 +68,8 @@ class Holder:
         self._serving: Serving | None = None
         self._heir: Serving | None = None
         self._descriptors: list[int] = []
-        """/dev/fuse and the memory."""
+        """/dev/fuse and the memory; then for each process that reads for the serving one its own descriptor of /dev/fuse, and
+        its pidfd. As the serving process has told them, and so they are passed on."""
         self._stops = 0
         self._deaths = 0
         self._start_s = 0.0      # when the next serving process is to be started; 0: one is there
@@ -131,15 +135,19 @@ class Holder:
         while True:
             numbers = array.array("i")
             try:
-                said, more, _, _ = process.control.recvmsg(64, socket.CMSG_LEN(2 * numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+                room = socket.CMSG_LEN(DESCRIPTORS_MAX * numbers.itemsize)
+                said, more, _, _ = process.control.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, ConnectionError):
                 return
             for level, kind, content in more:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     numbers.frombytes(content[:len(content) - len(content) % numbers.itemsize])
             word, _, value = said.decode(errors="replace").partition(" ")
-            if word == "keep" and len(numbers) == 2:
+            if word == "keep" and len(numbers) >= 2:
+                self._close_descriptors()
                 self._descriptors = list(numbers)
+                if self._heir is not None:  # it was given others
+                    signal.pidfd_send_signal(self._heir.pidfd, signal.SIGKILL)
             elif word == "drop":
                 self._close_descriptors()
             elif word == "ready":
@@ -192,6 +200,10 @@ class Holder:
         heir.close()
         log.error("the serving process is not replaced: its successor has ended (%s) before it could go on", _told(code))
 
+    def _may_be_replaced(self) -> bool:
+        """Not before all that it wants kept is here."""
+        return self._serving is not None and self._serving.ready
+
     # -- signals ---------------------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
@@ -204,7 +216,7 @@ class Holder:
                 self._stops += 1
                 if self._serving is not None:
                     self._serving.say("stop")
-            elif number == signal.SIGUSR1 and self._heir is None and self._descriptors and self._serving is not None:
+            elif number == signal.SIGUSR1 and self._heir is None and self._descriptors and self._may_be_replaced():
                 log.info("the serving process is being replaced")
                 self._heir = self._start()
 

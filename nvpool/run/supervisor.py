@@ -279,7 +279,7 @@ class Supervisor:
         processes += metas
         processes += stores
         for name, state in self._directory.states().items():
-            if state.role in ("mount", "holder"):
+            if state.role in ("mount", "reader", "holder"):
                 processes.append({"role": state.role, "name": name, "pid": state.pid, "state": state.state,
                                   "since_ms": state.since_ms, "mountpoint": state.mountpoint, "engine": state.engine})
         dead = self._directory.dead_mounts()

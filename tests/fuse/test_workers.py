@@ -1,0 +1,302 @@
+"""A mount of several processes: what the readers answer is what the serving process would have, writes here and elsewhere are
+seen, and any of them killed is a pause. Each pause is printed."""
+
+import fcntl
+import json
+import mmap
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
+from test_holder import LOADS, SECONDS, Killer, kill_holder, pauses, processes, run_model, serving, together
+
+from nvpool.fuse.engine import RESEND_MIN, kernel_version
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def own():
+    place = Path(tempfile.mkdtemp(prefix="nvpool-workers-"))
+    made = Pool(place / "pool")
+    yield made
+    nvpool("fsck", made.directory)  # fails where anything is wrong
+    made.close()
+    shutil.rmtree(place)
+
+
+def mounted(own, name, workers=2):
+    made = own.mount(own.directory.parent / name, "--holder", "--workers", str(workers), "--drain-s", "2")
+    wait_for_readers(made, workers - 1)
+    return made
+
+
+def wait_for_readers(held, count=1):
+    """Until so many readers serve beside the process that serves now."""
+    def there():
+        own = processes(held.place, "nvpool.run.mount_daemon")
+        said = held.log.read_text()
+        return len(own) == 1 and len(re.findall(rf"mount\[{own[0]}\] process \d+ reads for this mount", said)) >= count
+    wait_until(there, "readers")
+
+
+def ended(held):
+    """It ends in order; how many requests readers have answered, and passed on."""
+    assert held.end() == 0, held.log.read_text()
+    wait_until(lambda: not processes(held.place, "nvpool.run.mount_reader"), "the end of the readers")
+    said = held.log.read_text()
+    assert "Traceback" not in said and " ERROR " not in said, said
+    found = re.findall(r"has answered (\d+) requests and passed (\d+) on", said)
+    return sum(int(answered) for answered, _ in found), sum(int(passed) for _, passed in found)
+
+
+@pytest.fixture
+def held(own, request):
+    made = mounted(own, f"m-{abs(hash(request.node.name)) % 10 ** 8}")
+    yield made
+    answered, passed = ended(made)
+    print(f"\nreaders have answered {answered} requests and passed {passed} on")
+
+
+@pytest.fixture
+def here(held, request):
+    place = held.place / f"{abs(hash(request.node.name)) % 10 ** 8}"
+    place.mkdir()
+    return place
+
+
+def read_at_random(path, content, seed, count=200, length=64 << 10):
+    """Past the kernel's pages, and compared."""
+    chance, buffer = random.Random(seed), mmap.mmap(-1, length)
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        for _ in range(count):
+            offset = chance.randrange(len(content)) & -4096
+            read = os.preadv(file, [buffer], offset)
+            assert buffer[:read] == content[offset:offset + length], offset
+    finally:
+        os.close(file)
+
+
+def test_readers_answer_reads_with_the_right_bytes(own):
+    held = mounted(own, "m-many", workers=3)
+    content = random.Random(1).randbytes(6 * MIB + 777)
+    (held.place / "many").write_bytes(content)
+    together(*(lambda seed=seed: read_at_random(held.place / "many", content, seed) for seed in range(8)))
+    assert (held.place / "many").read_bytes() == content
+    seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+    readers = {one["pid"] for one in seen["processes"] if one["role"] == "reader" and one["mountpoint"] == str(held.place)}
+    assert readers == set(processes(held.place, "nvpool.run.mount_reader")) and len(readers) == 2
+    answered, _ = ended(held)
+    assert answered
+
+
+def test_a_file_is_written_and_read_through_the_same_mount(here):
+    """Each byte that was written is what the next read of anybody brings, through descriptors from before and after."""
+    path, content = here / "f", bytearray(random.Random(2).randbytes(3 * MIB))
+    path.write_bytes(content)
+    chance, buffer = random.Random(3), mmap.mmap(-1, 64 << 10)
+    before = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        for turn in range(30):
+            together(*(lambda seed=seed: read_at_random(path, bytes(content), seed, 20) for seed in range(4)))
+            offset, piece = chance.randrange(len(content) - 70_000), chance.randbytes(70_000)
+            file = os.open(path, os.O_RDWR)
+            os.pwrite(file, piece, offset)
+            content[offset:offset + len(piece)] = piece
+            for _ in range(4):
+                start = chance.randrange(offset, offset + len(piece)) & -4096
+                for one in (before, file):
+                    count = os.preadv(one, [buffer], start)
+                    assert buffer[:count] == content[start:start + (64 << 10)], (turn, start)
+            os.close(file)
+            if turn % 5 == 4:
+                os.truncate(path, 2 * MIB)
+                assert os.preadv(before, [buffer], 2 * MIB) == 0
+                os.truncate(path, 3 * MIB)
+                content[2 * MIB:] = bytes(MIB)
+                assert os.preadv(before, [buffer], 2 * MIB + 4096) == 64 << 10 and not any(buffer[:])
+        assert path.read_bytes() == content
+    finally:
+        os.close(before)
+
+
+def test_what_another_mount_writes_is_read(own, here, held):
+    other = own.mount(own.directory.parent / "m-other", "--no-holder")
+    path, chance = here / "f", random.Random(4)
+    buffer = mmap.mmap(-1, 64 << 10)
+    content = bytearray(chance.randbytes(MIB))
+    path.write_bytes(content)
+    kept = os.open(path, os.O_RDONLY)
+    try:
+        for _ in range(20):
+            together(*(lambda seed=seed: read_at_random(path, bytes(content), seed, 20) for seed in range(4)))
+            assert os.pread(kept, len(content), 0) == content
+            offset, piece = chance.randrange(len(content)), chance.randbytes(100_000)
+            with open(other.place / here.name / "f", "rb+", buffering=0) as file:
+                file.seek(offset)
+                file.write(piece)
+            content[offset:offset + len(piece)] = piece
+            file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            count = os.preadv(file, [buffer], offset & -4096)
+            assert buffer[:count] == content[offset & -4096:][:64 << 10]
+            os.close(file)
+            assert path.read_bytes() == content
+    finally:
+        os.close(kept)
+        assert other.end() == 0
+
+
+@pytest.mark.parametrize("lock", [fcntl.lockf, fcntl.flock], ids=["fcntl", "flock"])
+def test_who_has_a_lock_reads_what_was_written_before(own, here, lock):
+    other = own.mount(own.directory.parent / "m-lock", "--no-holder")
+    path = here / "f"
+    path.write_bytes(bytes(MIB))
+    try:
+        with open(path, "rb", buffering=0) as mine, open(other.place / here.name / "f", "rb+", buffering=0) as theirs:
+            for turn in range(1, 40):
+                assert os.pread(mine.fileno(), 4096, 8192)
+                lock(theirs, fcntl.LOCK_EX)
+                os.pwrite(theirs.fileno(), bytes([turn]) * 4096, 8192)
+                lock(theirs, fcntl.LOCK_UN)
+                lock(mine, fcntl.LOCK_SH)
+                assert os.pread(mine.fileno(), 4096, 8192) == bytes([turn]) * 4096
+                lock(mine, fcntl.LOCK_UN)
+    finally:
+        assert other.end() == 0
+
+
+def test_an_interrupted_wait_for_a_lock_ends_whoever_has_read_the_request(here):
+    path = here / "f"
+    path.touch()
+    with open(path, "wb") as mine:
+        fcntl.lockf(mine, fcntl.LOCK_EX)
+        wait = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'wb'), fcntl.LOCK_EX)"
+        waiting = [subprocess.Popen([sys.executable, "-S", "-c", wait, str(path)]) for _ in range(12)]
+        threading.Event().wait(0.5)
+        for process in waiting:
+            process.kill()
+        for process in waiting:
+            assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_program_that_works_with_names_and_files_finds_what_it_made(here):
+    run_model(here, 2.0)
+
+
+def test_the_space_of_an_unlinked_file_is_freed_though_a_reader_had_it_open(own, here):
+    content = random.Random(5).randbytes(2 * MIB)
+    (here / "gone").write_bytes(content)
+    together(*(lambda seed=seed: read_at_random(here / "gone", content, seed, 50) for seed in range(4)))
+    (here / "gone").unlink()
+
+    def collected():
+        seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+        return not any(one.get("to_collect") for one in seen["processes"])
+    wait_until(collected, "the collection", 60.0)
+
+
+def kill_reader(held):
+    """On return another process serves, with another reader."""
+    wait_for_readers(held)
+    before = len(pauses(held))
+    os.kill(processes(held.place, "nvpool.run.mount_reader")[0], signal.SIGKILL)
+    wait_until(lambda: len(pauses(held)) > before, "the next serving process")
+    wait_for_readers(held)
+
+
+def kill_any(held):
+    """The serving process or its reader."""
+    wait_for_readers(held)
+    before = len(pauses(held))
+    program = random.choice(("nvpool.run.mount_daemon", "nvpool.run.mount_reader"))
+    os.kill(processes(held.place, program)[0], signal.SIGKILL)
+    wait_until(lambda: len(pauses(held)) > before, "the next serving process")
+    wait_for_readers(held)
+
+
+def load_large(place, seconds):
+    """Files that readers read, written and read by turns."""
+    end = threading.Event()
+    timer = threading.Timer(seconds, end.set)
+    timer.start()
+
+    def work(me):
+        chance, turn = random.Random(me), 0
+        while not end.is_set():
+            content = chance.randbytes(MIB + chance.randrange(MIB))
+            (place / f"large-{me}").write_bytes(content)
+            for _ in range(3):
+                read_at_random(place / f"large-{me}", content, turn, 30)
+            assert (place / f"large-{me}").read_bytes() == content
+            turn += 1
+        assert turn
+
+    together(*(lambda me=me: work(me) for me in range(3)))
+
+
+WORKER_LOADS = {**LOADS, "large": pytest.param(load_large, id="large")}
+
+
+@pytest.mark.parametrize("load", WORKER_LOADS.values())
+def test_one_of_two_killed_again_and_again_is_a_pause(held, here, load):
+    with Killer(held, kill_any):
+        load(here, SECONDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("load", WORKER_LOADS.values())
+def test_one_of_two_killed_again_and_again_for_a_minute(held, here, load):
+    with Killer(held, kill_any):
+        load(here, 60.0)
+
+
+def test_a_killed_reader_is_a_pause(held, here):
+    with Killer(held, kill_reader):
+        load_large(here, SECONDS / 2)
+
+
+def test_a_killed_holder_is_no_pause_and_its_successor_keeps_all(own):
+    held = mounted(own, "m-holder")
+    try:
+        (held.place / "under-holders").mkdir()
+        with Killer(held, kill_holder):
+            load_large(held.place / "under-holders", SECONDS / 2)
+        kill_any(held)
+        run_model(held.place / "under-holders", 1.0)
+    finally:
+        nvpool("umount", held.place)
+        programs = [f"nvpool.run.mount_{name}" for name in ("daemon", "holder", "reader")]
+        wait_until(lambda: not any(processes(held.place, program) for program in programs), "the end of all")
+    assert not is_mounted(held.place)
+
+
+def test_all_are_replaced_on_purpose(held, here):
+    def replace(_):
+        wait_for_readers(held)
+        before = serving(held)
+        told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
+        assert told["pid"] == serving(held) != before
+
+    with Killer(held, replace):
+        load_large(here, SECONDS / 2)
+    wait_for_readers(held)
+
+
+def test_a_mount_without_a_holder_has_one_process(own, tmp_path):
+    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--no-holder", "--workers", "2",
+                           own.directory, tmp_path], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1 and "--workers" in done.stderr
