@@ -83,11 +83,12 @@ class HostRoom:
         """Make the reserve whole if there is room; see whether there is. Waits for the file system: in a thread."""
         if self.path is None or not (self.missing or self.full):
             return
+        was_full = self.full  # a write that finds no room while we are at it is not answered by what we find
         try:
             self.keep()
         except NoSpace:
             return
-        if self.full and not self.missing:
+        if was_full and not self.missing:
             self.full = False
             log.info("%s: there is room again on the file system below it", self._what)
 

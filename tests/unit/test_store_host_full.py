@@ -110,3 +110,19 @@ def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
     assert len(tries) == hostroom.RESERVE_BYTES // hostroom.PIECE_BYTES + 1 and "is full" in room.told
     room.tend()
     assert not room.missing and not room.told and (tmp_path / "reserve").stat().st_size == hostroom.RESERVE_BYTES
+
+
+def test_a_write_that_is_refused_while_the_reserve_is_made_whole_is_not_forgotten(tmp_path, monkeypatch):
+    room = HostRoom(tmp_path / "reserve", "a test")
+    room.missing = True
+    keep = room.keep
+
+    def refused_meanwhile():
+        keep()
+        room.refused()
+    monkeypatch.setattr(room, "keep", refused_meanwhile)
+    room.tend()
+    assert room.full and "is full" in room.told
+    monkeypatch.setattr(room, "keep", keep)
+    room.tend()
+    assert not room.full
