@@ -34,7 +34,7 @@ from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
-from nvpool.drive.contract import BatchReader, Outcome
+from nvpool.drive.contract import Outcome, WaitingReader
 from nvpool.drive.reading import reader_for
 from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
@@ -136,7 +136,7 @@ class ShortCut:
         self._asked: set[tuple[int, int]] = set()
         self._distrusted: dict[tuple[int, int], float] = {}
         self._order: deque[tuple[float, Located]] = deque()
-        self._reader: BatchReader | None = None
+        self._reader: WaitingReader | None = None
         self._number = 0
         self._cold_reads = 0  # in a row
         self._cold: dict[int, tuple[float, Callable[[memoryview | None], None]]] = {}  # by number, in order: begun, on_done

@@ -11,7 +11,7 @@ Outcome = list[NvpoolError | None]
 """Of each read of a batch: what is wrong with it."""
 
 
-class BatchReader:
+class WaitingReader:
     """Reads of any descriptors. `close` waits for what is under way."""
 
     name = ""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nvpool.base.errors import Cancelled, DriveFailed, from_os_error
 from nvpool.drive import uring as _ring
-from nvpool.drive.contract import BatchReader, Outcome
+from nvpool.drive.contract import Outcome, WaitingReader
 from nvpool.drive.uring import UringReader
 
 _compiled_read_now = getattr(_ring._uring, "read_now", None)
@@ -41,12 +41,12 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
 read_now = _compiled_read_now or read_now_plain
 
 
-def reader_for(fd: int, *, uring: bool = True) -> BatchReader:
+def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:
     """What waits for reads best here."""
     return (UringReader.probe(fd) if uring else None) or ThreadReader()
 
 
-class ThreadReader(BatchReader):
+class ThreadReader(WaitingReader):
     """Reads that wait, in a bounded set of threads: a batch is cut into shares, so that a task costs many reads."""
 
     name = "executor"

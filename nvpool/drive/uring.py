@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nvpool.base.errors import Cancelled, DriveFailed, NvpoolError, from_os_error
-from nvpool.drive.contract import BatchReader, Outcome
+from nvpool.drive.contract import Outcome, WaitingReader
 
 try:
     from nvpool.drive import _uring
@@ -47,7 +47,7 @@ def _failure(result: int, offset: int, length: int) -> NvpoolError:
     return from_os_error(OSError(-result, os.strerror(-result)), f"reading {length} bytes at {offset}")
 
 
-class UringReader(BatchReader):
+class UringReader(WaitingReader):
     name = "io_uring"
 
     def __init__(self, ring) -> None:
