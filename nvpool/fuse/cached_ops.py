@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import NamedTuple
 
@@ -81,7 +82,8 @@ class CachedOps:
         self._clock = clock
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change of its pages, it had no extended attributes)
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
-        self._named: dict[int, tuple[float, tuple[Place, ...]]] = {}  # inode -> told of until then, oldest first
+        self._named: OrderedDict[int, tuple[float, tuple[Place, ...]]] = OrderedDict()
+        """Inode -> told of until then, oldest first. (A dict would be searched for its first entry, past what has gone.)"""
         self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
@@ -133,9 +135,8 @@ class CachedOps:
             if before is not None and before[1] != places and before[0] > now_s:
                 places = (*[place for place in before[1] if place != places[0]], *places)[-NAMES_MAX:]
             named[inode] = now_s + kept_s, places
-            oldest = next(iter(named))
-            if named[oldest][0] <= now_s or len(named) > NAMED_MAX:
-                del named[oldest]
+            if next(iter(named.values()))[0] <= now_s or len(named) > NAMED_MAX:
+                named.popitem(last=False)
         return self._telling(attr)
 
     # -- what others change --------------------------------------------------------------------------------------------

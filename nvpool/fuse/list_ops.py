@@ -7,15 +7,18 @@ through this mount since: the kernel keeps the attributes that a listing carries
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from nvpool.wire.v1.meta_pb2 import Attr
 
 S_IFDIR = 0o040000
 
 LIST_BATCH = 512
-"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 180 (32 KiB) a request."""
+"""Entries asked for at once: 60 KiB of message; the kernel takes 20 (4 KiB buffer) to 390 (64 KiB) a request."""
+
+AHEAD_MAX = 2
+"""Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
 
 
 def _seen(task: asyncio.Task) -> None:
@@ -24,19 +27,25 @@ def _seen(task: asyncio.Task) -> None:
         task.exception()
 
 
-class _Batch(NamedTuple):
-    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount."""
+class _Batch:
+    """Entries behind `cursor`, on their way since `asked_s`, when `changes` had been made through this mount. `behind`: the
+    cursor that leads on, known from the moment when the answer comes; None where there is no more."""
 
-    cursor: int
-    asked_s: float
-    changes: int
-    task: asyncio.Task
+    __slots__ = ("cursor", "asked_s", "changes", "task", "behind")
+
+    def __init__(self, cursor: int, asked_s: float, changes: int) -> None:
+        self.cursor = cursor
+        self.asked_s = asked_s
+        self.changes = changes
+        self.task: asyncio.Task
+        self.behind: int | None = None
 
 
 class _OpenDirectory:
-    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them."""
+    """A listing's place. `entries[at:]` were read ahead and follow `cursor`; `coming` follows them, batch by batch. `newest`:
+    the last batch that was asked for."""
 
-    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming")
+    __slots__ = ("inode", "handle", "entries", "at", "cursor", "more", "read_s", "changes", "coming", "newest")
 
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
@@ -47,7 +56,8 @@ class _OpenDirectory:
         self.more = True
         self.read_s = 0.0
         self.changes = -1
-        self.coming: _Batch | None = None
+        self.coming: deque[_Batch] = deque()
+        self.newest: _Batch | None = None
 
 
 class ListOps:
@@ -67,7 +77,7 @@ class ListOps:
         """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
 
         Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
-        time, while the directory changes. A name that is there all the time is seen once; memory is twice LIST_BATCH entries.
+        time, while the directory changes. A name that is there all the time is seen once; memory is 1 + AHEAD_MAX batches.
         """
         directory = self._directories[handle]
         if cursor < 2:
@@ -101,26 +111,40 @@ class ListOps:
     async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
         """What follows `cursor`. Who lists on finds the next entries asked for while these are told."""
         coming = directory.coming
-        if coming is None or coming.cursor != cursor or coming.task.cancelled() or self._is_old(coming.changes, coming.asked_s):
+        first = coming[0] if coming else None
+        if first is None or first.cursor != cursor or first.task.cancelled() or self._is_old(first.changes, first.asked_s):
             self._drop_coming(directory)
-            coming = self._ask_batch(directory, cursor)
-        directory.coming = None
-        directory.entries, directory.more = await coming.task
+            self._ask_batch(directory, cursor)
+        batch = coming.popleft()
+        self._ask_on(directory)
+        directory.entries, directory.more = await batch.task
         directory.at = 0
-        directory.cursor, directory.changes, directory.read_s = cursor, coming.changes, coming.asked_s
-        if directory.more and directory.entries and cursor > 2:
-            directory.coming = self._ask_batch(directory, directory.entries[-1].cursor)
+        directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
 
-    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> _Batch:
-        task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH))
-        task.add_done_callback(_seen)
-        return _Batch(cursor, self._clock.boottime_s(), self._changes, task)
+    def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
+        batch = _Batch(cursor, self._clock.boottime_s(), self._changes)
+
+        def answered(behind: int | None) -> None:
+            batch.behind = behind
+            if directory.newest is batch:
+                self._ask_on(directory)
+
+        batch.task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, LIST_BATCH, answered))
+        batch.task.add_done_callback(_seen)
+        directory.coming.append(batch)
+        directory.newest = batch
+
+    def _ask_on(self, directory: _OpenDirectory) -> None:
+        """For what follows all that was asked for, where that is known and there is room."""
+        newest = directory.newest
+        if newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX:
+            self._ask_batch(directory, newest.behind)
 
     @staticmethod
     def _drop_coming(directory: _OpenDirectory) -> None:
-        coming, directory.coming = directory.coming, None
-        if coming is not None:
-            coming.task.cancel()
+        directory.newest = None
+        while directory.coming:
+            directory.coming.pop().task.cancel()
 
     async def releasedir(self, handle: int, again: bool = False) -> None:
         if again and handle not in self._directories:

@@ -442,17 +442,16 @@ class MemoryVfs:
         self._directory(inode)
         return DirHandle(inode)
 
-    async def readdir(self, handle: DirHandle, cursor: int, limit: int) -> tuple[list[DirEntry], bool]:
-        node = self._directory(handle.inode)
+    async def readdir(self, handle: DirHandle, cursor: int, limit: int, answered=None) -> tuple[list[DirEntry], bool]:
+        behind = [(place, name) for place, name in self._directory(handle.inode).order.items() if place > cursor]
         found = []
-        for place, name in node.order.items():
-            if place <= cursor:
-                continue
-            if len(found) == limit:
-                return found, True
-            attr = self._nodes[node.names[name][0]].attr
+        for place, name in behind[:limit]:
+            attr = self._nodes[self._directory(handle.inode).names[name][0]].attr
             found.append(DirEntry(name=name, cursor=place, inode=attr.inode, kind=attr.mode >> 12, attr=attr))
-        return found, False
+        more = len(behind) > limit
+        if answered is not None:
+            answered(found[-1].cursor if more else None)
+        return found, more
 
     async def releasedir(self, handle: DirHandle) -> None:
         pass

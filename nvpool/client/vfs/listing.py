@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from nvpool.base.errors import NotADirectory
 from nvpool.client.vfs.contract import DirHandle
 from nvpool.client.vfs.names import Names
@@ -20,11 +23,20 @@ class Listing(Names):
             raise NotADirectory
         return DirHandle(inode)
 
-    async def readdir(self, directory: DirHandle, cursor: int, limit: int) -> tuple[list[DirEntry], bool]:
+    async def readdir(self, directory: DirHandle, cursor: int, limit: int,
+                      answered: Callable[[int | None], None] | None = None) -> tuple[list[DirEntry], bool]:
         """Up to `limit` entries behind `cursor` (0 begins), with attributes, and whether there are more. An entry that is there
-        during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none."""
+        during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none.
+
+        `answered` is called with the cursor that leads on, None at the end, as soon as that is known: a task that it makes gets
+        its first turn before this one works on what has come, so that the service does not wait for us."""
         request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True)
-        for entry in (entries := list((reply := await self._ask_list(directory.inode, request)).entries)):
+        reply, sent_s = await self._ask_list(directory.inode, request)
+        if answered is not None:
+            answered(reply.entries[-1].cursor if reply.more and reply.entries else None)
+            await asyncio.sleep(0)
+        entries = self._believe_list(directory.inode, reply, sent_s)
+        for entry in entries:
             if entry.HasField("attr"):
                 merged = self._merged(entry.attr)
                 if merged is not entry.attr:

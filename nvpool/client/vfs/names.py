@@ -104,7 +104,7 @@ class Names(Core):
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True)
         entries = ()
         try:
-            entries = (await self._ask_list(parent, request)).entries
+            entries = self._believe_list(parent, *await self._ask_list(parent, request))
         except Damaged:
             pass  # one of the names behind it, perhaps: this one is asked for alone
         finally:
@@ -114,16 +114,20 @@ class Names(Core):
                 return entry.attr
         return await self._look_up(parent, name)
 
-    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> meta_pb2.ListDirReply:
-        """The answer; what it tells of names and attributes is believed, as far as we have not changed them since we asked."""
+    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> tuple[meta_pb2.ListDirReply, float]:
+        """The answer, and when it was asked for."""
         sent_s = self.clock.boottime_s()
-        reply = await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
-        for entry in reply.entries:
+        return await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply), sent_s
+
+    def _believe_list(self, directory: int, reply: meta_pb2.ListDirReply, sent_s: float) -> list[meta_pb2.DirEntry]:
+        """The entries. What they tell of names and attributes is believed, as far as we have not changed it since we asked."""
+        entries = list(reply.entries)
+        for entry in entries:
             if entry.HasField("attr") and self.leases.is_news(entry.inode, sent_s):
                 self.cache.put_attr(entry.attr)
                 lease = self.leases.take(entry.inode, reply.lease_ms, sent_s) if entry.promised else None
                 self.cache.put_entry(directory, entry.name, entry.inode, sent_s, lease)
-        return reply
+        return entries
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)
