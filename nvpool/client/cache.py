@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
+from nvpool.base.oldest import too_old
 from nvpool.client.leases import Lease, Leases
 from nvpool.client.options import ClientOptions
 from nvpool.logic.layout import Layout
@@ -163,8 +164,8 @@ class Cache:
         if held is not None and held[0].change > attr.change:
             attr = held[0]
         self._attrs[attr.inode] = (attr, now_s)
-        if len(self._attrs) > self._options.cached_entries:
-            del self._attrs[next(iter(self._attrs))]
+        for inode in too_old(self._attrs, self._options.cached_entries):
+            del self._attrs[inode]
 
     def forget_attr(self, inode: int) -> None:
         self.leases.forget(inode)
@@ -200,23 +201,23 @@ class Cache:
         key = (parent, name)
         self._entries.pop(key, None)
         self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
-        if len(self._entries) > self._options.cached_entries:
-            del self._entries[next(iter(self._entries))]
+        for place in too_old(self._entries, self._options.cached_entries):
+            del self._entries[place]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
         """We change the name, or have."""
         self._entries.pop((parent, name), None)
         self._renamed_s.pop(parent, None)
         self._renamed_s[parent] = self._clock.boottime_s()
-        if len(self._renamed_s) > _RENAMED_MAX:
-            self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(next(iter(self._renamed_s))))
+        for old in too_old(self._renamed_s, _RENAMED_MAX):
+            self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
 
     def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
         """By our change, which was sent at `sent_s` and has just been answered, the name stands for `inode`, 0: nothing."""
         self.forget_entry(parent, name)
         self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
-        if len(self._entries) > self._options.cached_entries:
-            del self._entries[next(iter(self._entries))]
+        for place in too_old(self._entries, self._options.cached_entries):
+            del self._entries[place]
 
     # -- directories that are known as a whole ---------------------------------------------------------------------------
 

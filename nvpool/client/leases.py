@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
+from nvpool.base.oldest import too_old
 
 NEVER_S = float("-inf")
 _ENDED_MAX = 16384
@@ -89,8 +90,8 @@ class Leases:
         else:
             lease = Lease(until_s, now_s, grant, watch)
         self._leases[inode] = lease
-        if len(self._leases) > self._count_max:
-            del self._leases[next(iter(self._leases))]
+        for old in too_old(self._leases, self._count_max):
+            del self._leases[old]
         return self.held(inode)
 
     def is_news(self, inode: int, sent_s: float) -> bool:
@@ -113,8 +114,8 @@ class Leases:
         ended = watch.ended
         ended.pop(inode, None)
         ended[inode] = now_s
-        if len(ended) > _ENDED_MAX:
-            watch.floor_s = max(watch.floor_s, ended.pop(next(iter(ended))))
+        for old in too_old(ended, _ENDED_MAX):
+            watch.floor_s = max(watch.floor_s, ended.pop(old))
 
     def end_all(self, watch: ShardWatch) -> None:
         """Of one shard."""

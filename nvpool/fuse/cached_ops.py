@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
+from nvpool.base.oldest import too_old
 from nvpool.fuse.published import Published
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -120,9 +121,9 @@ class CachedOps:
 
     def _telling(self, attr: Attr) -> Attr:
         told = self._told
-        if len(told) >= TOLD_MAX and attr.inode not in told:
-            del told[next(iter(told))]
         told[attr.inode] = attr.change
+        for inode in too_old(told, TOLD_MAX):
+            del told[inode]
         return attr
 
     def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
@@ -184,9 +185,9 @@ class CachedOps:
         """Whether the pages that the kernel has are those of now; from now on it has such."""
         seen = self._seen
         before = seen.pop(attr.inode, None)
-        if len(seen) >= SEEN_MAX:
-            del seen[next(iter(seen))]
         seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
+        for inode in too_old(seen, SEEN_MAX):
+            del seen[inode]
         return before is not None and before[0] == attr.change
 
     def _paging(self, inode: int) -> None:

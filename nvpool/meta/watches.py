@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, Draining, StaleSession
 from nvpool.base.ids import counter_of
+from nvpool.base.oldest import too_old
 from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft
 from nvpool.wire import codec
@@ -246,8 +247,8 @@ class Watches:
         if changer != session or until_s <= now_s:  # who changes it alone by now may have others look at it again
             until_s = now_s + COOL_S
         self._cool[number] = until_s, only, session
-        while len(self._cool) > COOL_MAX:
-            del self._cool[next(iter(self._cool))]
+        for cool in too_old(self._cool, COOL_MAX):
+            del self._cool[cool]
         left = set()
         for watch in holders:
             self._tell(watch, number)

@@ -1,0 +1,21 @@
+"""Bounded dictionaries forget in the order in which things came, and never too much."""
+
+import pytest
+
+from nvpool.base.oldest import too_old
+
+
+@pytest.mark.parametrize("count_max", [1, 2, 15, 16, 100, 4096])
+def test_what_came_first_goes_and_the_bound_holds(count_max):
+    entries = {}
+    for number in range(3 * count_max):
+        entries[number] = None
+        for old in too_old(entries, count_max):
+            del entries[old]
+        assert len(entries) <= count_max and next(reversed(entries)) == number
+        assert list(entries) == list(range(number + 1 - len(entries), number + 1))
+        assert len(entries) >= min(number + 1, count_max - (count_max >> 4))
+
+
+def test_nothing_goes_while_there_is_room():
+    assert list(too_old({1: None, 2: None}, 2)) == []
