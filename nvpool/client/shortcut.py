@@ -60,8 +60,9 @@ cold: 12 k reads/s became 18 to 24 k.)"""
 PROBE = 16
 SLOW_S = 3.0
 """A drive that takes longer for a read: its store is asked, whose answer has a deadline."""
-AHEAD = 8
-"""Chunks of a sequential reader that are located at once."""
+AHEAD = 16
+"""Where one of the so many chunks before a sequential reader is not located, GROUP of them are. An answer comes behind what the
+store reads for him meanwhile: asked for one by one, places came when their bytes had just been asked for, for ever."""
 CREDIT = 1024
 """Chunks of a file that are located before any of them needs to have been read there; then each read that hits earns one more.
 A file of 1 GiB is located whole by its first dozen misses: some 20 ms of its store, 1.5 MiB here."""
@@ -311,7 +312,9 @@ class ShortCut:
 
     def want_ahead(self, file: OpenInode, first: int, last: int) -> None:
         """A sequential reader comes to these chunks."""
-        self._want_all(file, first, min(last, first + AHEAD - 1))
+        edge = min(last, first + AHEAD - 1)
+        if edge not in file.located and (file.inode, edge) not in self._asked:
+            self._want_all(file, first, min(last, first + GROUP - 1))
 
     def _want_all(self, file: OpenInode, first: int, last: int) -> int:
         """How many of these chunks are asked for now: what is not located, and whose target lends to us."""

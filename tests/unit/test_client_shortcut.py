@@ -9,17 +9,19 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import deque
 
 import pytest
 
 from nvpool.base.errors import AccessDenied, ChecksumMismatch, NotSupported, Unreachable
-from nvpool.base.units import MIB
+from nvpool.base.units import KIB, MIB
 from nvpool.client import shortcut
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
 from nvpool.store import chunkstore
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.handover import Handover, path_beside, peer_of, take
+from nvpool.wire.v1.wire_pb2 import Method
 
 ME = Caller(0, 0)
 BLOCK = 4096
@@ -421,6 +423,41 @@ async def test_a_sequential_reader_finds_the_next_chunks_located(host):
             await asyncio.sleep(0)
         assert found == content
     assert host.short.counters["hits"] > 20
+
+
+@hosted(chunk_bytes=64 * KIB, capacities=(96 * MIB,))
+async def test_places_come_in_time_for_a_sequential_reader_also_behind_the_reads_under_way(host):
+    chunks = 512
+    content = some(chunks * 64 * KIB)
+    inode = (await host.file(content)).inode
+    reader = (await host.pool.client("streamer", QUICK._replace(read_ahead_bytes=512 * KIB))).vfs
+    for service in host.pool.stores.values():
+        answer_in_turn(service)
+    handle = await reader.open(inode, os.O_RDONLY, ME)
+    found = bytearray()
+    while len(found) < len(content):
+        found += await reader.read(handle, len(found), 64 * KIB)
+    assert found == content
+    assert reader.chunks.short.counters["hits"] > chunks * 2 // 3
+
+
+def answer_in_turn(service):
+    """The store takes its time for each request, and takes one at a time."""
+    kinds = {method: service._methods[method] for method in (Method.DATA_LOCATE, Method.DATA_READ)}
+    waiting = deque()
+
+    def come(call):
+        waiting.append(call)
+        if len(waiting) == 1:
+            asyncio.get_running_loop().call_later(0.003, answer)
+
+    def answer():
+        kinds[waiting[0].method](waiting[0])
+        waiting.popleft()
+        if waiting:
+            asyncio.get_running_loop().call_later(0.003, answer)
+
+    service._methods.update(dict.fromkeys(kinds, come))
 
 
 @hosted()
