@@ -1,13 +1,15 @@
 """Memory for large payloads that is used again when everybody has let go of it.
 
 Fresh memory costs more than the copy that fills it (measured: 1.2 ms a MiB in a virtual machine, against 0.1): the kernel
-zeroes each page at its first touch, bytearray once more. Whoever was given a memoryview holds the bytearray below it: when
-only our list refers to that, nobody can see it any more. (CPython counts references exactly; who keeps a bare address of the
-memory must keep the memoryview too.) Called by the transports for what they receive, by others for what they send.
+zeroes each page at its first touch. It begins at a page, as drives want it that are read and written past the kernel's cache.
+Whoever was given a memoryview holds the mapping below it: when only our list refers to that, nobody can see it any more.
+(CPython counts references exactly; who keeps a bare address of the memory must keep the memoryview too.) Called by the
+transports for what they receive, by others for what they send.
 """
 
 from __future__ import annotations
 
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from sys import getrefcount
 
 
@@ -22,9 +24,9 @@ class Spares:
     """Kept in all."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[bytearray]] = {}
+        self._kept: dict[int, list[mmap]] = {}
         self._bytes = 0
-        memory = bytearray(1)
+        memory = mmap(-1, 1)
         self._unshared = getrefcount(memory)  # what it says of what only one local variable refers to
 
     def take(self, payload_bytes: int) -> memoryview:
@@ -40,7 +42,7 @@ class Spares:
             kept.insert(place, memory)
             if view is not None:
                 return view
-        memory = bytearray(capacity)
+        memory = mmap(-1, capacity, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         if self._bytes + capacity > self.BYTES_MAX:  # forget all, so that sizes no longer asked for do not keep others out
             self._kept, self._bytes = {capacity: (kept := [])}, 0
         if len(kept) < self.COUNT_MAX:

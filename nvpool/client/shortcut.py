@@ -35,7 +35,7 @@ from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.options import ClientOptions
 from nvpool.drive.contract import Outcome, WaitingReader
-from nvpool.drive.reading import reader_for
+from nvpool.drive.reading import PAST_BYTES, cached_pages, open_past, reader_for
 from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
@@ -77,9 +77,9 @@ _NOWAIT = os.RWF_NOWAIT
 class Source:
     """A target that lends to us."""
 
-    __slots__ = ("target", "fd", "memory", "table", "token", "connection")
+    __slots__ = ("target", "fd", "past", "takes_past", "memory", "table", "token", "connection")
 
-    def __init__(self, target: int, said: bytes, descriptors: list[int]):
+    def __init__(self, target: int, said: bytes, descriptors: list[int], reads_past: bool = False):
         """Takes the descriptors over. NotSupported for what makes no sense here."""
         try:
             its_target, slots, self.token = LENT.unpack(said)
@@ -95,6 +95,9 @@ class Source:
         os.close(descriptors[1])
         self.target = target
         self.fd = descriptors[0]
+        self.past = open_past(self.fd) if reads_past else -1
+        """The same past the kernel's cache, or -1."""
+        self.takes_past = self.past >= 0
         self.table = memoryview(self.memory).cast("I")
         self.connection = None
         """The one over which locations came last: who has answered them is alive as long as it is."""
@@ -103,6 +106,13 @@ class Source:
         self.table.release()
         self.memory.close()
         os.close(self.fd)
+        if self.past >= 0:
+            os.close(self.past)
+
+    def goes_past(self, runs: list[tuple[int, int]], length: int) -> bool:
+        """Whether these (place, bytes) are better read past the kernel's cache: it has less than half of them."""
+        return (self.takes_past and length >= PAST_BYTES
+                and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length)
 
 
 class Located:
@@ -129,6 +139,7 @@ class ShortCut:
         self._bytes = 0
         self._loop = asyncio.get_running_loop()
         self.on = options.short_cut and options.locations_bytes > 0
+        self._reads_past = options.reads_past
         self._sources: dict[int, Source] = {}
         self._left: list[Source] = []
         self._not_before: dict[int, float] = {}
@@ -177,9 +188,9 @@ class ShortCut:
             self._hit(located)
             return memoryview(buffer)
         runs = self.runs(located, first, length >> 12)
-        if runs is None:
+        if runs is None or source.goes_past(runs, length):
             return None
-        into = SPARES.take(length) if length >= 64 * KIB else memoryview(bytearray(length))
+        into = _memory(length)
         at = 0
         try:
             for place, count in runs:
@@ -269,21 +280,25 @@ class ShortCut:
         runs = self.runs(located, first, length >> 12)
         if runs is None:
             return False
-        into = SPARES.take(length) if length >= 64 * KIB else memoryview(bytearray(length))
+        into = _memory(length)
         positions = [0]
         for _, count in runs[:-1]:
             positions.append(positions[-1] + count)
+        source = located.source
         if self._reader is None:
-            self._reader = reader_for(located.source.fd)
+            self._reader = reader_for(source.fd)
         self.counters["cold"] += 1
         self._number = number = self._number + 1
         self._cold[number] = self._now_s(), on_done
-        self._reader.begin(located.source.fd, [run[0] for run in runs], [run[1] for run in runs], positions, into,
-                           partial(self._came, located, first, into, number))
+        past = source.goes_past(runs, length)
+        self._reader.begin(source.past if past else source.fd, [run[0] for run in runs], [run[1] for run in runs], positions,
+                           into, partial(self._came, located, first, into, number, past))
         return True
 
-    def _came(self, located: Located, first: int, into: memoryview, number: int, outcome: Outcome) -> None:
+    def _came(self, located: Located, first: int, into: memoryview, number: int, past: bool, outcome: Outcome) -> None:
         _, on_done = self._cold.pop(number, (0.0, None))
+        if past and any(outcome):
+            located.source.takes_past = False  # it may only be that this drive wants larger blocks
         if on_done is None:  # it took too long, and the store was asked
             return
         on_done(into if not any(outcome) and self.good(located, first, into) else None)
@@ -457,7 +472,7 @@ class ShortCut:
     async def _take(self, target: int, path: str) -> None:
         again_s = AGAIN_S
         try:
-            source = Source(target, *await take(path, AGAIN_S))
+            source = Source(target, *await take(path, AGAIN_S), self._reads_past)
             self._sources[target] = source
             log.debug("target %d lets us read its drive", target)
         except NvpoolError as error:
@@ -525,6 +540,11 @@ class ShortCut:
         sources, self._sources = [*self._sources.values(), *self._left], {}
         for source in sources:
             source.close()
+
+
+def _memory(length: int) -> memoryview:
+    """Large pieces of it begin at a page."""
+    return SPARES.take(length) if length >= PAST_BYTES else memoryview(bytearray(length))
 
 
 def _places(runs: array, blocks: int) -> tuple[int, array]:

@@ -3,17 +3,20 @@ that it was passed to.
 
 What the kernel has in memory is read at once (preadv with RWF_NOWAIT, Linux 4.14); what it has not, waits: through io_uring
 where the compiled module and the kernel allow it (one submission a batch, completion by eventfd), else through a few threads
-that get a share of the batch each. Knows no chunks and checks no checksums. Used from one event loop.
+that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_past`). Knows no
+chunks and checks no checksums. Used from one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from nvpool.base.errors import Cancelled, DriveFailed, from_os_error
+from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.drive import uring as _ring
 from nvpool.drive.contract import Outcome, WaitingReader
 from nvpool.drive.uring import UringReader
@@ -21,6 +24,12 @@ from nvpool.drive.uring import UringReader
 _compiled_read_now = getattr(_ring._uring, "read_now", None)
 READ_THREADS = 8
 """Shares of a batch that wait at once where io_uring is not to be had."""
+
+PAST_BYTES = 64 * KIB
+"""From here on a read past the cache costs less than one through it: 1 MiB from the drive 60 to 130 µs of processor time
+instead of 180 to 2,000 (finding and filling pages; the most where a virtual machine has to ask its host for each)."""
+_CACHESTAT = 451
+_libc = ctypes.CDLL(None)
 
 
 def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> list[int]:
@@ -39,6 +48,26 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
 
 
 read_now = _compiled_read_now or read_now_plain
+
+
+def open_past(fd: int) -> int:
+    """A descriptor of the same file that reads past the page cache, whole blocks into memory at borders of them; the caller's
+    to close. -1 where there is none: a file system without O_DIRECT, a file of somebody else, a kernel that does not tell what
+    is in memory (cachestat, Linux 6.5): it may be there, and a look by reading brings it there."""
+    if cached_pages(fd, 0, BLOCK_BYTES) < 0:
+        return -1
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
+
+
+def cached_pages(fd: int, offset: int, length: int) -> int:
+    """How many pages of that range the kernel has in memory; -1 where it does not say."""
+    found = (ctypes.c_uint64 * 5)()  # cached, dirty, under writeback, evicted, recently evicted
+    failed = _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), (ctypes.c_uint64 * 2)(offset, length), found,
+                           ctypes.c_uint(0))
+    return -1 if failed else found[0]
 
 
 def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:

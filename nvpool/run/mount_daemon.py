@@ -145,7 +145,7 @@ def _given(value: float | None, otherwise: float) -> float:
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
     return configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
                                         transport=arguments.transport or section.transport,
-                                        short_cut=section.short_cut and not arguments.no_short_cut)
+                                        short_cut=section.short_cut and not arguments.no_short_cut, reads_past=True)
 
 
 class _Mounted:

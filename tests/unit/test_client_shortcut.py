@@ -18,6 +18,7 @@ from nvpool.base.units import KIB, MIB
 from nvpool.client import shortcut
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, Caller
+from nvpool.drive.reading import cached_pages
 from nvpool.store import chunkstore
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.handover import Handover, path_beside, peer_of, take
@@ -458,6 +459,87 @@ def answer_in_turn(service):
             asyncio.get_running_loop().call_later(0.003, answer)
 
     service._methods.update(dict.fromkeys(kinds, come))
+
+
+PAST = QUICK._replace(reads_past=True)
+
+
+async def opened_past(host, inode):
+    """The file at a client that reads past the page cache, and all of its chunks located."""
+    vfs = (await host.pool.client("past", PAST)).vfs
+    handle = await vfs.open(inode, os.O_RDONLY, ME)
+    async with asyncio.timeout(10):
+        while len(handle.file.located) < handle.file.size >> 20:
+            await asyncio.gather(*[vfs.read(handle, index * MIB + 8, 100) for index in range(handle.file.size >> 20)])
+    source = handle.file.located[0].source
+    if source.past < 0:
+        pytest.skip("this file system or kernel has no reads past the page cache")
+    return vfs, handle
+
+
+def in_memory(host):
+    """Pages of all stores' data files that the kernel has."""
+    found = 0
+    for service in host.pool.stores.values():
+        descriptor = os.open(service.store.path, os.O_RDONLY)
+        found += cached_pages(descriptor, 0, 1 << 40)
+        os.close(descriptor)
+    return found
+
+
+@hosted()
+async def test_large_reads_of_who_has_a_cache_leave_the_kernels_cache_of_the_drive_alone(host):
+    content = some(8 * MIB)
+    inode = (await host.file(content)).inode
+    vfs, handle = await opened_past(host, inode)
+    for service in host.pool.stores.values():
+        evict(service.store.path)
+    before, sent = in_memory(host), vfs.chunks.counters["messages"]
+    for offset, length in ((0, MIB), (3 * MIB + 5, 200_000), (MIB, MIB), (2 * MIB, 128 * KIB), (5 * MIB, 2 * MIB)):
+        assert bytes(await vfs.read(handle, offset, length)) == content[offset:offset + length]
+    assert in_memory(host) < before + 32, "but for what small reads have asked the kernel for"
+    assert vfs.chunks.counters["messages"] == sent
+    other = await host.vfs.open(inode, os.O_RDONLY, ME)
+    for at in range(0, 8 * MIB, MIB):
+        assert bytes(await host.vfs.read(other, at, MIB)) == content[at:at + MIB]
+    assert in_memory(host) > before + 1000, "who has no cache leaves it in the kernel's"
+    for _ in range(10):  # somebody may want the memory back
+        await host.vfs.read(other, 4 * MIB, MIB)
+        found = vfs.read_now(handle, 4 * MIB, MIB)
+        if found is not None:
+            break
+    assert bytes(found) == content[4 * MIB:5 * MIB], "what is in memory is taken from there"
+
+
+@hosted()
+async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
+    chance = random.Random(5)
+    content = bytearray(some(2 * MIB))
+    theirs = await host.file(bytes(content))
+    for _ in range(8):
+        vfs, handle = await opened_past(host, theirs.inode)
+        at, length = chance.randrange(2 * MIB - 9000), chance.randrange(1, 9000)
+        content[at:at + length] = new = chance.randbytes(length)
+        await host.vfs.write(theirs, at, new)
+        await host.vfs.flush(theirs)
+        assert bytes(await vfs.read(handle, at >> 20 << 20, MIB)) == content[at >> 20 << 20:][:MIB]
+        await vfs.release(handle)
+
+
+@hosted()
+async def test_a_drive_that_refuses_reads_past_the_cache_is_read_through_it(host):
+    content = some(3 * MIB)
+    vfs, handle = await opened_past(host, (await host.file(content)).inode)
+    for source in {id(located.source): located.source for located in handle.file.located.values()}.values():
+        directory = os.open(host.directory, os.O_RDONLY)
+        os.dup2(directory, source.past)
+        os.close(directory)
+    for _ in range(2):
+        for service in host.pool.stores.values():
+            evict(service.store.path)
+        for at in range(0, 3 * MIB, MIB):
+            assert bytes(await vfs.read(handle, at + 1, MIB - 1)) == content[at + 1:at + MIB]
+    assert not any(located.source.takes_past for located in handle.file.located.values())
 
 
 @hosted()
