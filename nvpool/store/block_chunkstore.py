@@ -163,7 +163,7 @@ class BlockChunkStore:
         self.index = Index(kv, self.options.cached_segments)
         self.allocator = Allocator(kv, self.block_count, int(self.block_count * self.options.reserve_share))
         self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
-        self.reader = BatchReader(self.index, self.device, self.quarantine)
+        self.reader = BatchReader(self.index, self.device, self.readings, self.quarantine)
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
         settled = settle_rejected(kv, self.allocator, self.lender.until(0))
         if settled:
@@ -195,8 +195,14 @@ class BlockChunkStore:
         return (life_s, *self.lender.stamp(inode, index), found) if life_s else None
 
     async def finish_read(self, batch: ReadBatch) -> None:
-        with self.readings.held(batch.work.sequence):  # changes since may have freed what it names
-            await self.reader.finish(batch)
+        done = asyncio.get_running_loop().create_future()
+        self.reader.finish(batch, lambda error: done.done() or done.set_result(error))
+        error = await done
+        if error is not None:
+            raise error
+
+    def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
+        self.reader.finish(batch, on_done)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Placed:
 
 class ReadBatch:
     """The outcome of a batch. `results`, `checksums` and `payload` are as ReadReply in data.proto says, once nothing is
-    missing: while `missed` is not empty, await `finish_read`."""
+    missing: while `missed` is not empty, `begin_finish` or await `finish_read`."""
 
     __slots__ = ("results", "checksums", "payload", "missed", "work")
 
@@ -167,6 +167,10 @@ class ChunkStore(Protocol):
 
     async def finish_read(self, batch: ReadBatch) -> None:
         """Wait for the drive until `batch` is complete. Called once when `missed` is not empty."""
+
+    def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
+        """As `finish_read`, without a task: `on_done` is called in a later turn of the loop, once, with None when the batch is
+        complete, or with what went wrong with all of it. It must not raise. What it names is not used again before."""
 
     def places_first(self, offset: int, length: int) -> bool:
         """Whether such a write had better be placed before it is made: it is large, and of whole blocks."""

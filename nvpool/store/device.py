@@ -22,13 +22,14 @@ import os
 import stat
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from nvpool.base.errors import DriveFailed, NotSupported, NvpoolError, from_os_error
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.drive import reading
+from nvpool.drive.contract import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class Device(Protocol):
     async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
                    into: memoryview) -> list[NvpoolError | None]:
         """As read_now, waiting for the drive. One entry for each: None, or why it could not be read."""
+
+    def begin_read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
+                   on_done: Callable[[Outcome], None]) -> None:
+        """As `read`, without a task: `on_done` is told the outcome in a later turn of the loop, once. `into` is the device's
+        until then, whoever has gone meanwhile."""
 
     def read_whole(self, offset: int, length: int) -> memoryview:
         """Read and wait, on the spot: for the start only. DriveFailed."""
@@ -150,6 +156,9 @@ class FileDevice:
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
+
+    def begin_read(self, offsets, lengths, positions, into, on_done) -> None:
+        self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
 
     def read_whole(self, offset, length) -> memoryview:
         into = self.buffer(length)
@@ -320,7 +329,13 @@ class MemoryDevice:
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
         await asyncio.sleep(0)
-        outcome: list[NvpoolError | None] = []
+        return self._read(offsets, lengths, positions, into)
+
+    def begin_read(self, offsets, lengths, positions, into, on_done) -> None:
+        asyncio.get_running_loop().call_soon(lambda: on_done(self._read(offsets, lengths, positions, into)))
+
+    def _read(self, offsets, lengths, positions, into) -> Outcome:
+        outcome: Outcome = []
         for offset, length, position in zip(offsets, lengths, positions, strict=True):
             if offset // BLOCK_BYTES in self.fail_reads:
                 outcome.append(DriveFailed(f"reading at {offset}"))

@@ -7,7 +7,7 @@ has no drive, no thread and no index, so nothing is shared with the block store 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c, piece_checksums
@@ -110,6 +110,9 @@ class MemoryChunkStore:
         return None  # there is no drive that somebody else could read
 
     async def finish_read(self, batch: ReadBatch) -> None:
+        raise AssertionError("nothing is ever missed in memory")
+
+    def begin_finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
         raise AssertionError("nothing is ever missed in memory")
 
     # -- writing -----------------------------------------------------------------------------------------------------

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
 from nvpool.base.errors import (
     ChecksumMismatch,
     CorruptRecord,
-    DriveFailed,
     InvalidRequest,
     NvpoolError,
     StaleGrant,
 )
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.drive.contract import Outcome
 from nvpool.kv.contract import Kv
 from nvpool.store.chunkstore import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch
 from nvpool.store.device import Device
@@ -44,15 +45,23 @@ class Readings:
         self._begun: dict[int, int] = {}
         self._last = 0
 
-    @contextmanager
-    def held(self, sequence: int | None = None) -> Iterator[None]:
-        """Around each reading that waits. `sequence`: the last change when the index was looked at, where that is not now."""
+    def begin(self, sequence: int) -> int:
+        """A reading that waits begins; `sequence` is the last change when the index was looked at. Returns what `end` takes."""
         self._last = number = self._last + 1
-        self._begun[number] = self._kv.sequence if sequence is None else sequence
+        self._begun[number] = sequence
+        return number
+
+    def end(self, number: int) -> None:
+        del self._begun[number]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a reading that looks at the index now and waits then."""
+        number = self.begin(self._kv.sequence)
         try:
             yield
         finally:
-            del self._begun[number]
+            self.end(number)
 
     def oldest(self) -> float:
         """The change after which the oldest of them began, infinite when there is none."""
@@ -78,9 +87,10 @@ class _Work:
 
 
 class BatchReader:
-    def __init__(self, index: Index, device: Device, quarantine: Quarantine):
+    def __init__(self, index: Index, device: Device, readings: Readings, quarantine: Quarantine):
         self._index = index
         self._device = device
+        self._readings = readings
         self._quarantine = quarantine
         self.read_count = 0
         self.missed_count = 0
@@ -209,16 +219,32 @@ class BatchReader:
             at += length
         return count, b"".join(sums)[:count * 4]
 
-    async def finish(self, batch: ReadBatch) -> None:
-        """Read what was missed and complete the batch."""
+    def finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
+        """See ChunkStore.begin_finish."""
         work, missed = batch.work, batch.missed
-        outcome = await self._device.read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],
-                                          [work.positions[at] for at in missed], work.into)
-        for at, error in zip(missed, outcome, strict=True):
-            if error is not None:
-                work.failed[bisect_right(work.starts, at) - 1] = type(error) if isinstance(error, NvpoolError) else DriveFailed
-        batch.missed = []
-        self._complete(batch, work)
+        number = self._readings.begin(work.sequence)  # changes since then may have freed what it names
+        try:
+            self._device.begin_read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],
+                                    [work.positions[at] for at in missed], work.into,
+                                    partial(self._came, batch, number, on_done))
+        except BaseException:
+            self._readings.end(number)
+            raise
+
+    def _came(self, batch: ReadBatch, number: int, on_done: Callable[[BaseException | None], None], outcome: Outcome) -> None:
+        self._readings.end(number)
+        work, missed = batch.work, batch.missed
+        try:
+            if any(outcome):
+                for at, error in zip(missed, outcome, strict=True):
+                    if error is not None:
+                        work.failed[bisect_right(work.starts, at) - 1] = type(error)
+            batch.missed = []
+            self._complete(batch, work)
+        except Exception as error:  # the drive's reader tells others too, and must go on
+            on_done(error)
+        else:
+            on_done(None)
 
     def _complete(self, batch: ReadBatch, work: _Work) -> None:
         if work.checked:

@@ -1,6 +1,7 @@
 """The chunk store's side of the wire: unpack, check, call the store, pack. No decision of its own but who may.
 
-What is in memory is answered in the call that brought it; a task is made only where something waits (the drive, a sync, room).
+What is in memory is answered in the call that brought it, a read that waits for the drive in the drive's answer; a task is made
+where something else waits (a sync, room).
 Grants are verified once and kept; on a batch only their ends are looked at. A request of an older map is refused when a chain
 it touches has changed since; one of a newer map makes us ask for it (`refresh_map`).
 
@@ -77,6 +78,9 @@ class StoreService:
         self._stale_below = 0
         self._grants: dict[bytes, grants.Grant] = {}
         self._tasks: set[asyncio.Task] = set()
+        self._reads: set[Call] = set()
+        """Those that wait for the drive; they have no task."""
+        self._read_out: asyncio.Future | None = None
         self._tending: asyncio.Task | None = None
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
@@ -125,8 +129,15 @@ class StoreService:
         self._draining = True
         if self._handover is not None:
             self._handover.close()
-        if self._tasks and drain_s > 0:
-            await asyncio.wait(self._tasks, timeout=drain_s)
+        waiting: set[asyncio.Future] = set(self._tasks)
+        if self._reads:
+            self._read_out = asyncio.get_running_loop().create_future()
+            waiting.add(self._read_out)
+        if waiting and drain_s > 0:
+            await asyncio.wait(waiting, timeout=drain_s)
+        reads, self._reads = self._reads, set()
+        for call in reads:
+            call.fail(Draining())
         for task in [*self._tasks, *([self._tending] if self._tending else [])]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -170,10 +181,16 @@ class StoreService:
             raise WrongTarget(f"this is target {self.target}, not {request.target}")
         return request
 
-    def _later(self, call: Call, work: Coroutine) -> None:
-        if len(self._tasks) >= WAITING_MAX:
-            work.close()
+    def _check_room(self) -> None:
+        if len(self._tasks) + len(self._reads) >= WAITING_MAX:
             raise Busy("too many requests wait for this target")
+
+    def _later(self, call: Call, work: Coroutine) -> None:
+        try:
+            self._check_room()
+        except Busy:
+            work.close()
+            raise
         task = asyncio.get_running_loop().create_task(self._answered(call, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -242,13 +259,24 @@ class StoreService:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
         batch = self.store.read_now(reads, owners, request.verify)
         if batch.missed:
-            self._later(call, self._finish_read(call, batch))
+            self._check_room()
+            self._reads.add(call)
+            self.store.begin_finish(batch, partial(self._read_came, call, batch))
         else:
             self._answer_read(call, batch)
 
-    async def _finish_read(self, call: Call, batch: ReadBatch) -> None:
-        await self.store.finish_read(batch)
-        self._answer_read(call, batch)
+    def _read_came(self, call: Call, batch: ReadBatch, error: BaseException | None) -> None:
+        if call not in self._reads:
+            return  # we were closed, and it was told so
+        self._reads.remove(call)
+        if self._read_out is not None and not self._reads:
+            self._read_out.set_result(None)
+        try:
+            if error is not None:
+                raise error
+            self._answer_read(call, batch)
+        except Exception as error:  # the border, as in _answered
+            call.fail(error)
 
     def _answer_read(self, call: Call, batch: ReadBatch) -> None:
         reply = pb.ReadReply(map_epoch=self._epoch, results=bytes(batch.results), checksums=batch.checksums)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -180,18 +181,14 @@ async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_t
     store.device.cold = True
     batch = store.read_now(READ.pack(1, 0, 0, BLOCK, 0, 0), [1])
     await put(store, 1, 0, 0, some_bytes(BLOCK, 2))  # in the same turn of the loop
-    reading = asyncio.Event()
-    read = store.device.read
-
-    async def slow(*arguments):
-        await reading.wait()
-        return await read(*arguments)
-    store.device.read = slow
+    late = []
+    begin = store.device.begin_read
+    store.device.begin_read = lambda *arguments: late.append(partial(begin, *arguments))
     finishing = asyncio.create_task(store.finish_read(batch))
     await asyncio.sleep(0)
     await store.flush()
     assert store.allocator.held_blocks == 1
-    reading.set()
+    late.pop()()
     await finishing
     assert bytes(batch.payload[0]) == some_bytes(BLOCK)
 

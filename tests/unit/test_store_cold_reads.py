@@ -1,0 +1,154 @@
+"""Reads that wait for the drive: answered when it has answered, without a task, whatever it says and whoever has gone."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from nvpool.base import errors
+from nvpool.store import service as service_module
+from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
+from nvpool.store.reads import READ, RESULT
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import Method
+from tests.unit.test_store_service import Bench, FakeCall
+
+BLOCK = 4096
+CONTENT = b"".join(bytes([number]) * BLOCK for number in range(1, 9))
+
+
+class Cold(Bench):
+    """A store on a drive that has nothing in memory, and answers when it is told to."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        device = store.device
+        device.read_now = lambda offsets, *_: list(range(len(offsets)))
+        self._begin, self.waiting = device.begin_read, []
+        device.begin_read = lambda *arguments: self.waiting.append(arguments)
+
+    def ask(self, *blocks, verify=False):
+        """A call that reads these blocks, begun."""
+        reads = b"".join(READ.pack(1, 0, block * BLOCK, BLOCK, 0, 0) for block in blocks)
+        request = pb.ReadRequest(target=1, grants=[self.grant()], reads=reads, verify=verify)
+        call = FakeCall(Method.DATA_READ, request.SerializeToString())
+        self.service.handle(call)
+        return call
+
+    async def let_go(self):
+        """The drive reads what it was asked for; returns when all that comes of it has been done."""
+        waiting, self.waiting = self.waiting, []
+        done = [asyncio.get_running_loop().create_future() for _ in waiting]
+        for future, (*what, on_done) in zip(done, waiting, strict=True):
+            self._begin(*what, partial(self._came, on_done, future))
+        await asyncio.wait_for(asyncio.gather(*done), 10)
+
+    @staticmethod
+    def _came(on_done, future, outcome):
+        on_done(outcome)
+        future.set_result(None)
+
+
+def cold(test):
+    def run(tmp_path):
+        async def main():
+            create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
+            bench = Cold(await open_chunk_store(tmp_path / "t", 1))
+            await bench.write([(1, 0, 1, 0, 0, CONTENT)])
+            await test(bench)
+            await bench.service.close()
+        asyncio.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def outcome(call):
+    """Status of each read, and the bytes."""
+    assert call.error is None
+    return [one[0] for one in RESULT.iter_unpack(pb.ReadReply.FromString(call.message_out).results)], call.payload_out
+
+
+def part(*blocks):
+    return b"".join(CONTENT[block * BLOCK:(block + 1) * BLOCK] for block in blocks)
+
+
+@cold
+async def test_a_cold_read_is_answered_by_the_drive_and_makes_no_task(bench):
+    tasks = asyncio.all_tasks()
+    calls = [bench.ask(3), bench.ask(0, 7, 5)]
+    assert asyncio.all_tasks() == tasks and not any(call.answered.is_set() for call in calls)
+    await bench.let_go()
+    assert [outcome(call) for call in calls] == [([0], part(3)), ([0, 0, 0], part(0, 7, 5))]
+    assert not bench.service._reads and bench.store.readings.oldest() == float("inf")
+
+
+@cold
+async def test_what_the_drive_can_not_read_is_told_of_that_read_alone(bench):
+    call, other = bench.ask(0, 1, 2), bench.ask(4)
+    (*_, first), (*_, second) = bench.waiting
+    first([None, errors.DriveFailed("a bad sector"), None])
+    second([errors.DriveFailed("another")])
+    status, payload = outcome(call)
+    assert status == [0, errors.DriveFailed.wire_code, 0] and len(payload) == 2 * BLOCK
+    assert outcome(other) == ([errors.DriveFailed.wire_code], b"")
+
+
+@cold
+async def test_a_cold_block_that_does_not_fit_its_checksum_is_remembered_when_it_is_verified(bench):
+    place = bench.store.index.chunk(1, 0).segments[0].disk[2]
+    bench.store.device.write([b"\xff" * BLOCK], place * BLOCK)
+    call = bench.ask(1, 2, verify=True)
+    await bench.let_go()
+    status, payload = outcome(call)
+    assert status == [0, errors.ChecksumMismatch.wire_code] and payload == part(1)
+    assert [bad[:3] for bad in bench.store.bad_blocks()] == [(1, 0, 2)]
+
+
+@cold
+async def test_what_goes_wrong_with_one_answer_does_not_keep_the_others(bench):
+    spoiled, good = bench.ask(1), bench.ask(2)
+    complete, bench.store.reader._complete = bench.store.reader._complete, lambda *_: 1 // 0
+    (*_, first), (*_, second) = bench.waiting
+    first([None])
+    bench.store.reader._complete = complete
+    second([None])
+    assert isinstance(spoiled.error, ZeroDivisionError) and outcome(good)[0] == [0]
+    assert not bench.service._reads and bench.store.readings.oldest() == float("inf")
+
+
+@cold
+async def test_a_store_that_closes_waits_for_reads_as_long_as_it_was_told(bench):
+    call = bench.ask(6)
+    closing = asyncio.create_task(bench.service.close(10.0))
+    await asyncio.sleep(0)
+    with pytest.raises(errors.Draining):
+        bench.ask(1)
+    await bench.let_go()
+    await asyncio.wait_for(closing, 10)
+    assert outcome(call) == ([0], part(6))
+
+
+@cold
+async def test_a_store_that_closes_at_once_tells_who_waits_and_answers_nobody_twice(bench):
+    call = bench.ask(6)
+    ((*_, on_done),) = bench.waiting
+    await bench.service.close()
+    assert isinstance(call.error, errors.Draining)
+    on_done([errors.Cancelled()])
+    assert call.message_out is None
+
+
+@cold
+async def test_no_more_reads_wait_than_there_is_room_for(bench):
+    before, service_module.WAITING_MAX = service_module.WAITING_MAX, 2
+    try:
+        calls = [bench.ask(1), bench.ask(2)]
+        with pytest.raises(errors.Busy):
+            bench.ask(3)
+        await bench.let_go()
+        assert [outcome(call)[0] for call in calls] == [[0], [0]]
+        bench.ask(3)
+        await bench.let_go()
+    finally:
+        service_module.WAITING_MAX = before
