@@ -10,7 +10,7 @@ the connection to the store is gone, or when a checksum does not fit; the store 
 after damage. Blocks that were not there when we asked are never made up: they are read through the store. Memory is
 bounded; nothing here waits, and nothing fails: without a location there is None.
 
-Called by reader, batchread and chunkclient on one event loop.
+Called by reader, batchread and chunkclient on one event loop; by threadreads from any thread (`look`, `hit`, `may_serve`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ GROUP = 64
 """Neighbours that are located with a chunk, as far as the credit reaches: random reads come to them too."""
 SELDOM = 16
 """Without credit one miss of so many asks, for its own chunk."""
+ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
+"""Why a look found nothing: no such blocks are located, they are not in memory, it came too late, a checksum does not fit."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
 
@@ -162,64 +164,79 @@ class ShortCut:
             self._cold_reads += 1
             if self._cold_reads % PROBE:
                 return None
+        found = self.look(located, offset, length)
+        if type(found) is memoryview:
+            self._cold_reads = 0
+            self.hit(located)
+            return found
+        if found == COLD_BLOCKS:
+            self._cold_reads += 1
+        else:
+            self._note(located, found)
+        return None
+
+    def look(self, located: Located, offset: int, length: int) -> memoryview | int:
+        """As `read_now`, but that why there is nothing is told and not acted upon. So any thread may call it."""
         source = located.source
         first = offset >> 12
         if source.connection.closed:
-            return self._late(located)
+            return LATE
         if offset + length > located.blocks << 12:
-            return None
+            return ABSENT
         if length == BLOCK_BYTES:
             place = located.base + first if located.base else located.places[first]
             if not place:
-                return None
-            buffer = bytearray(BLOCK_BYTES)
+                return ABSENT
+            into = memoryview(bytearray(BLOCK_BYTES))
             try:
-                if os.preadv(source.fd, (buffer,), place << 12, _NOWAIT) != BLOCK_BYTES:
-                    return None
+                if os.preadv(source.fd, (into,), place << 12, _NOWAIT) != BLOCK_BYTES:
+                    return ABSENT
             except OSError:  # not in memory; anything else shows again when it is read through the store
-                self._cold_reads += 1
-                return None
-            self._cold_reads = 0
-            # the clock and the counter after the read: only so they say that it was in time
-            if self._now_s() >= located.until or source.table[located.slot] != located.stamp:
-                return self._late(located)
-            if crc32c(buffer).to_bytes(4, "little") != located.sums[4 * first:4 * first + 4]:
-                return self._mismatch(located)
-            self._hit(located)
-            return memoryview(buffer)
-        runs = self.runs(located, first, length >> 12)
-        if runs is None or source.goes_past(runs, length):
-            return None
-        into = _memory(length)
-        at = 0
-        try:
-            for place, count in runs:
-                if os.preadv(source.fd, (into[at:at + count],), place, _NOWAIT) != count:
-                    return None
-                at += count
-        except OSError:
-            self._cold_reads += 1
-            return None
-        self._cold_reads = 0
-        return into if self.good(located, first, into) else None
+                return COLD_BLOCKS
+        else:
+            runs = self.runs(located, first, length >> 12)
+            if runs is None or source.goes_past(runs, length):
+                return ABSENT
+            into = _memory(length)
+            at = 0
+            try:
+                for place, count in runs:
+                    if os.preadv(source.fd, (into[at:at + count],), place, _NOWAIT) != count:
+                        return ABSENT
+                    at += count
+            except OSError:
+                return COLD_BLOCKS
+        return self._judge(located, first, into) or into
 
     def good(self, located: Located, first: int, into: memoryview) -> bool:
         """Whether what was just read is what the blocks from `first` on hold now."""
+        wrong = self._judge(located, first, into)
+        if wrong:
+            self._note(located, wrong)
+        else:
+            self.hit(located)
+        return not wrong
+
+    def _judge(self, located: Located, first: int, into: memoryview) -> int:
+        """What is wrong with what was just read, 0 for nothing. The clock and the counter are looked at after the read: only
+        so they say that it was in time."""
         source = located.source
         if source.connection.closed or self._now_s() >= located.until or source.table[located.slot] != located.stamp:
-            self._late(located)
-            return False
+            return LATE
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
-        if sums != located.sums[4 * first:4 * first + len(sums)]:
-            self._mismatch(located)
-            return False
-        self._hit(located)
-        return True
+        return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
 
-    def _hit(self, located: Located) -> None:
+    def _note(self, located: Located, wrong: int) -> None:
+        if wrong == LATE:
+            self._late(located)
+        elif wrong == WRONG:
+            self._mismatch(located)
+
+    def hit(self, located: Located) -> None:
+        """Note that a look has brought bytes; from any thread."""
         located.used = True
         file = located.file
-        if file.owes:
+        if file.owes > 0:
             file.owes -= 1
         self.counters["hits"] += 1
 
@@ -302,6 +319,10 @@ class ShortCut:
         if on_done is None:  # it took too long, and the store was asked
             return
         on_done(into if not any(outcome) and self.good(located, first, into) else None)
+
+    def may_serve(self, target: int) -> bool:
+        """Whether reads of this target may come to the short cut, now or soon."""
+        return self.on and (target in self._sources or self._not_before.get(target, 0.0) <= self._now_s())
 
     # -- locations -----------------------------------------------------------------------------------------------------------
 
@@ -428,11 +449,11 @@ class ShortCut:
                 located.version, located.blocks, located.sums = version, blocks, sums[begin:place]
                 located.base, located.places = _places(runs[first:at], blocks)
                 located.bytes = _ENTRY_BYTES + len(located.sums) + 8 * len(located.places)
-                file.located[index] = located
                 self._bytes += located.bytes
                 self.counters["located"] += 1
             located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
             located.used = False
+            file.located[index] = located  # not before: other threads look at it
             self._order.append((located.until, located))
         while self._bytes > self._bytes_max and self._order:
             self._drop(self._order.popleft()[1])

@@ -1,6 +1,7 @@
 """The SDK for ordinary programs: a pool as a file system of paths, from any thread.
 
-The client runs on an event loop in a thread of its own; each call here hands work to it and waits. So:
+The client runs on an event loop in a thread of its own; each call here hands work to it and waits, but for reads that the
+calling thread can do by itself (client/threadreads). So:
 
 * threads: one FileSystem may be used by any number of threads at once. One File's position is not guarded, as that of io.FileIO
   is not; `pread`, `pwrite` and `read_many` need none.
@@ -75,9 +76,15 @@ class File(io.RawIOBase):
 
     def pread(self, length: int, offset: int) -> bytes:
         """Up to `length` bytes from `offset`, fewer only at the end of the file. Leaves the position alone."""
+        return bytes(self._read(offset, length))
+
+    def _read(self, offset: int, length: int) -> memoryview | bytes:
         runtime, handle = self._opened()
-        with as_os_error(self.name):
-            return bytes(runtime.call(runtime.pool.vfs.read(handle, offset, length)))
+        found = runtime.reads.read(handle, offset, length)
+        if found is None:
+            with as_os_error(self.name):
+                found = runtime.call(runtime.pool.vfs.read(handle, offset, length))
+        return found
 
     def pwrite(self, buffer, offset: int) -> int:
         """Take all of `buffer` as bytes from `offset`. Leaves the position alone."""
@@ -87,12 +94,11 @@ class File(io.RawIOBase):
             return runtime.call(runtime.pool.vfs.write(handle, offset, view))
 
     def readinto(self, buffer) -> int:
-        runtime, handle = self._opened()
+        self._opened()
         if not self.readable():
             raise io.UnsupportedOperation("not open for reading")
         view = contiguous(buffer)
-        with as_os_error(self.name):
-            found = runtime.call(runtime.pool.vfs.read(handle, self._place, len(view)))
+        found = self._read(self._place, len(view))
         view[:len(found)] = found
         self._place += len(found)
         return len(found)

@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from nvpool.client.options import ClientOptions
+from nvpool.client.threadreads import ThreadReads
 from nvpool.sdk.asynchronous import AsyncFileSystem
 
 
@@ -65,8 +66,10 @@ class Runtime:
         self.loop = _new_loop()
         self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
         self.thread.start()
+        self.reads: ThreadReads | None = None
         try:
             self.pool: AsyncFileSystem = self.call(AsyncFileSystem.connect(where, name=name, options=options))
+            self.reads = ThreadReads(self.pool.vfs, self.pool.client.dialer)
         except BaseException:
             self.stop()
             raise
@@ -88,6 +91,8 @@ class Runtime:
         return _Call(self.loop, work).wait()
 
     def stop(self) -> None:
+        if self.reads is not None:
+            self.reads.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5.0)
 

@@ -2,7 +2,7 @@
 
 A daemon is known by its tuple of endpoints, as the pool map lists them. Which transport is used is decided by trying them,
 best rank first: what this process has installed, what can be reached from this host, what answers. Callers that need the same
-connection at once share one attempt. A connection that ended is forgotten at once, the next call makes a new one. Requests
+connection at once share one attempt. A connection that ended is not used any more, the next call makes a new one. Requests
 are never repeated here: that is metaclient's and chunkclient's business. Used from one event loop.
 """
 
@@ -42,17 +42,19 @@ class Dialer:
         self._shunned: dict[str, float] = {}
         self._closed = False
 
+    @property
+    def greeting(self) -> Greeting:
+        """What our connections begin with."""
+        return self._greeting
+
     def set_fingerprint(self, fingerprint: str) -> None:
         """Name the pool in later greetings; for a client that has now read its map."""
         self._greeting = self._greeting._replace(fingerprint=fingerprint)
 
     def live(self, endpoints: Endpoints) -> Connection | None:
-        """The connection to this daemon, when there is one now."""
+        """The connection to this daemon, when there is one now. From any thread."""
         connection = self._live.get(endpoints)
-        if connection is not None and connection.closed:
-            del self._live[endpoints]
-            return None
-        return connection
+        return None if connection is None or connection.closed else connection
 
     def call(self, endpoints: Endpoints, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
              into: memoryview | None = None) -> Awaitable[Reply]:

@@ -84,7 +84,7 @@ class _End(asyncio.BufferedProtocol):
     def connection_made(self, transport) -> None:
         self._transport = transport
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        _set_socket_options(transport.get_extra_info("socket"))
+        set_socket_options(transport.get_extra_info("socket"))
 
     def buffer_updated(self, count: int) -> None:
         self._reading = True
@@ -479,7 +479,7 @@ def _is_socket(path: str) -> bool:
         return False
 
 
-def _set_socket_options(sock) -> None:
+def set_socket_options(sock) -> None:
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)

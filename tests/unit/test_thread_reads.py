@@ -1,0 +1,409 @@
+"""Reads by the thread that wants the bytes: the same bytes as by the loop, whose business all is that is not plain."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import tempfile
+import threading
+import time
+
+import pytest
+
+import nvpool
+from nvpool.base import errors
+from nvpool.base.units import MIB
+from nvpool.client import threadreads
+from nvpool.client.options import ClientOptions
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.blocking import BlockingConnection
+from nvpool.wire.stream_transport import StreamTransport, UnixStreamTransport
+from nvpool.wire.transport import Greeting
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+
+BLOCK = 4096
+CONTENT = random.Random(7).randbytes(3 * MIB + 5000)
+
+
+class Served:
+    """A pool on drives, served by a loop in a thread: at unix sockets, or at TCP ports as another host's."""
+
+    def __init__(self, scheme: str):
+        self._place = tempfile.TemporaryDirectory(prefix="nvpool-thread-", dir="/tmp")
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self._ports: dict[tuple[str, int], int] = {}
+        self._scheme = scheme
+        self.pool = LocalPool(self._place.name, endpoints=self._endpoint)
+        self.run(self.pool.__aenter__())
+
+    def _endpoint(self, role, number):
+        if self._scheme == "stream+unix":
+            return f"stream+unix://{self._place.name}/{role}-{number}.sock"
+        if (role, number) not in self._ports:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self._ports[role, number] = free.getsockname()[1]
+        return f"stream://127.0.0.1:{self._ports[role, number]}"
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def close(self):
+        self.run(self.pool.__aexit__())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+        self._place.cleanup()
+
+
+@pytest.fixture(params=["stream", "stream+unix"])
+def served(request):
+    found = Served(request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def here():
+    found = Served("stream+unix")
+    yield found
+    found.close()
+
+
+class Case:
+    """A client, and a file with CONTENT that is open in it for reading."""
+
+    def __init__(self, served, **options):
+        self.served = served
+        options = ClientOptions(deadline_s=20.0, small_bytes=0, **options)
+        self.client = nvpool.connect(served.pool.pool_map, options=options)
+        with self.client.open("/file", "wb") as file:
+            file.write(CONTENT)
+        self.file = self.client.open("/file", "rb", buffering=0)
+        self.counters = self.client._running().reads.counters
+
+    def __enter__(self):
+        for index in range(4):  # lanes are known
+            self.read(index * MIB + 9, 100)
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+        self.client.close()
+
+    def read(self, offset, length):
+        """A pread with the right bytes."""
+        found = self.file.pread(length, offset)
+        assert type(found) is bytes and found == CONTENT[offset:offset + length], (offset, length)
+
+    def by(self, way, reads):
+        """How many of these (offset, length) went that way."""
+        before = self.counters[way]
+        for offset, length in reads:
+            self.read(offset, length)
+        return self.counters[way] - before
+
+    @property
+    def handle(self):
+        return self.file._handle
+
+
+def at_random(count, seed=1, sizes=(1, 100, 4096, 4097, 65536, 200_000)):
+    chance = random.Random(seed)
+    return [(chance.randrange(10, len(CONTENT)), chance.choice(sizes)) for _ in range(count)]
+
+
+def blocks(count, seed=1):
+    """Of the first 3 MiB, none behind the one before it."""
+    chance, place, found = random.Random(seed), 0, []
+    while len(found) < count:
+        if (block := chance.randrange(1, 768)) != place + 1:
+            found.append((block * BLOCK, BLOCK))
+            place = block
+    return found
+
+
+def patched(served, answer):
+    """Each DATA_READ goes to answer(original, call) from now on."""
+    async def patch():
+        for service in served.pool.stores.values():
+            original = service._methods[DATA_READ]
+            service._methods[DATA_READ] = lambda call, original=original: answer(original, call)
+    served.run(patch())
+
+
+def test_reads_at_random_come_by_a_connection_of_the_threads_own_and_are_right(served):
+    with Case(served, short_cut=False) as case:
+        messages = case.client._running().pool.vfs.chunks.counters["messages"]
+        assert case.by("lanes", blocks(200)) == 200
+        assert case.client._running().pool.vfs.chunks.counters["messages"] == messages
+        assert case.by("lanes", at_random(200)) > 100
+        case.read(len(CONTENT) - 10, 100)
+        case.read(len(CONTENT) + 10, 100)
+
+
+def test_by_the_short_cut_no_loop_is_asked_for_what_is_in_memory(here):
+    with Case(here) as case:
+        until = time.monotonic() + 20
+        while case.by("short_cut", blocks(50)) < 50:
+            assert time.monotonic() < until
+        assert case.by("short_cut", at_random(200)) > 100 and not case.counters["lanes"]
+
+
+def test_where_the_short_cut_can_not_be_had_the_connection_is_used(served):
+    if served._scheme != "stream":
+        pytest.skip("over a unix socket it can be had")
+    with Case(served) as case:
+        case.by("lanes", blocks(20))
+        assert case.by("lanes", blocks(20)) == 20
+
+
+def test_what_was_written_here_or_elsewhere_is_read(here):
+    for short_cut in (True, False):
+        with Case(here, short_cut=short_cut) as case, case.client.open("/file", "r+b", buffering=0) as writing:
+            for turn in range(200):
+                case.by("lanes", blocks(3, turn))
+                offset = random.Random(turn).randrange(100, 2 * MIB)
+                new = random.Random(turn).randbytes(5000)
+                writing.pwrite(new, offset)
+                if turn % 3 == 0:
+                    writing.flush()
+                assert case.file.pread(len(new), offset) == new
+                writing.pwrite(CONTENT[offset:offset + len(new)], offset)
+                case.read(offset, len(new))
+            writing.flush()
+            with nvpool.connect(here.pool.pool_map) as other, other.open("/file", "r+b", buffering=0) as theirs:
+                theirs.pwrite(b"theirs", 500_000)
+                theirs.fsync()
+            with case.client.open("/file", "rb", buffering=0) as again:
+                assert again.pread(6, 500_000) == b"theirs" and case.file.pread(6, 500_000) == b"theirs"
+
+
+def test_holes_are_zeros(served):
+    with Case(served, short_cut=False) as case:
+        with case.client.open("/sparse", "wb", buffering=0) as file:
+            file.pwrite(b"x" * BLOCK, 0)
+            file.pwrite(b"x" * BLOCK, 40 * BLOCK)
+            file.truncate(100 * BLOCK)
+        with case.client.open("/sparse", "rb", buffering=0) as file:
+            file.pread(10, 9000)
+            before = case.counters["lanes"]
+            for block in (60, 40, 20, 40, 99):
+                expected = b"x" if block == 40 else b"\0"
+                assert file.pread(BLOCK, block * BLOCK) == expected * BLOCK
+            assert file.pread(3 * BLOCK, 39 * BLOCK) == bytes(BLOCK) + b"x" * BLOCK + bytes(BLOCK)
+            assert case.counters["lanes"] - before == 6
+
+
+def test_an_old_grant_is_renewed_by_the_loop(served):
+    with Case(served, short_cut=False) as case:
+        case.handle.file.grant = bytes(60)
+        assert case.by("lanes", blocks(1)) == 0 and any(case.handle.file.grant)
+        assert case.by("lanes", blocks(20)) == 20
+
+
+@pytest.mark.parametrize("error", [errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.Draining, errors.InvalidRequest])
+def test_a_refusal_is_the_loops_business_and_costs_no_connection(served, error):
+    with Case(served, short_cut=False) as case:
+        case.by("lanes", blocks(5))
+        refused = []
+
+        def once(original, call):
+            if not refused:
+                refused.append(call)
+                raise error("not now")
+            original(call)
+        patched(served, once)
+        assert case.by("lanes", blocks(30)) == 29 and refused
+
+
+def test_a_wrong_byte_or_a_senseless_answer_is_never_handed_out(served):
+    with Case(served, short_cut=False) as case:
+        case.by("lanes", blocks(5))
+        spoiling = []
+
+        def spoil(original, call):
+            if spoiling:
+                spoil_with, reply = spoiling.pop(), call.reply
+
+                class Spoiled:
+                    def __getattr__(self, name):
+                        return getattr(call, name)
+
+                    def reply(self, message=b"", payload=()):
+                        reply(*spoil_with(bytes(message), b"".join(payload)))
+                call_to_answer = Spoiled()
+            else:
+                call_to_answer = call
+            original(call_to_answer)
+        patched(served, spoil)
+        for one in (lambda message, payload: (message, [bytes([payload[0] ^ 1]) + payload[1:]]),
+                    lambda message, payload: (message, [payload[:-1]]),
+                    lambda message, payload: (message, [payload, payload]),
+                    lambda message, payload: (message, []),
+                    lambda message, payload: (b"\xff\xff", [payload]),
+                    lambda message, payload: (b"", [payload])):
+            spoiling.append(one)
+            assert case.by("lanes", blocks(10)) == 9 and not spoiling
+
+
+def test_a_store_that_does_not_answer_is_left_to_the_loop(served, monkeypatch):
+    monkeypatch.setattr(threadreads, "PATIENCE_S", 0.2)
+    with Case(served, short_cut=False) as case:
+        held = []
+        patched(served, lambda original, call: original(call) if held else held.append(call))
+        one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8)]
+        assert case.by("lanes", one_chunk) == 0, "its target is left to the loop for a while"
+        assert held
+        monkeypatch.setattr(threadreads, "SHUN_S", 0.0)
+        for way in case.client._running().reads._ways.values():
+            way.not_before_s = 0.0
+        assert case.by("lanes", blocks(10)) == 10
+
+
+def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byte(served):
+    with Case(served, short_cut=False) as case:
+        stop, problems = threading.Event(), []
+
+        def reader(seed):
+            try:
+                while not stop.is_set():
+                    seed += 100
+                    for offset, length in at_random(10, seed):
+                        case.read(offset, length)
+            except BaseException as error:
+                problems.append(error)
+        threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            for target in list(served.pool.stores):
+                served.run(asyncio.sleep(0.1))
+                served.run(served.pool.stop_store(target))
+                served.run(served.pool.start_store(target))
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert not problems and case.counters["lanes"]
+        assert all(len(way.idle) == threadreads.LANES_MAX for way in case.client._running().reads._ways.values())
+
+
+def test_threads_have_so_many_connections_and_leave_none(served):
+    before = len(os.listdir("/proc/self/fd"))
+    with Case(served, short_cut=False) as case:
+        threads = [threading.Thread(target=case.by, args=("lanes", blocks(100, seed))) for seed in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        listeners = [listener for (role, _), listener in served.pool._listeners.items() if role == "target"]
+        assert all(len(listener.connections) <= threadreads.LANES_MAX + 1 for listener in listeners)
+    until = time.monotonic() + 20
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, monkeypatch):
+    monkeypatch.setattr(threadreads, "PATIENCE_S", 20.0)
+    with Case(here, short_cut=False) as case:
+        case.by("lanes", blocks(5))
+        held = []
+        patched(here, lambda original, call: original(call) if held else held.append((original, call)))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                case.read(*blocks(1)[0])
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+
+        async def late():
+            original, call = held[0]
+            original(call)
+        here.run(late())
+        assert case.by("lanes", blocks(20, 3)) == 20
+
+
+# -- the connection ------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(params=["stream", "stream+unix"])
+def answering(request):
+    """(endpoint, a list of functions that answer the calls to come, in order)."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    answers = []
+
+    async def listen(endpoint):
+        transport = StreamTransport() if request.param == "stream" else UnixStreamTransport()
+        return await transport.listen(endpoint, Greeting("server", "pool-a"), lambda call: answers.pop(0)(call))
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        endpoint = "stream://127.0.0.1:0" if request.param == "stream" else f"stream+unix://{place}/s"
+        listener = asyncio.run_coroutine_threadsafe(listen(endpoint), loop).result(10)
+        yield listener.endpoint, answers
+        asyncio.run_coroutine_threadsafe(listener.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+def test_a_call_brings_what_was_answered(answering):
+    endpoint, answers = answering
+    connection = BlockingConnection(endpoint, Greeting("me", "pool-a"), 10.0)
+    for count in (0, 1, 4096, 65536, 65537, 3 * MIB):
+        answers.append(lambda call, count=count: call.reply(bytes(call.message)[::-1], [CONTENT[:count]]))
+        message, payload = connection.call(5, b"question")
+        assert (message, payload) == (b"noitseuq", CONTENT[:count])
+    answers.append(lambda call: call.fail(errors.NotFound("no such thing")))
+    with pytest.raises(errors.NotFound, match="no such thing"):
+        connection.call(5, b"")
+    answers.append(lambda call: call.reply(b"still"))
+    assert connection.call(5, b"")[0] == b"still" and not connection.closed
+    connection.close()
+    connection.close()
+
+
+def test_a_call_that_is_not_answered_ends_and_closes(answering):
+    endpoint, answers = answering
+    connection = BlockingConnection(endpoint, Greeting("me", "pool-a"), 0.2)
+    answers.append(lambda call: None)
+    with pytest.raises(errors.DeadlineExceeded):
+        connection.call(5, b"")
+    assert connection.closed
+
+
+def test_a_connection_of_another_pool_is_refused(answering):
+    with pytest.raises(errors.ProtocolMismatch):
+        BlockingConnection(answering[0], Greeting("me", "pool-b"), 10.0)
+
+
+@pytest.mark.parametrize("endpoint", ["stream://127.0.0.1:1", "stream+unix:///nowhere/s", "grpc://127.0.0.1:1", "nonsense"])
+def test_where_nobody_answers_that_is_said(endpoint):
+    with pytest.raises(errors.Unreachable):
+        BlockingConnection(endpoint, Greeting("me"), 0.5)
+
+
+@pytest.mark.parametrize("said", [b"", b"x" * 100, None])
+def test_who_speaks_something_else_is_left(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve():
+            one, _ = server.accept()
+            if said is not None:
+                one.sendall(said)
+                one.close()
+            else:
+                gone.wait(10)
+                one.close()
+        gone = threading.Event()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(errors.Unreachable):
+            BlockingConnection(f"stream://127.0.0.1:{server.getsockname()[1]}", Greeting("me"), 0.3)
+        gone.set()
+        thread.join(10)
