@@ -7,9 +7,10 @@ from itertools import islice
 
 
 def too_old(entries: dict, count_max: int) -> Iterable:
-    """Keys to remove now: none while there are at most `count_max`, else the sixteenth that came first.
+    """Keys to remove now: none while there are at most `count_max`, else what is above it and the sixteenth that came first.
 
     Not one key for each that is added: `next(iter(entries))` looks past all places of removed keys, 16 µs in a dictionary of
     16,384 and more in a larger one, until it grows the next time.
     """
-    return list(islice(entries, (count_max >> 4) + 1)) if len(entries) > count_max else ()
+    over = len(entries) - count_max
+    return list(islice(entries, over + (count_max >> 4))) if over > 0 else ()

@@ -9,6 +9,7 @@ chunk request carries, and what the writer holds of it. Called by vfs, reader an
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
@@ -16,6 +17,7 @@ from nvpool.base.oldest import too_old
 from nvpool.client.leases import Lease, Leases
 from nvpool.client.options import ClientOptions
 from nvpool.logic.layout import Layout
+from nvpool.wire.entries import Listed, attr_of, change_of
 from nvpool.wire.v1.meta_pb2 import Attr
 
 XATTR_FLAG = 1
@@ -97,6 +99,10 @@ class WholeDirectory:
         self.names: set[bytes] = set()
 
 
+def _change_of(attr: Attr | bytes) -> int:
+    return change_of(attr) if type(attr) is bytes else attr.change
+
+
 _WHOLE_DIRECTORIES_MAX = 64
 _RENAMED_MAX = 4096
 
@@ -107,7 +113,7 @@ class Cache:
     def __init__(self, options: ClientOptions, clock: Clock, leases: Leases):
         self.leases = leases
         self.open: dict[int, OpenInode] = {}
-        self._attrs: dict[int, tuple[Attr, float]] = {}
+        self._attrs: dict[int, tuple[Attr | bytes, float]] = {}   # as a record of wire/entries where it was listed
         # inode, when it was true, when it was asked for, and the lease on the inode that came with the answer
         self._entries: dict[tuple[int, bytes], tuple[int, float, float, Lease | None]] = {}
         self._renamed_s: dict[int, float] = {}   # directory -> when we last changed a name in it
@@ -126,9 +132,12 @@ class Cache:
         """The attributes, when they were true no longer than `age_s` ago."""
         opened = self.open.get(inode)
         attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
-        if self.is_believed(born_s, age_s):
-            return attr
-        return attr if attr is not None and self.leases.held(inode) is not None else None
+        if attr is None or not self.is_believed(born_s, age_s) and self.leases.held(inode) is None:
+            return None
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+            self._attrs[inode] = attr, born_s
+        return attr
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
         """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""
@@ -160,12 +169,30 @@ class Cache:
                     if opened.written is not None and opened.truncated > before:
                         opened.written.was_cut()
             return
-        held = self._attrs.pop(attr.inode, None)
-        if held is not None and held[0].change > attr.change:
-            attr = held[0]
-        self._attrs[attr.inode] = (attr, now_s)
-        for inode in too_old(self._attrs, self._options.cached_entries):
-            del self._attrs[inode]
+        inode, newest = attr.inode, attr
+        held = self._attrs.pop(inode, None)
+        if held is not None and _change_of(held[0]) > attr.change:
+            newest = held[0]
+        self._attrs[inode] = (newest, now_s)
+        for old in too_old(self._attrs, self._options.cached_entries):
+            del self._attrs[old]
+
+    def put_attrs(self, listed: Listed) -> bool:
+        """Believe the attributes of all entries. False, and nothing has changed, where one of them has to be looked at by
+        itself, with `put_attr`: it is open, or newer here."""
+        attrs, inodes = self._attrs, set(listed.inodes)
+        if not self.open.keys().isdisjoint(inodes) or not self._whole.keys().isdisjoint(inodes):
+            return False
+        known = attrs.keys() & inodes
+        if known and any(_change_of(attrs[inode][0]) > change
+                         for inode, change in zip(listed.inodes, listed.changes, strict=True) if inode in known):
+            return False
+        for inode in known:
+            del attrs[inode]  # the oldest come first
+        attrs.update(zip(listed.inodes, zip(listed.records, repeat(self._clock.boottime_s())), strict=False))
+        for old in too_old(attrs, self._options.cached_entries):
+            del attrs[old]
+        return True
 
     def forget_attr(self, inode: int) -> None:
         self.leases.forget(inode)
@@ -189,9 +216,10 @@ class Cache:
         if inode is None or inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s):
             return inode
         held = self.leases.held(inode) if inode else None
-        if held is None or held is not lease and sent_s < held.since_s:
-            held = self.leases.held(parent)
-        return inode if held is not None and (held is lease or sent_s >= held.since_s) else None
+        if held is not None and (sent_s >= held.since_s or lease is not None and held.number == lease.number):
+            return inode
+        held = self.leases.held(parent)
+        return inode if held is not None and sent_s >= held.since_s else None
 
     def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: Lease | None = None) -> None:
         """`inode` 0: the name does not exist. Ignored where we have changed names of the directory since `sent_s`, when the
@@ -201,8 +229,18 @@ class Cache:
         key = (parent, name)
         self._entries.pop(key, None)
         self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
-        for place in too_old(self._entries, self._options.cached_entries):
-            del self._entries[place]
+        for old in too_old(self._entries, self._options.cached_entries):
+            del self._entries[old]
+
+    def put_entries(self, parent: int, names: list[bytes], inodes: list[int], sent_s: float,
+                    leases: list[Lease | None]) -> None:
+        """As `put_entry` of each. Names that are known stay as old as they are, where room is needed."""
+        if sent_s <= self._renamed_s.get(parent, self._renamed_floor_s):
+            return
+        known = zip(inodes, repeat(self._clock.boottime_s()), repeat(sent_s), leases)
+        self._entries.update(zip(zip(repeat(parent), names), known, strict=False))
+        for old in too_old(self._entries, self._options.cached_entries):
+            del self._entries[old]
 
     def forget_entry(self, parent: int, name: bytes) -> None:
         """We change the name, or have."""
@@ -216,8 +254,8 @@ class Cache:
         """By our change, which was sent at `sent_s` and has just been answered, the name stands for `inode`, 0: nothing."""
         self.forget_entry(parent, name)
         self._entries[parent, name] = inode, self._clock.boottime_s(), sent_s, lease
-        for place in too_old(self._entries, self._options.cached_entries):
-            del self._entries[place]
+        for old in too_old(self._entries, self._options.cached_entries):
+            del self._entries[old]
 
     # -- directories that are known as a whole ---------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ Filled by vfs, ended by watch and by our own changes; never asks anybody.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from nvpool.base.clock import Clock
+from nvpool.base.ids import COUNTER_BITS
 from nvpool.base.oldest import too_old
 
 NEVER_S = float("-inf")
@@ -37,16 +39,15 @@ class ShardWatch:
         self.used = False
 
 
-class Lease:
-    """On one inode. `grant` was given with it or since: the right to read it, or nothing."""
+class Lease(NamedTuple):
+    """On one inode, or on many that were listed together. `grant` was given with it or since: the right to read it, or nothing.
+    `number` is that of the lease which this one goes on, without a moment between them."""
 
-    __slots__ = ("until_s", "since_s", "grant", "watch")
-
-    def __init__(self, until_s: float, since_s: float, grant: bytes, watch: ShardWatch) -> None:
-        self.until_s = until_s
-        self.since_s = since_s
-        self.grant = grant
-        self.watch = watch
+    until_s: float
+    since_s: float
+    grant: bytes
+    watch: ShardWatch
+    number: int
 
 
 class Leases:
@@ -57,6 +58,7 @@ class Leases:
         self._count_max = count_max
         self._watch_of = watch_of
         self._leases: dict[int, Lease] = {}
+        self._number = 0
 
     def held(self, inode: int) -> Lease | None:
         """The lease, where it holds now."""
@@ -84,20 +86,54 @@ class Leases:
         until_s = sent_s + lease_ms * WATCH_SHARE / 1000
         before = self._leases.pop(inode, None)
         if before is not None and now_s < before.until_s:  # it has not ended in between
-            lease = before
-            lease.until_s = max(lease.until_s, until_s)
-            lease.grant = grant or lease.grant
+            lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
         else:
-            lease = Lease(until_s, now_s, grant, watch)
+            lease = Lease(until_s, now_s, grant, watch, self._next())
         self._leases[inode] = lease
         for old in too_old(self._leases, self._count_max):
             del self._leases[old]
         return self.held(inode)
 
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def take_all(self, inodes: list[int], lease_ms: int, sent_s: float) -> list[Lease | None]:
+        """As `take` of each, without a grant. Those of which nothing was known get one lease together."""
+        if not lease_ms:
+            return [None] * len(inodes)
+        watch = self._only_watch_of(inodes)
+        if watch is None or sent_s <= watch.floor_s or not (
+                self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes)):
+            return [self.take(inode, lease_ms, sent_s) for inode in inodes]
+        lease = Lease(sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next())
+        self._leases.update(dict.fromkeys(inodes, lease))
+        for old in too_old(self._leases, self._count_max):
+            del self._leases[old]
+        return [self.held(inodes[-1])] * len(inodes)
+
+    def keep_grant(self, inode: int, grant: bytes) -> None:
+        """With the lease on the inode, where it holds: for the next who opens it."""
+        lease = self.held(inode)
+        if lease is not None:
+            self._leases[inode] = lease._replace(grant=grant)
+
     def is_news(self, inode: int, sent_s: float) -> bool:
         """Whether what a request sent then tells of the inode is not older than our own last change of it."""
         watch = self._watch_of(inode)
         return sent_s > watch.floor_s and sent_s > watch.ended.get(inode, NEVER_S)
+
+    def outdated(self, inodes: list[int], sent_s: float) -> set[int]:
+        """Those of which that is not so."""
+        watch = self._only_watch_of(inodes)
+        if watch is not None and sent_s > watch.floor_s and watch.ended.keys().isdisjoint(inodes):
+            return set()
+        return {inode for inode in inodes if not self.is_news(inode, sent_s)}
+
+    def _only_watch_of(self, inodes: list[int]) -> ShardWatch | None:
+        """That of all of them; None where they are of several shards, or there are none."""
+        watches = {self._watch_of(partition << COUNTER_BITS) for partition in {inode >> COUNTER_BITS for inode in inodes}}
+        return watches.pop() if len(watches) == 1 else None
 
     def forget(self, inode: int) -> None:
         """We have changed it, and do not know what it is now."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
 from nvpool.base.oldest import too_old
 from nvpool.fuse.published import Published
+from nvpool.wire.entries import Listed
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ TOLD_MAX = 1 << 16
 """Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
 NAMED_MAX = 1 << 16
-"""Inodes whose names are remembered, 15 MB at most. What fell out the kernel believes for as long as it was told."""
+"""Inodes whose names are remembered, 15 MB at most, and names that were listed, as many again. What fell out the kernel
+believes for as long as it was told."""
 NAMES_MAX = 16
 """Of one inode."""
 
@@ -72,6 +74,26 @@ class FuseOptions(NamedTuple):
     keeps its pages from open to open."""
 
 
+class _Listing:
+    """Names that the kernel was told of at once, and what it may believe until then."""
+
+    __slots__ = ("until_s", "parent", "names", "inodes", "_places")
+
+    def __init__(self, until_s: float, parent: int, names: list[bytes], inodes: list[int]) -> None:
+        self.until_s = until_s
+        self.parent = parent
+        self.names = names
+        self.inodes = inodes
+        self._places: dict[int, list[Place]] = {}
+
+    def places_of(self, inode: int) -> list[Place]:
+        """Where it was told to be."""
+        if not self._places:  # mostly nobody ever wants to know
+            for one, name in zip(self.inodes, self.names, strict=True):
+                self._places.setdefault(one, []).append((self.parent, name))
+        return self._places.get(inode, [])
+
+
 async def _nothing(names: Iterable[Place], inodes: Iterable[int]) -> None:
     """An engine that can not."""
 
@@ -85,6 +107,8 @@ class CachedOps:
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
         self._named: OrderedDict[int, tuple[float, tuple[Place, ...]]] = OrderedDict()
         """Inode -> told of until then, oldest first. (A dict would be searched for its first entry, past what has gone.)"""
+        self._listings: deque[_Listing] = deque()
+        self._listed_count = 0  # names in them
         self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
@@ -120,10 +144,9 @@ class CachedOps:
     # -- what it is told -----------------------------------------------------------------------------------------------
 
     def _telling(self, attr: Attr) -> Attr:
-        told = self._told
-        told[attr.inode] = attr.change
-        for inode in too_old(told, TOLD_MAX):
-            del told[inode]
+        self._told[attr.inode] = attr.change
+        for old in too_old(self._told, TOLD_MAX):
+            del self._told[old]
         return attr
 
     def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
@@ -140,6 +163,20 @@ class CachedOps:
                 named.popitem(last=False)
         return self._telling(attr)
 
+    def _telling_names(self, parent: int, entries: Listed, first: int, until: int) -> None:
+        """As `_telling_name` of the entries from `first` on and before `until`, all told at once."""
+        inodes = entries.inodes[first:until]
+        kept_s = self.options.entry_timeout_s
+        if kept_s:
+            now_s, listings = self._clock.boottime_s(), self._listings
+            listings.append(_Listing(now_s + kept_s, parent, entries.names[first:until], inodes))
+            self._listed_count += len(inodes)
+            while listings[0].until_s <= now_s or self._listed_count > NAMED_MAX:
+                self._listed_count -= len(listings.popleft().inodes)
+        self._told.update(zip(inodes, entries.changes[first:until], strict=True))
+        for old in too_old(self._told, TOLD_MAX):
+            del self._told[old]
+
     # -- what others change --------------------------------------------------------------------------------------------
 
     async def _recalled(self, inodes: list[int]) -> None:
@@ -152,6 +189,8 @@ class CachedOps:
             told = self._named.pop(inode, None)
             if told is not None:
                 names += told[1]
+            for listing in self._listings:
+                names += listing.places_of(inode)
             if self._paged.pop(inode, None) is not None:
                 paged.append(inode)
         if not names and not paged:

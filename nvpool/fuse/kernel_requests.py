@@ -285,7 +285,7 @@ class KernelRequests:
 
     def _list(self, fields: tuple, plus: bool) -> None:
         listing = replies.Listing(min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr)
-        self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add),
+        self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
                     lambda unique, _: self._data(unique, listing.taken()))
 
     # -- the others ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from nvpool.wire.entries import Listed
 from nvpool.wire.v1.meta_pb2 import Attr
 
 S_IFDIR = 0o040000
@@ -21,10 +22,20 @@ AHEAD_MAX = 2
 """Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
 
 
+_NONE = Listed(b"")
+
+
 def _seen(task: asyncio.Task) -> None:
     """Nobody may come for what was read ahead; who comes meets its failure."""
     if not task.cancelled():
         task.exception()
+
+
+def _add_each(add: Callable[[bytes, Attr, int], bool], entries: Listed, first: int) -> int:
+    for at in range(first, len(entries)):
+        if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
+            return at
+    return len(entries)
 
 
 class _Batch:
@@ -50,7 +61,7 @@ class _OpenDirectory:
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
         self.handle = handle
-        self.entries: list = []
+        self.entries: Listed = _NONE
         self.at = 0
         self.cursor = -1
         self.more = True
@@ -73,8 +84,12 @@ class ListOps:
     def _open_directory(self, handle: int, inode: int, opened) -> None:
         self._directories[handle] = _OpenDirectory(inode, opened)
 
-    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool]) -> None:
+    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
+                      add_all: Callable[[Listed, int, set[int]], int] | None = None) -> None:
         """Give entries behind `cursor` to add(name, attr, cursor behind it) until it says False or the directory ends.
+
+        Or to add_all(entries, index of the first, inodes whose attributes are not true any more), which takes what it can and
+        says how far that was.
 
         Cursors: 0 the beginning, 1 behind '.', 2 behind '..', others are the metadata service's: valid in any process, at any
         time, while the directory changes. A name that is there all the time is seen once; memory is 1 + AHEAD_MAX batches.
@@ -92,14 +107,15 @@ class ListOps:
         while True:
             if cursor != directory.cursor or self._is_old(directory.changes, directory.read_s):
                 await self._read_batch(directory, cursor)
-            entries = directory.entries
-            while directory.at < len(entries):
-                entry = entries[directory.at]
-                if not add(entry.name, entry.attr, entry.cursor):
+            entries, first = directory.entries, directory.at
+            if first < len(entries):
+                untrue = self._vfs.outdated(entries.inodes, directory.read_s)
+                directory.at = add_all(entries, first, untrue) if add_all is not None else _add_each(add, entries, first)
+                if directory.at > first:
+                    self._telling_names(directory.inode, entries, first, directory.at)
+                    directory.cursor = cursor = entries.cursor(directory.at - 1)
+                if directory.at < len(entries):
                     return
-                self._telling_name(directory.inode, entry.name, entry.attr)
-                directory.at += 1
-                directory.cursor = cursor = entry.cursor
             if not directory.more:
                 return
             directory.changes = -1

@@ -75,6 +75,9 @@ class Kv(Protocol):
     def get(self, key: bytes) -> bytes | None:
         """The newest acknowledged value. CorruptRecord when the engine meets a page that makes no sense."""
 
+    def get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        """As so many `get`s, for less."""
+
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """Up to `limit` pairs with first <= key < end, in order, as of now.
 

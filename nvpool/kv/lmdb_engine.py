@@ -191,6 +191,11 @@ class LmdbKv:
                 return value
         return self._tree.get(key)
 
+    def get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        newer, older = self._layer.values, self._frozen.values if self._frozen is not None else {}
+        stored = self._tree.get_many([key for key in keys if key not in newer and key not in older])
+        return [newer[key] if key in newer else older[key] if key in older else stored[key] for key in keys]
+
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         return self._scan(first, end, limit, forward=True)
 
@@ -204,6 +209,8 @@ class LmdbKv:
             return found
         overlay = self._overlay(first, end, forward)
         newer = next(overlay, None)
+        if newer is None and forward:
+            return self._tree.read(first, end, limit)
         with contextlib.closing(self._tree.walk(first, end, forward)) as stored:
             for item in stored:
                 if newer is not None:

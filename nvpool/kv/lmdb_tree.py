@@ -32,9 +32,14 @@ from nvpool.kv.contract import KEY_BYTES_MAX, KEY_END
 _MARK = struct.Struct("<HHIQQQ")
 _MARK_VERSION = 1
 _CRC_BYTES = 4
+_CRC_RESIDUE = crc32c(bytes(_CRC_BYTES))
+"""CRC32C of anything that is followed by its own CRC32C, little-endian."""
 
 _SLICE_KEYS = 1000
 """Handled by a checkpoint before it lets the event loop run: about a millisecond."""
+
+_READ_FIRST = 16
+"""Pairs taken from LMDB before it is looked whether the range has ended; four times as many each time after."""
 
 _RESERVE_BYTES = MIB
 """Room in the file for a checkpoint of any small layer, so that what was taken can be stored on a full drive too."""
@@ -103,14 +108,53 @@ class LmdbTree:
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
 
+    def get_many(self, keys: list[bytes]) -> dict[bytes, bytes | None]:
+        """As so many `get`s."""
+        if not keys:
+            return {}
+        try:
+            transaction = self._env.begin()
+            try:
+                stored = transaction.cursor().getmulti(keys)
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+        found = dict(map(self._checked, stored))
+        if len(found) < len(keys):
+            found.update((key, self.get(key)) for key in keys if key not in found)
+        return found
+
     def _checked(self, item: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
         key, stored = item
-        value = stored[:-_CRC_BYTES]
-        if crc32c(value, crc32c(key)).to_bytes(_CRC_BYTES, "little") != stored[-_CRC_BYTES:]:
+        if crc32c(stored, crc32c(key)) != _CRC_RESIDUE or len(stored) < _CRC_BYTES:
             error = CorruptRecord(f"the record {key.hex()} in {self.path} is damaged")
             error.key = key
             raise error
-        return key, value
+        return key, stored[:-_CRC_BYTES]
+
+    def read(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Up to `limit` pairs with first <= key < end, rising."""
+        found: list[tuple[bytes, bytes]] = []
+        try:
+            transaction = self._env.begin()
+            try:
+                cursor = transaction.cursor()
+                items = cursor.iternext() if cursor.set_range(first[:KEY_BYTES_MAX] or b"\0") else iter(())
+                count = _READ_FIRST
+                while len(found) < limit and (part := list(islice(items, min(count, limit - len(found))))):
+                    behind = part[-1][0] >= end
+                    if behind or part[0][0] < first:
+                        part = [item for item in part if first <= item[0] < end]
+                    found += map(self._checked, part)
+                    if behind:
+                        break
+                    count *= 4
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"read {self.path}") from error
+        return found
 
     def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
         """Pairs with first <= key < end, rising or falling. To be closed, or read to its end, in the caller's call."""

@@ -37,6 +37,9 @@ class MemoryKv:
     def get(self, key: bytes) -> bytes | None:
         return self._values.get(key)
 
+    def get_many(self, keys: list[bytes]) -> list[bytes | None]:
+        return [self._values.get(key) for key in keys]
+
     def scan(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         values = self._values
         return [(key, values[key]) for key in islice(self._keys.ascend(first, end), limit)]

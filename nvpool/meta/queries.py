@@ -13,24 +13,20 @@ from nvpool.base.errors import CorruptRecord, DirectoryGone, InvalidRequest, NoA
 from nvpool.base.grants import READ
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
-from nvpool.logic.partition import EQUAL_MAX, cursor_behind, cursor_parts, partition_of_name
 from nvpool.meta import records
 from nvpool.meta.changes.lock import check_range
 from nvpool.meta.changes.xattr import XATTRS_MAX, check_name
+from nvpool.meta.listing import LIST_LIMIT_MAX
 from nvpool.meta.locks import Owner
-from nvpool.meta.records import HASH_AT, NAME_AT, Inode
+from nvpool.meta.records import NAME_AT
 from nvpool.meta.view import Draft, View, fill_attr
 from nvpool.wire import codec
 from nvpool.wire.v1 import meta_pb2
 
-LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
-"""Entries in a reply: with attributes a thousand of them hold the event loop for about ten milliseconds."""
 LOCKS_MAX = 1000
 """In a reply: about fifty kilobytes."""
 LOOKUP_STEP = 128
 """Names that are looked up before others get their turn: three milliseconds."""
-WIDE_STEP = 64
-"""Partitions of a wide directory that are looked through before others get their turn."""
 NAMES_LIMIT = 1000
 """Entries that one step of a search for names looks through: a millisecond of the event loop (0.7 µs each)."""
 NAMES_INODES_MAX = 512
@@ -135,82 +131,6 @@ def locks(view: View, request: meta_pb2.LocksRequest, now_ns: int) -> Draft:
         reply.locks.add(kind=owner.kind, session=owner.session, owner=owner.owner, start=span.start, end=span.end,
                         mode=span.mode, pid=span.pid, client=view.locks.client_of(owner.session), waits=waits)
     return draft
-
-
-def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.ListDirReply | None]:
-    """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
-
-    Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
-    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's).
-    """
-    directory = view.directory(request.inode)
-    from_hash, leave_out = cursor_parts(request.cursor)
-    if request.name:
-        from_hash, leave_out = view.name_hash(directory.number, request.name), 0
-    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
-    wide = bool(directory.flags & records.WIDE)
-    partition = partition_of_name(directory.number, wide, from_hash)
-    last = PARTITION_COUNT - 1 if wide else partition
-    found: list[tuple[bytes, bytes]] = []
-    skipped = leave_out
-    start, end = records.dentry_range(partition, directory.number, from_hash)
-    steps = 0
-    while True:
-        found += view.scan(start, end, limit + 1 + skipped - len(found))
-        if len(found) > limit + skipped or partition == last:
-            break
-        steps += 1
-        if not steps % WIDE_STEP:
-            yield None
-        partition += 1
-        start, end = records.dentry_range(partition, directory.number)
-    # what was found before others had their turn may have been changed by them
-    yield _listed(view, request, found, from_hash, leave_out, limit, view.lend if steps < WIDE_STEP else _lend_nothing)
-
-
-def _lend_nothing(session: int, inode: Inode) -> int:
-    return 0
-
-
-def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
-            leave_out: int, limit: int, lend: Callable[[int, Inode], int]) -> meta_pb2.ListDirReply:
-    reply = meta_pb2.ListDirReply()
-    add = reply.entries.add
-    before, equal = from_hash, 0
-    taken = 0
-    for key, raw in found:
-        name_hash = key[HASH_AT:NAME_AT]
-        if name_hash == before:
-            equal += 1
-        else:
-            before, equal = name_hash, 1
-        if equal <= leave_out and name_hash == from_hash:
-            continue
-        if taken >= limit:
-            reply.more = True
-            break
-        taken += 1
-        try:
-            number, kind = records.decode_dentry(records.partition_of_key(key), raw)
-            inode = _decoded(view, number) if request.attrs else None
-        except CorruptRecord:
-            continue
-        entry = add(name=key[NAME_AT:], cursor=cursor_behind(name_hash, min(equal, EQUAL_MAX)), inode=number, kind=kind)
-        if inode is not None:
-            fill_attr(entry.attr, inode)
-            lease_ms = lend(request.session, inode)
-            if lease_ms:
-                entry.promised = True
-                reply.lease_ms = lease_ms
-    return reply
-
-
-def _decoded(view: View, number: int) -> Inode:
-    raw = view.get(records.inode_key(number))
-    if raw is None:
-        raise CorruptRecord(f"the name of inode {number} is there, the inode is not")
-    return records.decode_inode(number, raw)
-
 
 
 def statfs(view: View, statistics: dict[str, float], files_max: int) -> meta_pb2.StatFsReply:

@@ -303,6 +303,11 @@ def encode_inode(i: Inode) -> bytes:
 
 
 def decode_inode(number: int, raw: bytes) -> Inode:
+    return Inode(*inode_fields(number, raw))
+
+
+def inode_fields(number: int, raw: bytes) -> tuple:
+    """What Inode is made of, in its order: for who looks at many and changes none."""
     try:
         head, = _HEAD.unpack_from(raw)
         layout = _structs.get(head) or _inode_struct(head)
@@ -358,8 +363,8 @@ def decode_inode(number: int, raw: bytes) -> Inode:
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
-    return Inode(number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits,
-                 flags, parent, bytes(target), punches)
+    return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
+            parent, bytes(target), punches)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------

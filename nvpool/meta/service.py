@@ -41,6 +41,7 @@ from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
+from nvpool.meta.listing import listing
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.numbers import Numbers
@@ -111,7 +112,7 @@ class MetaService:
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
         self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
                                 self._options.lease_s)
-        self._view.promise = self._watches.lend
+        self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
         return identity
 
     async def _take_up(self) -> None:
@@ -479,7 +480,7 @@ class MetaService:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.get(request.session)
-        self._reply_in_steps(call, queries.listing(self._view, request))
+        self._reply_in_steps(call, listing(self._view, request))
 
     def _lookup_many(self, call: Call) -> None:
         self._counters["requests"] += 1

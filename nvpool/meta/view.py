@@ -7,7 +7,7 @@ or in `changes` waits; what has to wait first is said by CutInProgress, which on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from nvpool.base.errors import (
@@ -46,6 +46,7 @@ class View:
     def __init__(self, kv: Kv, identity: records.Identity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
         self.locks = locks
         self.get = kv.get
+        self.get_many = kv.get_many
         self.scan = kv.scan
         self.shard = identity.shard
         self.name_hash = name_hasher(identity.name_key)
@@ -58,12 +59,20 @@ class View:
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
         self.tables: frozenset[int] = frozenset((1,))
-        self.promise: Callable[[int, Inode], int] = lambda session, inode: 0
+        self.lease_ms = 0
+        self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
         """See Watches.lend."""
 
     def lend(self, session: int, inode: Inode) -> int:
         """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
-        return 0 if inode.number in self.cutting else self.promise(session, inode)
+        if not inode.links or inode.number in self.cutting:  # the collector tells nobody
+            return 0
+        return self.lease_ms if self.promise(session, (inode.number,)) else 0
+
+    def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
+        """As `lend`, of many, by their `inode_fields`: on which of them the session may rely for `lease_ms`."""
+        cutting = self.cutting
+        return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting])
 
     def use_map(self, pool_map: PoolMap) -> None:
         owners = pool_map.shard_of_partition

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, Draining, StaleSession
 from nvpool.base.ids import counter_of
 from nvpool.base.oldest import too_old
-from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft
 from nvpool.wire import codec
 from nvpool.wire.transport import Call
@@ -37,6 +36,7 @@ SLOT_BITS = 20
 """A million slots of 4 bytes, for this and for the last `lease_s`; what is not used costs nothing. With 100,000 leases one
 change of 200 tells somebody for nothing."""
 SEVERAL = 0xFFFF
+_SLOT_MASK = (1 << SLOT_BITS) - 1
 _ANYTHING = 0xFFFFFFFF
 """Several inodes fell on the slot."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -89,19 +89,20 @@ class _Table:
     def _empty() -> memoryview:
         return memoryview(mmap.mmap(-1, 4 << SLOT_BITS)).cast("I")  # pages come with their first use
 
-    def add(self, number: int, index: int, now_s: float) -> None:
+    def add(self, numbers: Iterable[int], index: int, now_s: float) -> None:
         """Kept for `lease_s` at least, for two of it at most."""
         if now_s >= self._turn_s:
             self._old = self._new if now_s < self._turn_s + self._lease_s else self._empty()
             self._new, self._turn_s = self._empty(), now_s + self._lease_s
-        spread = number * _GOLDEN
-        slot, tag = spread >> 64 - SLOT_BITS & (1 << SLOT_BITS) - 1, spread >> 28 & 0xFFFF
-        held = self._new[slot]
-        mine = tag << 16 | index
-        if held != mine:
-            if held:
-                mine = _ANYTHING if held >> 16 != tag else tag << 16 | SEVERAL
-            self._new[slot] = mine
+        new = self._new
+        for number in numbers:
+            spread = number * _GOLDEN
+            slot, mine = spread >> 64 - SLOT_BITS & _SLOT_MASK, (spread >> 12 & 0xFFFF0000) | index
+            held = new[slot]
+            if held != mine:
+                if held:
+                    mine = _ANYTHING if held >> 16 != mine >> 16 else mine | SEVERAL
+                new[slot] = mine
 
     def indexes(self, number: int) -> tuple[int, int]:
         """Who may have a lease on the inode: indexes, 0 for nobody, SEVERAL for anybody."""
@@ -116,7 +117,7 @@ class Watches:
     def __init__(self, clock: Clock, first_number: int, watch_s: float, lease_s: float) -> None:
         self._clock = clock
         self._watch_s = watch_s
-        self._lease_ms = int(lease_s * 1000)
+        self.lease_ms = int(lease_s * 1000)
         self._watch_ms = int(watch_s * 1000)
         self._next_number = first_number
         self._table = _Table(lease_s)
@@ -185,19 +186,25 @@ class Watches:
 
     # -- lending -----------------------------------------------------------------------------------------------------
 
-    def lend(self, session: int, inode: Inode) -> int:
-        """How many milliseconds the session may rely on what it is told of the inode now; 0: not at all."""
+    def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
+        """On which of these inodes, which have names, the session may rely for `lease_ms` from now."""
         watch = self._watches.get(session)
-        if watch is None or not inode.links:  # the collector tells nobody
-            return 0
+        if watch is None:
+            return ()
         now_s = self._clock.boottime_s()
-        if watch.until_s <= now_s or inode.number in self._recalls:
-            return 0
-        cool = self._cool.get(inode.number)
-        if cool is not None and cool[0] > now_s and cool[1] != session:
-            return 0
-        self._table.add(inode.number, watch.index, now_s)
-        return self._lease_ms
+        if watch.until_s <= now_s:
+            return ()
+        lent = set(numbers)
+        if self._recalls:
+            lent -= self._recalls.keys()
+        if self._cool:
+            lent -= {number for number in self._cool.keys() & lent if self._is_cool(number, session, now_s)}
+        self._table.add(lent, watch.index, now_s)
+        return lent
+
+    def _is_cool(self, number: int, session: int, now_s: float) -> bool:
+        until_s, only, _ = self._cool[number]
+        return until_s > now_s and only != session
 
     # -- changes -----------------------------------------------------------------------------------------------------
 

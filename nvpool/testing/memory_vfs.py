@@ -29,7 +29,8 @@ from nvpool.client.vfs.contract import (
 )
 from nvpool.logic.lockranges import LAST_BYTE, RECORD, UNLOCKED, WHOLE, Span
 from nvpool.meta.locks import LockTable, Owner, Waiter
-from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
+from nvpool.wire.entries import Listed, pack_entry
+from nvpool.wire.v1.meta_pb2 import Attr
 
 HAS_XATTRS = 1
 FILE_BYTES_MAX = GIB
@@ -442,16 +443,17 @@ class MemoryVfs:
         self._directory(inode)
         return DirHandle(inode)
 
-    async def readdir(self, handle: DirHandle, cursor: int, limit: int, answered=None) -> tuple[list[DirEntry], bool]:
-        behind = [(place, name) for place, name in self._directory(handle.inode).order.items() if place > cursor]
-        found = []
-        for place, name in behind[:limit]:
-            attr = self._nodes[self._directory(handle.inode).names[name][0]].attr
-            found.append(DirEntry(name=name, cursor=place, inode=attr.inode, kind=attr.mode >> 12, attr=attr))
+    async def readdir(self, handle: DirHandle, cursor: int, limit: int, answered=None) -> tuple[Listed, bool]:
+        node = self._directory(handle.inode)
+        behind = [(place, name) for place, name in node.order.items() if place > cursor]
         more = len(behind) > limit
         if answered is not None:
-            answered(found[-1].cursor if more else None)
-        return found, more
+            answered(behind[limit - 1][0] if more else None)
+        return Listed(b"".join([pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
+                                for place, name in behind[:limit]])), more
+
+    def outdated(self, inodes: list[int], since_s: float) -> set[int]:
+        return set()
 
     async def releasedir(self, handle: DirHandle) -> None:
         pass

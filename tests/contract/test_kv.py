@@ -113,6 +113,10 @@ class KvMachine(RuleBasedStateMachine):
     def get(self, key):
         assert self.kv.get(key) == self.states[-1].get(key)
 
+    @rule(keys=st.lists(KEYS, max_size=5))
+    def get_many(self, keys):
+        assert self.kv.get_many(keys) == [self.states[-1].get(key) for key in keys]
+
     @rule()
     def sync(self):
         self.runner.run(self.kv.sync())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nvpool.fuse.protocol import numbers, replies, requests
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.fuse.protocol.requests import FORMS, Malformed, Request
+from nvpool.wire.entries import Listed, pack_entry
 from nvpool.wire.v1.meta_pb2 import Attr
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -195,6 +196,28 @@ def test_a_listing_says_what_fits_and_no_more(entries, room, plus):
     form = replies.DIRENT_PLUS_BYTES if plus else replies.DIRENT_BYTES
     if len(taken) < len(entries):
         assert len(body) + (form + len(entries[len(taken)][0]) + 7 & ~7) > room
+
+
+LISTED_NAMES = st.binary(min_size=1, max_size=255).filter(lambda name: name not in (b".", b".."))
+
+
+@given(st.lists(st.tuples(LISTED_NAMES, st.integers(1, 9), st.integers(-(1 << 62), 1 << 62)), max_size=40),
+       st.integers(300, 4096), st.booleans(), st.sets(st.integers(1, 9)), st.integers(0, 3))
+def test_entries_that_were_listed_together_are_told_as_one_by_one(entries, room, plus, unknown, first):
+    attrs = [Attr(inode=inode, mode=0o100644, links=1, uid=2, gid=3, size=4, blocks=5, atime_ns=time, mtime_ns=6,
+                  ctime_ns=-time, rdev=7, change=1) for _, inode, time in entries]
+    listed = Listed(b"".join(pack_entry(at, attr, False, name)
+                             for at, ((name, _, _), attr) in enumerate(zip(entries, attrs, strict=True))))
+    one_by_one, together, partly = (replies.Listing(room, plus, (1, 2), (3, 4)) for _ in range(3))
+    until = first = min(first, len(entries))
+    while until < len(entries) and one_by_one.add(entries[until][0], attrs[until], until):
+        until += 1
+    assert together.add_all(listed, first, ()) == until and bytes(together.taken()) == bytes(one_by_one.taken())
+    assert partly.add_all(listed, first, unknown) == until
+    for (name, inode, cursor, kind, fields), entry in zip(replies.read_listing(bytes(partly.taken()), plus),
+                                                          list(listed)[first:until], strict=True):
+        assert (name, inode, cursor, kind) == (entry.name, entry.inode, entry.cursor, entry.kind)
+        assert not plus or fields[0] == (0 if inode in unknown else inode)
 
 
 # -- any request, whole and broken -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, decode_map, encode_map
 from nvpool.store.service import EXTENT
 from nvpool.wire import codec
+from nvpool.wire.entries import pack_entry
 from nvpool.wire.v1 import data_pb2, meta_pb2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -75,7 +76,12 @@ def messages() -> dict[str, str]:
                                                 release=True),
         "NamesRequest": meta_pb2.NamesRequest(inodes=b"i" * 8, directory=INODE, elsewhere=True, cursor=b"c", limit=9),
         "NamesReply": meta_pb2.NamesReply(names=[meta_pb2.NamedInode(inode=INODE, directory=2, name=b"n\xff", above=1)],
-                                          gone=b"g" * 8, cursor=b"c", done=True)}
+                                          gone=b"g" * 8, cursor=b"c", done=True),
+        "ListDirRequest": meta_pb2.ListDirRequest(session=SESSION, map_epoch=epoch, inode=1, cursor=1 << 40, limit=512,
+                                                  attrs=True, packed=True),
+        "listed entry": pack_entry(1 << 62 | 5, meta_pb2.Attr(
+            inode=INODE, mode=0o100644, links=2, uid=1000, gid=100, size=1 << 33, blocks=8, atime_ns=-1, mtime_ns=1 << 60,
+            ctime_ns=3, change=7, cut=6, rdev=0x801, table=1, chunk_bits=20, flags=1, parent=9, punches=2), True, b"n\xff")}
     return {name: (one if isinstance(one, bytes) else one.SerializeToString(deterministic=True)).hex()
             for name, one in made.items()}
 

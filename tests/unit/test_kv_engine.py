@@ -678,6 +678,10 @@ def test_a_flipped_bit_in_a_stored_key_or_value_is_never_taken_for_the_truth(pat
                 kv.get(b"key-50")
             with pytest.raises(CorruptRecord):
                 kv.scan(b"key-10", b"z", 100)
+            with pytest.raises(CorruptRecord):
+                kv.get_many([b"key-10", b"key-50"])
+            assert kv.get_many([b"key-10", b"key-11"]) == [b"value-10", b"value-11"]
+            assert len(kv.scan(b"key-10", b"key-48", 100)) == 38, "what is damaged behind the end is not asked for"
             kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written anew")])
 
     run(main())

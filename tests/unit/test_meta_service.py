@@ -15,6 +15,7 @@ from nvpool.logic.poolmap import Shard as MapShard
 from nvpool.meta import records
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map
+from nvpool.wire.entries import Listed
 from nvpool.wire.v1 import meta_pb2 as pb
 
 SECRET = b"s" * 32
@@ -640,6 +641,45 @@ async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client)
         await client.list(made.inode)
     with pytest.raises(errors.StaleCursor):
         await client.ask("LIST", pb.ListDirRequest(session=client.session, inode=ROOT, cursor=3))
+
+
+async def both(client, **request):
+    """Entries as messages, and packed, of the same question; whether there are more."""
+    in_messages, in_one = [await client.ask("LIST", pb.ListDirRequest(session=client.session, attrs=True, packed=packed,
+                                                                      **request)) for packed in (False, True)]
+    assert in_messages.more == in_one.more and not in_one.entries and not in_messages.packed
+    return list(in_messages.entries), Listed(in_one.packed), in_one.more
+
+
+@scenario
+async def test_what_is_listed_packed_is_what_is_listed_in_messages(shard, client):
+    made = await client.mkdir(ROOT, b"d")
+    for number in range(40):
+        await client.file(made.inode, b"f%d" % number)
+    await client.mkdir(made.inode, b"sub")
+    await client.setattr((await client.file(made.inode, b"owned")).inode, 2 | 4, uid=70_000, gid=3)
+    await client.create(made.inode, b"opened", open=True, rights=3)
+    cursor, more, names = 0, True, []
+    while more:
+        entries, listed, more = await both(client, inode=made.inode, cursor=cursor, limit=7)
+        assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == \
+            [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in entries]
+        names += listed.names
+        cursor = listed.cursor(-1)
+    assert len(names) == 43 == len(set(names))
+
+
+@scenario
+async def test_inodes_that_can_not_be_read_are_left_out_of_a_listing_and_the_others_are_in_it(shard, client):
+    numbers = {name: (await client.file(ROOT, name)).inode for name in (b"whole", b"gone", b"garbled")}
+    shard.kv.apply([(records.inode_key(numbers[b"gone"]), None), (records.inode_key(numbers[b"garbled"]), b"\xff" * 30)])
+    entries, listed, _ = await both(client, inode=ROOT)
+    assert listed.names == [b"whole"] == [entry.name for entry in entries]
+
+    def damaged(keys):
+        raise errors.CorruptRecord("one of them")
+    shard.service._view.get_many = damaged
+    assert (await both(client, inode=ROOT))[1].names == [b"whole"]
 
 
 # -- sessions, orphans, collector -------------------------------------------------------------------------------------

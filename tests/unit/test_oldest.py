@@ -19,3 +19,8 @@ def test_what_came_first_goes_and_the_bound_holds(count_max):
 
 def test_nothing_goes_while_there_is_room():
     assert list(too_old({1: None, 2: None}, 2)) == []
+
+
+def test_what_came_in_too_large_a_batch_goes_at_once():
+    entries = dict.fromkeys(range(1000))
+    assert list(too_old(entries, 160)) == list(range(850))

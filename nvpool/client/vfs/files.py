@@ -275,9 +275,8 @@ class Files(Names, Locks):
         if self.cache.drop(file):
             file.fetching = None  # by the time it is here the file may be another's
             self.chunks.short.forget(file)
-            lease = self.leases.held(file.inode)
-            if lease is not None and file.grant_rights & READ and not file.lost:
-                lease.grant = file.grant  # for the next open
+            if file.grant_rights & READ and not file.lost:
+                self.leases.keep_grant(file.inode, file.grant)
             self.writer.forget(file)
             self.meta.release(file.inode, file.opened)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from nvpool.base.errors import NotADirectory
 from nvpool.client.vfs.contract import DirHandle
 from nvpool.client.vfs.names import Names
+from nvpool.wire.entries import Listed
 from nvpool.wire.v1 import meta_pb2, wire_pb2
-from nvpool.wire.v1.meta_pb2 import DirEntry
 
 LIST_MAX = 1024
 """Entries in one answer; the service gives no more."""
@@ -24,24 +24,29 @@ class Listing(Names):
         return DirHandle(inode)
 
     async def readdir(self, directory: DirHandle, cursor: int, limit: int,
-                      answered: Callable[[int | None], None] | None = None) -> tuple[list[DirEntry], bool]:
+                      answered: Callable[[int | None], None] | None = None) -> tuple[Listed, bool]:
         """Up to `limit` entries behind `cursor` (0 begins), with attributes, and whether there are more. An entry that is there
         during the whole listing is delivered once; '.' and '..' are not. StaleCursor for a cursor that is none.
 
         `answered` is called with the cursor that leads on, None at the end, as soon as that is known: a task that it makes gets
         its first turn before this one works on what has come, so that the service does not wait for us."""
-        request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True)
-        reply, sent_s = await self._ask_list(directory.inode, request)
+        request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True,
+                                          packed=True)
+        listed, more, lease_ms, sent_s = await self._ask_list(directory.inode, request)
         if answered is not None:
-            answered(reply.entries[-1].cursor if reply.more and reply.entries else None)
+            answered(listed.cursor(-1) if more and listed.names else None)
             await asyncio.sleep(0)
-        entries = self._believe_list(directory.inode, reply, sent_s)
-        for entry in entries:
-            if entry.HasField("attr"):
-                merged = self._merged(entry.attr)
-                if merged is not entry.attr:
-                    entry.attr.CopyFrom(merged)
-        return entries, reply.more
+        self._believe_list(directory.inode, listed, lease_ms, sent_s)
+        if not self.cache.open.keys().isdisjoint(listed.inodes):
+            for at, inode in enumerate(listed.inodes):
+                if inode in self.cache.open:
+                    listed.put(at, self._merged(listed.attr(at)))
+        return listed, more
+
+    def outdated(self, inodes: list[int], since_s: float) -> set[int]:
+        """Those of which an answer to a question that was asked then tells no news: we have changed them since, or were told
+        that others do."""
+        return self.leases.outdated(inodes, since_s)
 
     async def releasedir(self, directory: DirHandle) -> None:
         """Nothing is kept for a listing."""

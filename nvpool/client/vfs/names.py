@@ -10,6 +10,7 @@ from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.core import Core
 from nvpool.client.vfs.siblings import Siblings
+from nvpool.wire.entries import Listed, packed
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -101,33 +102,36 @@ class Names(Core):
 
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
         """As `_look_up`; the names behind it in the order of listings are known too after it."""
-        request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True)
-        entries = ()
+        request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True, packed=True)
         try:
-            entries = self._believe_list(parent, *await self._ask_list(parent, request))
+            listed, _, lease_ms, sent_s = await self._ask_list(parent, request)
+            self._believe_list(parent, listed, lease_ms, sent_s)
+            if name in listed.names:
+                return listed.attr(listed.names.index(name))
         except Damaged:
             pass  # one of the names behind it, perhaps: this one is asked for alone
         finally:
             self.siblings.asked(parent)
-        for entry in entries:
-            if entry.name == name and entry.HasField("attr"):
-                return entry.attr
         return await self._look_up(parent, name)
 
-    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> tuple[meta_pb2.ListDirReply, float]:
-        """The answer, and when it was asked for."""
+    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
+        """The entries, whether there are more, for how long they are promised, and when they were asked for."""
         sent_s = self.clock.boottime_s()
-        return await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply), sent_s
+        reply = await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+        return Listed(reply.packed or packed(reply.entries)), reply.more, reply.lease_ms, sent_s
 
-    def _believe_list(self, directory: int, reply: meta_pb2.ListDirReply, sent_s: float) -> list[meta_pb2.DirEntry]:
-        """The entries. What they tell of names and attributes is believed, as far as we have not changed it since we asked."""
-        entries = list(reply.entries)
-        for entry in entries:
-            if entry.HasField("attr") and self.leases.is_news(entry.inode, sent_s):
-                self.cache.put_attr(entry.attr)
-                lease = self.leases.take(entry.inode, reply.lease_ms, sent_s) if entry.promised else None
-                self.cache.put_entry(directory, entry.name, entry.inode, sent_s, lease)
-        return entries
+    def _believe_list(self, directory: int, listed: Listed, lease_ms: int, sent_s: float) -> None:
+        """What the entries tell of names and attributes is believed, as far as we have not changed it since we asked."""
+        inodes, promised = listed.inodes, listed.promised
+        if promised in (0, len(inodes)) and not self.leases.outdated(inodes, sent_s) and self.cache.put_attrs(listed):
+            leases = self.leases.take_all(inodes, lease_ms if promised else 0, sent_s)
+            self.cache.put_entries(directory, listed.names, inodes, sent_s, leases)
+            return
+        for at, inode in enumerate(inodes):
+            if self.leases.is_news(inode, sent_s):
+                self.cache.put_attr(listed.attr(at))
+                lease = self.leases.take(inode, lease_ms, sent_s) if listed.is_promised(at) else None
+                self.cache.put_entry(directory, listed.names[at], inode, sent_s, lease)
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)

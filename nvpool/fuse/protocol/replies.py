@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections import namedtuple
+from collections.abc import Container, Sequence
 
 from nvpool.fuse.protocol.numbers import EXPIRE_ONLY, Notice
+from nvpool.wire.entries import Listed
 
 _HEADER = "=IiQ"
 HEADER = struct.Struct(_HEADER)
@@ -160,29 +162,64 @@ class Listing:
 
     def add(self, name: bytes, attr, cursor: int) -> bool:
         """False where there is no room. `cursor` leads behind the entry. '.' and '..' are not taken for looked up."""
+        if not self._plus or name in _DOTS:
+            return self._add_name(name, cursor, attr.inode, attr.mode)
+        words = (cursor, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns,
+                 attr.mtime_ns, attr.ctime_ns, 0, 0, attr.rdev)
+        return self._add_looked_up((name,), (words,), 0, 1) == 1
+
+    def add_all(self, listed: Listed, first: int, unknown: Container[int]) -> int:
+        """As `add` of each entry from the `first` on; the index of the one for which there is no room, or of the end. Of the
+        inodes that are `unknown` the kernel is told their names only: it will ask."""
+        names, words, length = listed.names, listed.words, len(listed)
+        if self._plus and not unknown:
+            return self._add_looked_up(names, words, first, length)
+        for at in range(first, length):
+            cursor, inode, mode = words[at][:3]
+            if self._plus and inode not in unknown:
+                if self._add_looked_up(names, words, at, at + 1) == at:
+                    return at
+            elif not self._add_name(names[at], cursor, inode, mode):
+                return at
+        return length
+
+    def _add_name(self, name: bytes, cursor: int, inode: int, mode: int) -> bool:
         at, plus = self._at, self._plus
         begin = (DIRENT_PLUS_BYTES if plus else DIRENT_BYTES) + at
         end = begin + len(name)
         after = end + 7 & ~7
-        buffer = self._buffer
-        if after > len(buffer):
+        if after > len(self._buffer):
             return False
-        mode = attr.mode
-        if not plus:
-            _DIRENT.pack_into(buffer, at, attr.inode, cursor, len(name), mode >> 12 & 15)
-        elif name in _DOTS:
-            _DIRENT_PLUS.pack_into(buffer, at, *_NOWHERE, attr.inode, cursor, len(name), mode >> 12 & 15)
-        else:  # as _attr_words, spelt out: a listing of millions comes by here
-            entry_s, attr_s, entry_ns, attr_ns = self._times
-            inode, atime, mtime, ctime = attr.inode, attr.atime_ns, attr.mtime_ns, attr.ctime_ns
-            atime_s, mtime_s, ctime_s = atime // SECOND_NS, mtime // SECOND_NS, ctime // SECOND_NS
-            _PACK_PLUS(buffer, at, inode, 0, entry_s, attr_s, entry_ns, attr_ns, inode, attr.size, attr.blocks, atime_s,
-                       mtime_s, ctime_s, atime - atime_s * SECOND_NS, mtime - mtime_s * SECOND_NS, ctime - ctime_s * SECOND_NS,
-                       mode, attr.links, attr.uid, attr.gid, attr.rdev, BLOCK_BYTES, 0, inode, cursor, len(name),
-                       mode >> 12 & 15)
-        buffer[begin:end] = name
+        if plus:
+            _PACK_PLUS(self._buffer, at, *_NOWHERE, inode, cursor, len(name), mode >> 12 & 15)
+        else:
+            _DIRENT.pack_into(self._buffer, at, inode, cursor, len(name), mode >> 12 & 15)
+        self._buffer[begin:end] = name
         self._at = after
         return True
+
+    def _add_looked_up(self, names: Sequence[bytes], words: Sequence[tuple], first: int, until: int) -> int:
+        """As _attr_words, spelt out: a listing of millions comes by here. `words` as those of a Listed."""
+        pack, second, block_bytes, head = _PACK_PLUS, SECOND_NS, BLOCK_BYTES, DIRENT_PLUS_BYTES
+        entry_s, attr_s, entry_ns, attr_ns = self._times
+        buffer, after = self._buffer, self._at
+        room = len(buffer)
+        for at in range(first, until):
+            name = names[at]
+            begin = after + head
+            end = begin + len(name)
+            if end + 7 & ~7 > room:
+                until = at
+                break
+            cursor, inode, mode, links, uid, gid, size, blocks, atime, mtime, ctime, _, _, rdev = words[at][:14]
+            atime_s, mtime_s, ctime_s = atime // second, mtime // second, ctime // second
+            pack(buffer, after, inode, 0, entry_s, attr_s, entry_ns, attr_ns, inode, size, blocks, atime_s, mtime_s, ctime_s,
+                 atime - atime_s * second, mtime - mtime_s * second, ctime - ctime_s * second, mode, links, uid, gid, rdev,
+                 block_bytes, 0, inode, cursor, len(name), mode >> 12 & 15)
+            buffer[begin:end] = name
+            after = end + 7 & ~7
+        self._at = after
+        return until
 
     def taken(self) -> memoryview:
         return memoryview(self._buffer)[:self._at]

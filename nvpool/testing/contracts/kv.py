@@ -92,6 +92,8 @@ async def scans_are_ordered_and_bounded_over_all_layers(subject: Subject) -> Non
             for limit in (0, 1, 2, 7, 1000):
                 assert kv.scan(first, end, limit) == pairs[:limit], (first, end, limit)
                 assert kv.scan_back(first, end, limit) == pairs[::-1][:limit], (first, end, limit)
+        for wanted in ([], keys, [*expected, b"no such key", b"100", b"100"]):
+            assert kv.get_many(wanted) == [expected.get(key) for key in wanted]
         await kv.checkpoint()
 
 

@@ -449,7 +449,7 @@ class ReserveReply(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class ListDirRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name")
+    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +457,7 @@ class ListDirRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     ATTRS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
@@ -464,7 +465,8 @@ class ListDirRequest(_message.Message):
     limit: int
     attrs: bool
     name: bytes
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ...) -> None: ...
+    packed: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ..., packed: _Optional[bool] = ...) -> None: ...
 
 class DirEntry(_message.Message):
     __slots__ = ("name", "cursor", "inode", "kind", "attr", "promised")
@@ -483,14 +485,16 @@ class DirEntry(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ..., promised: _Optional[bool] = ...) -> None: ...
 
 class ListDirReply(_message.Message):
-    __slots__ = ("entries", "more", "lease_ms")
+    __slots__ = ("entries", "more", "lease_ms", "packed")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[DirEntry]
     more: bool
     lease_ms: int
-    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    packed: bytes
+    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class StatFsRequest(_message.Message):
     __slots__ = ("session", "map_epoch")

@@ -1,0 +1,128 @@
+"""Listings: the entries of a directory in the order of their hashes, with attributes, in bounded steps.
+
+As the other questions (`meta/queries`) this changes nothing and does not wait. Called by `meta/service` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from nvpool.base.errors import CorruptRecord
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.logic.partition import cursor_behind, cursor_parts, partition_of_name
+from nvpool.meta import records
+from nvpool.meta.records import HASH_AT, NAME_AT
+from nvpool.meta.view import View, fill_attr
+from nvpool.wire.entries import ENTRY
+from nvpool.wire.v1 import meta_pb2
+
+LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
+"""Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
+WIDE_STEP = 64
+"""Partitions of a wide directory that are looked through before others get their turn."""
+
+
+def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.ListDirReply | None]:
+    """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
+
+    Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
+    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's).
+    """
+    directory = view.directory(request.inode)
+    from_hash, leave_out = cursor_parts(request.cursor)
+    if request.name:
+        from_hash, leave_out = view.name_hash(directory.number, request.name), 0
+    limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+    wide = bool(directory.flags & records.WIDE)
+    partition = partition_of_name(directory.number, wide, from_hash)
+    last = PARTITION_COUNT - 1 if wide else partition
+    found: list[tuple[bytes, bytes]] = []
+    skipped = leave_out
+    start, end = records.dentry_range(partition, directory.number, from_hash)
+    steps = 0
+    while True:
+        found += view.scan(start, end, limit + 1 + skipped - len(found))
+        if len(found) > limit + skipped or partition == last:
+            break
+        steps += 1
+        if not steps % WIDE_STEP:
+            yield None
+        partition += 1
+        start, end = records.dentry_range(partition, directory.number)
+    # what was found before others had their turn may have been changed by them
+    yield _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
+
+
+def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
+            leave_out: int, limit: int, lends: bool) -> meta_pb2.ListDirReply:
+    reply = meta_pb2.ListDirReply()
+    places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
+    before, equal = from_hash, 0
+    taken = 0
+    for key, raw in found:
+        name_hash = key[HASH_AT:NAME_AT]
+        if name_hash == before:
+            equal += 1
+            if equal <= leave_out and name_hash == from_hash:
+                continue
+        else:
+            before, equal = name_hash, 1
+        if taken >= limit:
+            reply.more = True
+            break
+        taken += 1
+        try:
+            number, kind = records.decode_dentry(records.partition_of_key(key), raw)
+        except CorruptRecord:
+            continue
+        places.append((key[NAME_AT:], cursor_behind(name_hash, equal), number, kind))
+    if request.packed or request.attrs:
+        found_inodes = _inodes(view, [place[2] for place in places])
+        places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
+        inodes = [fields for fields in found_inodes if fields is not None]
+        lent = view.lend_all(request.session, inodes) if lends and places else ()
+        if lent:
+            reply.lease_ms = view.lease_ms
+        if request.packed:
+            reply.packed = _packed(places, inodes, lent)
+            return reply
+    for at, (name, cursor, number, kind) in enumerate(places):
+        entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
+        if request.attrs:
+            fill_attr(entry.attr, records.Inode(*inodes[at]))
+            entry.promised = number in lent
+    return reply
+
+
+def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:
+    pack, shown = ENTRY.pack, records.SHOWN_FLAGS
+    parts = []
+    for (name, cursor, _, _), (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
+                               chunk_bits, flags, parent, _, punches) in zip(places, inodes, strict=True):
+        parts.append(pack(cursor, number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
+                          chunk_bits, flags & shown, parent, punches, number in lent, len(name)))
+        parts.append(name)
+    return b"".join(parts)
+
+
+def _inodes(view: View, numbers: list[int]) -> list[tuple | None]:
+    """The `inode_fields` of each; None where there is nothing that can be read."""
+    try:
+        raws = view.get_many(list(map(records.inode_key, numbers)))
+    except CorruptRecord:  # one of them: the others are shown
+        return [_one(view, number) for number in numbers]
+    return [_fields(number, raw) for number, raw in zip(numbers, raws, strict=True)]
+
+
+def _one(view: View, number: int) -> tuple | None:
+    try:
+        return _fields(number, view.get(records.inode_key(number)))
+    except CorruptRecord:
+        return None
+
+
+def _fields(number: int, raw: bytes | None) -> tuple | None:
+    try:
+        return None if raw is None else records.inode_fields(number, raw)
+    except CorruptRecord:
+        return None
