@@ -39,6 +39,8 @@ PAST_BYTES = 128 * 1024
 processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the sync then writes all
 the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and
 written at a time: what is written is free until the index names it."""
+SMALL_BYTES = 16 * 1024
+"""Memory for a read up to here is found sooner by the allocator than by a look at which of our buffers is free."""
 _PAST_THREADS = 4
 """Writes past the cache at once: one leaves most of a drive idle."""
 
@@ -138,12 +140,15 @@ class FileDevice:
         self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
         self._pool = self._aligned if direct else BufferPool(bytearray)
-        self.buffer = self._pool.take
+        self.buffer = self._pool.take if direct else self._buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
         self._past = ThreadPoolExecutor(_PAST_THREADS, thread_name_prefix="device-write")
         self._run_start = self._run_end = 0
         self._starting: list = []
+
+    def _buffer(self, byte_count: int) -> memoryview:
+        return self._pool.take(byte_count) if byte_count > SMALL_BYTES else memoryview(bytearray(byte_count))
 
     @property
     def writes(self) -> str:

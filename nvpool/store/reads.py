@@ -35,6 +35,7 @@ READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 _BLOCK_MASK = BLOCK_BYTES - 1
+_NOTHING = memoryview(b"")
 
 
 class Readings:
@@ -69,20 +70,20 @@ class Readings:
 
 
 class _Work:
-    """What finishing needs: the device's lists, the buffer, and which reads to check or to drop."""
+    """What finishing needs, where a batch waits or is checked: the device's lists, the buffer, and which reads to check or to
+    drop."""
 
     __slots__ = ("offsets", "lengths", "positions", "into", "reads", "crcs", "failed", "checked", "starts", "sequence")
 
-    def __init__(self) -> None:
-        self.offsets: list[int] = []
-        self.lengths: list[int] = []
-        self.positions: list[int] = []
-        self.into = memoryview(b"")
-        self.reads = b""
-        self.crcs: list[bytes] = []
+    def __init__(self, lists: tuple[list[int], list[int], list[int]], into: memoryview, reads: bytes, crcs: list[bytes],
+                 checked: list[int], starts: list[int]) -> None:
+        self.offsets, self.lengths, self.positions = lists
+        self.into = into
+        self.reads = reads
+        self.crcs = crcs
         self.failed: dict[int, type[NvpoolError]] = {}
-        self.checked: list[int] = []
-        self.starts: list[int] = []
+        self.checked = checked
+        self.starts = starts
         self.sequence = 0
 
 
@@ -100,10 +101,14 @@ class BatchReader:
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
         batch = ReadBatch()
-        work = _Work()
         index = self._index
         young = index.young
-        offsets, lengths, positions, crcs, starts = work.offsets, work.lengths, work.positions, work.crcs, work.starts
+        offsets: list[int] = []
+        lengths: list[int] = []
+        positions: list[int] = []
+        crcs: list[bytes] = []
+        starts: list[int] = []
+        checked: list[int] = []
         results = batch.results = bytearray(len(reads) // READ.size * RESULT.size)
         pack_result = RESULT.pack_into
         bad_chunks = self._quarantine.chunks
@@ -150,12 +155,12 @@ class BatchReader:
                         raise InvalidRequest
                     if at + length > READ_BATCH_BYTES_MAX:
                         raise InvalidRequest
-                    present, sums = self._blocks(chunk, offset >> 12, length >> 12, at, work, zeros)
+                    present, sums = self._blocks(chunk, offset >> 12, length >> 12, at, (offsets, lengths, positions), zeros)
                     crcs.append(sums)
                     pack_result(results, place, 0, flag if present else 0, present << 12, chunk.version)
                     at += present << 12
                 if bad_chunks and (inode, number) in bad_chunks:
-                    work.checked.append(place // RESULT.size)
+                    checked.append(place // RESULT.size)
             except (NvpoolError, IndexError) as error:
                 if isinstance(error, CorruptRecord):
                     self._quarantine.note(inode, number, offset >> 12, f"can not be found: {error}")
@@ -165,24 +170,28 @@ class BatchReader:
         if at > READ_BATCH_BYTES_MAX:
             raise InvalidRequest(f"a batch reads at most {READ_BATCH_BYTES_MAX} bytes")
         self.read_count += len(crcs)
+        into = _NOTHING
         if at:
-            into = work.into = self._device.buffer(at)
+            into = self._device.buffer(at)
             for begin, count in zeros:
                 into[begin:begin + count] = bytes(count)
             if offsets:
                 batch.missed = self._device.read_now(offsets, lengths, positions, into)
-        if batch.missed or verify or work.checked:
-            work.reads = reads
-            if verify:
-                work.checked = list(range(len(crcs)))
-            batch.work = work
+        if batch.missed or verify or checked:
+            batch.work = _Work((offsets, lengths, positions), into, reads, crcs,
+                               list(range(len(crcs))) if verify else checked, starts)
             if batch.missed:
                 self.missed_count += len(batch.missed)
-                return batch
-        self._complete(batch, work)
+            else:
+                self._complete(batch, batch.work)
+            return batch
+        if at:
+            batch.payload = [into]
+        batch.checksums = b"".join(crcs)
         return batch
 
-    def _blocks(self, chunk: Chunk, block: int, count: int, at: int, work: _Work, zeros: list) -> tuple[int, bytes]:
+    def _blocks(self, chunk: Chunk, block: int, count: int, at: int, lists: tuple[list[int], list[int], list[int]],
+                zeros: list) -> tuple[int, bytes]:
         """Add what `count` blocks from `block` on need; returns how many there are up to the last one that is not a hole."""
         runs: list[list[int]] = []  # [disk block or 0, count]
         sums: list[bytes] = []
@@ -211,9 +220,8 @@ class BatchReader:
         for place, length in runs:
             length <<= 12
             if place:
-                work.offsets.append(place << 12)
-                work.lengths.append(length)
-                work.positions.append(at)
+                for values, value in zip(lists, (place << 12, length, at), strict=True):
+                    values.append(value)
             else:
                 zeros.append((at, length))
             at += length

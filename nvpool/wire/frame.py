@@ -30,6 +30,11 @@ from nvpool.base.spares import SPARES
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
 from nvpool.wire.v1 import wire_pb2
 
+try:
+    from nvpool.wire import _frame
+except ImportError:  # not compiled
+    _frame = None
+
 MAGIC = 0x504E
 HELLO, REQUEST, REPLY, CANCEL = (wire_pb2.Frame.HELLO, wire_pb2.Frame.REQUEST, wire_pb2.Frame.REPLY, wire_pb2.Frame.CANCEL)
 HEADER = Struct("<HBBHHIIIIII")
@@ -46,10 +51,40 @@ LINEAR_BYTES = 128 << 10
 EMPTY = memoryview(b"")
 
 
-def pack_head(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
+def pack_head_plain(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
     """The header and the message of a frame, to be followed by payload_bytes of payload."""
     checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
     return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
+
+
+def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+    """(kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`; or, where not all of it came before
+    `end`, how many bytes there must be: header, message and a payload of up to `whole_max`. CorruptFrame."""
+    view = memoryview(buffer)[begin:end]
+    (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
+     header_crc) = HEADER.unpack_from(view)
+    if magic != MAGIC or crc32c(view[:_CHECKED_BYTES]) != header_crc:
+        raise CorruptFrame("what came is not a frame of ours, or was changed on its way")
+    if flags or reserved or not HELLO <= kind <= CANCEL:
+        raise CorruptFrame(f"a frame of unknown kind {kind} (flags {flags:#x}, reserved {reserved})")
+    if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
+        raise CorruptFrame(f"a frame of {message_bytes} + {payload_bytes} bytes is too long")
+    needed = HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
+    if len(view) < needed:
+        return needed
+    message = bytes(view[HEADER_BYTES:HEADER_BYTES + message_bytes])
+    if crc32c(message) != message_crc:
+        raise CorruptFrame("a message was changed on its way")
+    return kind, code, number, deadline_ms, message, payload_bytes
+
+
+def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+    found = _frame.read_head(buffer, begin, end, whole_max)
+    return found if found is not None else read_head_plain(buffer, begin, end, whole_max)  # which says what is wrong
+
+
+pack_head = pack_head_plain if _frame is None else _frame.pack_head
+read_head = read_head_plain if _frame is None else _read_head_compiled
 
 
 class FrameReader:
@@ -112,24 +147,12 @@ class FrameReader:
     def _take(self) -> bool:
         """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
         begin = self._begin
-        view = self._view
-        (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
-         header_crc) = HEADER.unpack_from(view, begin)
-        if magic != MAGIC or crc32c(view[begin:begin + _CHECKED_BYTES]) != header_crc:
-            raise CorruptFrame("what came is not a frame of ours, or was changed on its way")
-        if flags or reserved or not HELLO <= kind <= CANCEL:
-            raise CorruptFrame(f"a frame of unknown kind {kind} (flags {flags:#x}, reserved {reserved})")
-        if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
-            raise CorruptFrame(f"a frame of {message_bytes} + {payload_bytes} bytes is too long")
-        at = begin + HEADER_BYTES
-        have = self._end - at
-        if have < message_bytes or (have < message_bytes + payload_bytes and payload_bytes <= SMALL_PAYLOAD_BYTES):
-            self._make_room(HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= SMALL_PAYLOAD_BYTES else 0))
+        found = read_head(self._buffer, begin, self._end, SMALL_PAYLOAD_BYTES)
+        if type(found) is int:
+            self._make_room(found)
             return False
-        message = bytes(view[at:at + message_bytes])
-        if crc32c(message) != message_crc:
-            raise CorruptFrame("a message was changed on its way")
-        at += message_bytes
+        kind, code, number, deadline_ms, message, payload_bytes = found
+        at = begin + HEADER_BYTES + len(message)
         if not payload_bytes:
             self._begin = at
             self._deliver(kind, code, number, deadline_ms, message, EMPTY)
@@ -137,6 +160,7 @@ class FrameReader:
         have = min(self._end - at, payload_bytes)
         self._begin = at + have
         payload = self._place(kind, number, payload_bytes)
+        view = self._view
         if have == payload_bytes:
             if payload is None:
                 payload = memoryview(bytes(view[at:at + have]))

@@ -8,10 +8,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvpool.base.errors import CorruptFrame
-from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.wire import frame as frames_module
+from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "frames.json").read_text())
+
+HEADS = {"plain": (frames_module.pack_head_plain, frames_module.read_head_plain)}
+if frames_module._frame is not None:
+    HEADS["compiled"] = (frames_module._frame.pack_head, frames_module._read_head_compiled)
+
+
+@pytest.fixture(scope="module", autouse=True, params=HEADS)
+def heads(request):
+    """Every test with the compiled module and with its twin."""
+    before = frames_module.pack_head, frames_module.read_head
+    frames_module.pack_head, frames_module.read_head = HEADS[request.param]
+    yield
+    frames_module.pack_head, frames_module.read_head = before
+
+
+def pack_head(*fields):
+    return frames_module.pack_head(*fields)
+
 
 frames = st.tuples(st.sampled_from([HELLO, REQUEST, REPLY, CANCEL]), st.integers(0, 65535), st.integers(0, 2**32 - 1),
                    st.integers(0, 2**32 - 1), st.binary(max_size=300),
@@ -148,3 +167,44 @@ def test_a_stalled_reader_keeps_frames_until_it_is_told_to_go_on():
         reader.parse()
         assert found == expected
     assert EMPTY == b""
+
+
+def of_a_head(read_head, *given):
+    try:
+        return read_head(*given)
+    except CorruptFrame as error:
+        return str(error)
+
+
+@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+@settings(max_examples=200, deadline=None)
+@given(frames, st.integers(0, 40), st.integers(0, 400),
+       st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=2), st.sampled_from([0, 100, 65536]))
+def test_the_compiled_module_and_its_twin_say_the_same(sent, begin, cut, changes, whole_max):
+    kind, code, number, deadline_ms, message, payload = sent
+    for form in (bytes, bytearray, memoryview):
+        fields = kind, code, number, deadline_ms, form(message), len(payload)
+        assert HEADS["plain"][0](*fields) == HEADS["compiled"][0](*fields)
+    buffer = bytearray(begin) + packed(sent)
+    end = max(begin + HEADER.size, len(buffer) - cut)
+    for place, byte in changes:
+        buffer[begin + place % (len(buffer) - begin)] = byte
+    one, other = [of_a_head(read_head, buffer, begin, end, whole_max) for _, read_head in HEADS.values()]
+    assert one == other and type(one) is type(other)
+
+
+@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1023, 1024, 1025, 5000])
+def test_checksums_of_both_are_the_same_at_every_length(size):
+    message = bytes(number * 7 & 255 for number in range(size))
+    assert HEADS["plain"][0](REPLY, 0, 1, 0, message, 0) == HEADS["compiled"][0](REPLY, 0, 1, 0, message, 0)
+
+
+@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+def test_the_compiled_module_reads_nothing_outside_of_its_buffer():
+    buffer = bytearray(packed((REQUEST, 1, 1, 1, b"m", b"")))
+    for begin, end in ((-1, 32), (2, 33), (0, 31), (0, len(buffer) + 1), (1 << 40, (1 << 40) + 32)):
+        with pytest.raises(ValueError):
+            frames_module._frame.read_head(buffer, begin, end, 65536)
+    with pytest.raises(TypeError):
+        frames_module._frame.read_head(bytes(buffer), 0, 32, 65536)
