@@ -177,8 +177,8 @@ class ChunkStore(Protocol):
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
         """Bring the bytes to free blocks of the drive without holding up the loop, for a `write_now` that names them. Nobody
-        changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace, Busy,
-        DriveFailed, Fenced: nothing was done. May be cancelled."""
+        changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace,
+        Busy, DriveFailed, Fenced: nothing was done. May be cancelled."""
 
     def drop_placed(self, placed: Placed) -> None:
         """The blocks are free again, unless a write names them."""
