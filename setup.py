@@ -1,6 +1,7 @@
-"""Only what pyproject.toml can not say: the compiled modules, left out where there is no compiler or no liburing."""
+"""Only what pyproject.toml can not say: the compiled modules, each left out where it does not compile."""
 
 from setuptools import Extension, setup
 
 setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
+                   Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], optional=True)])

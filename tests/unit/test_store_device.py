@@ -1,11 +1,12 @@
 """Two ways to the same drive, through the page cache and past it, show the same bytes."""
 
 import asyncio
+import mmap
 import os
 
 import pytest
 
-from nvpool.store.device import PAST_BYTES, FileDevice
+from nvpool.store.device import PAST_BYTES, FileDevice, begins_at_page
 
 
 def with_device(tmp_path, work) -> None:
@@ -46,17 +47,19 @@ def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
     with_device(tmp_path, work)
 
 
-def test_the_buffer_of_a_large_write_is_the_callers_again_at_once(tmp_path):
+def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
     async def work(device):
-        contents = [bytes([number]) * PAST_BYTES for number in range(16)]
-        buffer = bytearray(PAST_BYTES)
-        writing = []
-        for number, content in enumerate(contents):
+        content = os.urandom(PAST_BYTES)
+        memory = mmap.mmap(-1, PAST_BYTES + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for skip in (0, 16, 512, 4096):
+            buffer = memoryview(memory)[skip:skip + PAST_BYTES]
+            assert begins_at_page(buffer) == (not skip % 4096)
             buffer[:] = content
-            writing.append(device.write_past(buffer, [(number * PAST_BYTES, PAST_BYTES)]))
-        buffer[:] = bytes(PAST_BYTES)
-        await asyncio.gather(*writing)
-        assert read(device, 0, 16 * PAST_BYTES) == b"".join(contents)
+            for form in (buffer, buffer.toreadonly(), bytes(buffer), bytearray(buffer)):
+                await device.write_past(bytes(PAST_BYTES), [(0, PAST_BYTES)])
+                await device.write_past(form, [(0, 8192), (8192, PAST_BYTES - 8192)])
+                assert read(device, 0, PAST_BYTES) == content
+        assert device.writes == "direct"
 
     with_device(tmp_path, work)
 
