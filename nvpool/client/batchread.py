@@ -17,13 +17,13 @@ from nvpool.base import errors
 from nvpool.base.checksum import block_checksums
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
-from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, submit_into
 from nvpool.client.lanes import Lane, reads_struct, results_struct
 from nvpool.client.options import ClientOptions
 from nvpool.drive.reading import read_now
-from nvpool.wire.v1 import data_pb2, wire_pb2
+from nvpool.wire.codec import decode_read_reply, encode_read_request
+from nvpool.wire.v1 import wire_pb2
 
 _SAMPLE = 8
 """Reads of a batch that tell whether the rest is worth trying at once."""
@@ -199,8 +199,8 @@ class BatchReader:
 
     def _submit(self, connection, batch: _Batch, into: memoryview, deadline_s: float) -> None:
         count = len(batch.places)
-        message = data_pb2.ReadRequest(map_epoch=self._chunks.epoch, target=batch.lane.target, grants=list(batch.grants),
-                                       reads=reads_struct(count).pack(*batch.headers))
+        message = encode_read_request(self._chunks.epoch, batch.lane.target, list(batch.grants),
+                                      reads_struct(count).pack(*batch.headers))
         self._chunks.counters["messages"] += 1
         self._chunks.counters["reads"] += count
         batch.lane.in_flight += 1
@@ -208,7 +208,7 @@ class BatchReader:
         if batch.straight:
             submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
         else:
-            connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, on_done=on_done)
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done)
 
     def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
         batch.lane.in_flight -= 1
@@ -218,11 +218,11 @@ class BatchReader:
             self._one_by_one(batch, into)
             return
         try:
-            answer = decoded(data_pb2.ReadReply, reply.message)
-            results = results_struct(len(batch.places)).unpack(answer.results)
+            packed, checksums = decode_read_reply(reply.message)
+            results = results_struct(len(batch.places)).unpack(packed)
             payload = reply.payload
             # anything out of the ordinary (an error, a hole, a checksum) is asked for again one by one: rare, and right
-            if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != answer.checksums:
+            if any(results[0::4]) or len(payload) != batch.bytes or block_checksums(payload) != checksums:
                 self._one_by_one(batch, into)
                 return
         except (ValueError, CorruptFrame, struct.error):

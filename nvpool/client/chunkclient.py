@@ -47,6 +47,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.shortcut import ShortCut
 from nvpool.logic.layout import chain_of
+from nvpool.wire.codec import decode_read_reply, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -236,12 +237,12 @@ class ChunkClient:
             grants = list(places)
             reads = reads_struct(len(jobs)).pack(*flat)
             into, verify = None, False
-        message = data_pb2.ReadRequest(map_epoch=self.epoch, target=lane.target, grants=grants, reads=reads, verify=verify)
+        message = encode_read_request(self.epoch, lane.target, grants, reads, verify)
         self.counters["messages"] += 1
         self.counters["reads"] += len(jobs)
         lane.in_flight += 1
         if into is None:
-            connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=jobs[0].deadline_s,
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s,
                               on_done=partial(self._answered, lane, jobs))
         else:
             submit_into(connection, lane, message, into, job.future, job.deadline_s, partial(self._answered, lane, jobs))
@@ -250,15 +251,15 @@ class ChunkClient:
         lane.in_flight -= 1
         if error is None:
             try:
-                answer = decoded(data_pb2.ReadReply, reply.message)
-                results = results_struct(len(jobs)).unpack(answer.results)
+                packed, checksums = decode_read_reply(reply.message)
+                results = results_struct(len(jobs)).unpack(packed)
             except (CorruptFrame, struct.error):
                 error = CorruptFrame("a store's answer to a read does not fit the question")
         if error is not None:
             for job in jobs:
                 self._again(job, error)
             return
-        checksums, payload = answer.checksums, reply.payload
+        payload = reply.payload
         at = place = 0
         for number, job in enumerate(jobs):
             status, length = results[4 * number], results[4 * number + 2]
@@ -530,7 +531,8 @@ def _error_of(status: int, job: Read) -> NvpoolError:
     return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
 
 
-def submit_into(connection, lane: Lane, message, into: memoryview, future: asyncio.Future, deadline_s: float, on_done) -> None:
+def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future: asyncio.Future, deadline_s: float,
+                on_done) -> None:
     """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future` has that memory back:
     nothing is received there any more, and `on_done` is not called."""
     ended = False
@@ -548,7 +550,7 @@ def submit_into(connection, lane: Lane, message, into: memoryview, future: async
             connection.give_up(number)
             lane.in_flight -= 1
 
-    number = connection.submit(wire_pb2.DATA_READ, message.SerializeToString(), deadline_s=deadline_s, into=into, on_done=done)
+    number = connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, into=into, on_done=done)
     future.add_done_callback(left)
 
 

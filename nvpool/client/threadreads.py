@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from google.protobuf.message import DecodeError
-
 from nvpool.base.checksum import block_checksums
 from nvpool.base.errors import NvpoolError
 from nvpool.base.grants import READ
@@ -28,7 +26,7 @@ from nvpool.client.lanes import Lane, reads_struct, results_struct
 from nvpool.client.shortcut import NOW_BYTES_MAX
 from nvpool.client.vfs import FileHandle
 from nvpool.wire.blocking import BlockingConnection
-from nvpool.wire.v1.data_pb2 import ReadReply, ReadRequest
+from nvpool.wire.codec import decode_read_reply, encode_read_request
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
 LANES_MAX = 4
@@ -124,8 +122,8 @@ class ThreadReads:
             if connection is None and (connection := self._connect(lane)) is None:
                 return None
             file.grant_used = True
-            message = ReadRequest(map_epoch=self._chunks.epoch, target=lane.target, grants=[file.grant],
-                                  reads=_READ.pack(file.inode, index, within, span, 0, 0)).SerializeToString()
+            message = encode_read_request(self._chunks.epoch, lane.target, [file.grant],
+                                          _READ.pack(file.inode, index, within, span, 0, 0))
             return self._judged(connection.call(DATA_READ, message), span)
         except NvpoolError:
             if connection is None or connection.closed:
@@ -145,14 +143,11 @@ class ThreadReads:
     def _judged(self, answer: tuple[bytes, memoryview], span: int) -> memoryview | None:
         """The `span` bytes, when all is well."""
         message, payload = answer
-        try:
-            reply = ReadReply.FromString(message)
-        except DecodeError:
+        results, checksums = decode_read_reply(message)
+        if len(results) != _RESULT.size:
             return None
-        if len(reply.results) != _RESULT.size:
-            return None
-        status, _, length, _ = _RESULT.unpack(reply.results)
-        if status or length != len(payload) or length > span or length & 4095 or block_checksums(payload) != reply.checksums:
+        status, _, length, _ = _RESULT.unpack(results)
+        if status or length != len(payload) or length > span or length & 4095 or block_checksums(payload) != checksums:
             return None
         self.counters["lanes"] += 1
         if length == span:

@@ -43,7 +43,15 @@ from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, 
 from nvpool.store.lend import encode_said
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.replica import Replica
-from nvpool.wire.codec import LOCATE_BYTES_MAX, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.wire.codec import (
+    LOCATE_BYTES_MAX,
+    LOCATE_ENTRIES_MAX,
+    LOCATE_ENTRY,
+    LOCATE_RESULT,
+    SAME_VERSION,
+    decode_read_request,
+    encode_read_reply,
+)
 from nvpool.wire.handover import Handover
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import data_pb2 as pb
@@ -177,9 +185,12 @@ class StoreService:
             request = kind.FromString(message if isinstance(message, bytes) else bytes(message))
         except DecodeError:
             raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
-        if request.target != self.target:
-            raise WrongTarget(f"this is target {self.target}, not {request.target}")
+        self._check_target(request.target)
         return request
+
+    def _check_target(self, target: int) -> None:
+        if target != self.target:
+            raise WrongTarget(f"this is target {self.target}, not {target}")
 
     def _check_room(self) -> None:
         if len(self._tasks) + len(self._reads) >= WAITING_MAX:
@@ -243,21 +254,21 @@ class StoreService:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _read(self, call: Call) -> None:
-        request = self._parse(pb.ReadRequest, call)
-        reads = request.reads
+        epoch, target, rights, reads, verify = decode_read_request(call.message)
+        self._check_target(target)
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
-        if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
+        if epoch != self._epoch:
+            self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         now_ms = self._clock.wall_ns() // 1_000_000
         owners = []
-        for raw in request.grants:
+        for raw in rights:
             grant = self._grant(raw, now_ms)
             if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
                 owners.append(NO_INODE)
             else:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
-        batch = self.store.read_now(reads, owners, request.verify)
+        batch = self.store.read_now(reads, owners, verify)
         if batch.missed:
             self._check_room()
             self._reads.add(call)
@@ -279,8 +290,7 @@ class StoreService:
             call.fail(error)
 
     def _answer_read(self, call: Call, batch: ReadBatch) -> None:
-        reply = pb.ReadReply(map_epoch=self._epoch, results=bytes(batch.results), checksums=batch.checksums)
-        call.reply(reply.SerializeToString(), batch.payload)
+        call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
 
     def _locate(self, call: Call) -> None:
         request = self._parse(pb.LocateRequest, call)

@@ -7,12 +7,15 @@ answers), and never an exception of `struct`. Called by chunkclient and store/se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from struct import Struct
+
+from google.protobuf.message import DecodeError
 
 from nvpool.base.errors import CorruptFrame, InvalidRequest, TooBig
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
-from nvpool.wire.transport import PAYLOAD_BYTES_MAX
+from nvpool.wire.transport import PAYLOAD_BYTES_MAX, Buffer
+from nvpool.wire.v1.data_pb2 import ReadReply, ReadRequest
 
 READ_ENTRY = Struct("<QIIIHH")
 """inode, chunk index, offset, length, grant (index into the request's grants), flags"""
@@ -44,6 +47,58 @@ LOCATE_BYTES_MAX = 2 << 20
 """Of runs and checksums in one answer; entries that would pass it are not answered."""
 
 _BLOCK_MASK = BLOCK_BYTES - 1
+
+
+# -- the commonest messages without protobuf: the same bytes, a quarter of the time -------------------------------------------
+
+_READ_REQUEST = Struct("<BQBBBB60sBB24s")
+_READ_REQUEST_BYTES = _READ_REQUEST.size
+_READ_REPLY = Struct("<BQBB16sBB4s")
+_READ_REPLY_BYTES = _READ_REPLY.size
+"""ReadRequest with one grant and one read, ReadReply with one block, as protobuf encodes them: of each field tag, length
+(where it has one) and value."""
+
+
+def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False) -> bytes:
+    if len(reads) == 24 and len(grants) == 1 and len(grants[0]) == 60 and 0 < target < 128 and epoch and not verify:
+        return _READ_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grants[0], 0x22, 24, reads)
+    return ReadRequest(map_epoch=epoch, target=target, grants=grants, reads=reads, verify=verify).SerializeToString()
+
+
+def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], bytes, bool]:
+    """(epoch, target, grants, reads, verify). InvalidRequest when it is no ReadRequest; the fields are not looked at."""
+    if len(message) == _READ_REQUEST_BYTES:
+        one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(message)
+        if one == 0x09 and two == 0x10 and target < 128 and three == 0x1A and grant_bytes == 60 and four == 0x22 and \
+                reads_bytes == 24:
+            return epoch, target, (grant,), reads, False
+    try:
+        request = ReadRequest.FromString(bytes(message))
+    except DecodeError:
+        raise InvalidRequest("not a ReadRequest") from None
+    return request.map_epoch, request.target, request.grants, request.reads, request.verify
+
+
+def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) -> bytes:
+    if len(results) == 16 and len(checksums) == 4 and epoch:
+        return _READ_REPLY.pack(0x09, epoch, 0x12, 16, results, 0x1A, 4, checksums)
+    return ReadReply(map_epoch=epoch, results=bytes(results), checksums=checksums).SerializeToString()
+
+
+def decode_read_reply(message: Buffer) -> tuple[bytes, bytes]:
+    """(results, checksums). CorruptFrame when it is no ReadReply; the fields are not looked at."""
+    if len(message) == _READ_REPLY_BYTES:
+        one, _, two, results_bytes, results, three, checksums_bytes, checksums = _READ_REPLY.unpack(message)
+        if one == 0x09 and two == 0x12 and results_bytes == 16 and three == 0x1A and checksums_bytes == 4:
+            return results, checksums
+    try:
+        reply = ReadReply.FromString(bytes(message))
+    except DecodeError:
+        raise CorruptFrame("an answer is no ReadReply") from None
+    return reply.results, reply.checksums
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------------
 
 
 def pack_reads(entries: Iterable[tuple[int, int, int, int, int, int]]) -> bytes:

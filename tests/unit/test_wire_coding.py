@@ -18,7 +18,7 @@ from nvpool.wire import codec, greeting, registry
 from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX, Greeting
-from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1 import data_pb2, wire_pb2
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,3 +237,60 @@ def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
     assert made == kept
     for name in made:
         assert (tmp_path / name).read_text() == (ROOT / "nvpool/wire/v1" / name).read_text(), "run proto/generate.sh"
+
+
+# -- reads, with and without protobuf
+
+numbers32, numbers64 = st.integers(0, 2**32 - 1), st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
+grants_of = st.lists(st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)), min_size=1, max_size=3)
+packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size=60))
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers64, st.one_of(st.integers(0, 300), numbers32), grants_of, packed_reads, st.booleans())
+def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, reads, verify):
+    raw = codec.encode_read_request(epoch, target, rights, reads, verify)
+    request = data_pb2.ReadRequest(map_epoch=epoch, target=target, grants=rights, reads=reads, verify=verify)
+    assert raw == request.SerializeToString()
+    for form in (bytes, bytearray, memoryview):
+        found = codec.decode_read_request(form(raw))
+        assert (*found[:2], list(found[2]), *found[3:]) == (epoch, target, rights, reads, verify)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)),
+       st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)))
+def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checksums):
+    raw = codec.encode_read_reply(epoch, bytearray(results), checksums)
+    assert raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
+    assert codec.decode_read_reply(memoryview(raw)) == (results, checksums)
+
+
+def read_by_protobuf(kind, raw, error):
+    try:
+        return kind.FromString(raw)
+    except Exception:
+        return error
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
+    request = codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
+    reply = codec.encode_read_reply(7, bytes(16), bytes(4))
+    assert len(request) == codec._READ_REQUEST_BYTES and len(reply) == codec._READ_REPLY_BYTES
+    for raw, kind, decode, error in ((request, data_pb2.ReadRequest, codec.decode_read_request, errors.InvalidRequest),
+                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame)):
+        spoiled = bytearray(raw)
+        for place in data.draw(st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)):
+            spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
+        expected = read_by_protobuf(kind, bytes(spoiled), error)
+        if expected is error:
+            with pytest.raises(error):
+                decode(bytes(spoiled))
+        elif kind is data_pb2.ReadReply:
+            assert decode(bytes(spoiled)) == (expected.results, expected.checksums)
+        else:
+            found = decode(bytes(spoiled))
+            assert (*found[:2], list(found[2]), *found[3:]) == (expected.map_epoch, expected.target, list(expected.grants),
+                                                                expected.reads, expected.verify)
