@@ -68,7 +68,7 @@ class Coordinator(Protocol):
         place of what was announced under it before. Unavailable."""
 
     def present(self) -> Mapping[str, bytes]:
-        """Who is there, name -> value, as far as this coordinator knows now. Of who has died it knows when his lease is over."""
+        """Who is there, name -> value, as far as this coordinator knows now. Of who has died it knows when his time is over."""
 
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
         """`present()`, as soon as it differs from `known`, or after `wait_s` (at most WATCH_S_MAX)."""
