@@ -51,7 +51,7 @@ flock 9
 # -- packages of the machine -----------------------------------------------------------------------------------------
 
 # What building and mounting needs, and what the tests run on the mount.
-packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3'
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 etcd-server'
 if [ "$(id -u)" = 0 ] || ! find_python whole >/dev/null; then
     packages="$packages python3 python3-dev python3-venv"
 fi
@@ -66,7 +66,7 @@ if command -v dpkg-query >/dev/null 2>&1; then
     done
 else
     # Not Debian: look for what the packages bring.
-    for command in fusermount3 pkg-config gcc git rsync tar fio sqlite3; do
+    for command in fusermount3 pkg-config gcc git rsync tar fio sqlite3 etcd; do
         command -v $command >/dev/null 2>&1 || missing="$missing $command"
     done
     pkg-config --exists fuse3 2>/dev/null || missing="$missing libfuse3(headers)"
@@ -81,9 +81,14 @@ if [ -n "$missing" ]; then
     fi
     say "installing Debian packages:$missing"
     export DEBIAN_FRONTEND=noninteractive
+    export SYSTEMD_OFFLINE=1  # no service begins that nobody has asked for
     install() { apt-get install --yes --no-install-recommends -qq -o DPkg::Lock::Timeout=120 $missing >/dev/null; }
     # The package lists may be absent or old; fetching them is slow, so only then.
     install 2>/dev/null || { apt-get update -qq >&2 && install >&2; } || fail "apt-get could not install:$missing"
+    unset SYSTEMD_OFFLINE
+    case $missing in
+        *etcd-server*) systemctl disable --quiet etcd.service 2>/dev/null || true ;;  # nor with the next start of the machine
+    esac
 fi
 
 # -- .venv -----------------------------------------------------------------------------------------------------------

@@ -356,6 +356,12 @@ class WrongTarget(Stale):
     wire_code = 208
 
 
+class StaleLease(Stale):
+    """The lease under which this was asked for has ended, or is somebody else's by now: what it stood for is not ours."""
+
+    wire_code = 209
+
+
 # -- Unavailable -----------------------------------------------------------------------------------------------------
 
 

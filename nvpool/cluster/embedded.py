@@ -1,7 +1,8 @@
 """The coordinator of a pool on one machine: the pool map in the engine of kv/, and a copy as poolmap.json for all to read.
 
 Called by the supervisor, which alone has DIR/lock. Guarantees the order: a map is durable in the records, then in
-poolmap.json, then watchers are told. A crash between leaves a copy that is older by one, which `open` mends.
+poolmap.json, then watchers are told. A crash between leaves a copy that is older by one, which `open` mends. Leases here hold
+until they are given up: whoever has one lives in this process.
 
 Keys: b"map" (JSON of logic/poolmap), b"map/" + epoch as u64 big-endian (the last KEPT_MAPS maps, for an operator's eyes).
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, from_os_error
-from nvpool.cluster.coordinator import WATCH_S_MAX
+from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, from_os_error
+from nvpool.cluster.coordinator import Lease
+from nvpool.cluster.told import Told
 from nvpool.kv.contract import Kv
-from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map
+from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map, problems_of
 
 KEPT_MAPS = 64
 _NEWEST = b"map"
@@ -26,14 +28,36 @@ def _kept(epoch: int) -> bytes:
     return b"map/" + _EPOCH.pack(epoch)
 
 
+class _Lease:
+    def __init__(self, on_end: Callable[[_Lease], None]) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_end = on_end
+
+    @property
+    def holds(self) -> bool:
+        return not self.lost.done()
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.lost.done()
+
+    async def release(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+            self._on_end(self)
+
+
 class EmbeddedCoordinator:
     def __init__(self, kv: Kv, pool_map: PoolMap, publish: Callable[[bytes], None]):
         self._kv = kv
-        self._pool_map = pool_map
         self._publish = publish
         self._turn = asyncio.Lock()
-        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._closed = False
+        self._told = Told(pool_map)
+        self._announced: dict[str, _Lease] = {}
+        self._leading: _Lease | None = None
 
     @classmethod
     async def found(cls, kv: Kv, first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None) -> EmbeddedCoordinator:
@@ -60,40 +84,72 @@ class EmbeddedCoordinator:
 
     @property
     def pool_map(self) -> PoolMap:
-        return self._pool_map
+        return self._told.pool_map
 
-    async def replace(self, new: PoolMap) -> None:
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         async with self._turn:
-            now = self._pool_map
+            if leader is not None and leader is not self._leading:
+                raise StaleLease("who asks for this map does not lead any more")
+            now = self.pool_map
             if new.epoch != now.epoch + 1:
                 raise StaleEpoch(f"the pool map has epoch {now.epoch}, so the next is {now.epoch + 1}, not {new.epoch}")
-            if problems := check_map(new):
+            if problems := problems_of(now, new):
                 raise InvalidRequest("; ".join(problems))
-            if new.fingerprint != now.fingerprint:
-                raise InvalidRequest("this map is another pool's, or has other fixed settings")
             raw = encode_map(new)
             await self._kv.room()
             # It takes the place of older maps: on a full drive too, since no target is started again without a new map.
             sequence = self._kv.apply([(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)],
                                       reclaims=True)
             await self._kv.sync(sequence)
-            self._pool_map = new  # durable: from here on only forward, even where the copy can not be written
+            self._told.pool_map = new  # durable: from here on only forward, even where the copy can not be written
             try:
                 self._publish(raw)
             except OSError as error:
                 raise from_os_error(error, "write the copy of the pool map") from error
             finally:
-                told, self._next = self._next, asyncio.get_running_loop().create_future()
-                told.set_result(None)
+                self._told.tell()
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
-        if self._pool_map.epoch <= newer_than and not self._closed and wait_s > 0:
-            await asyncio.wait([self._next], timeout=min(wait_s, WATCH_S_MAX))
-        return self._pool_map if self._pool_map.epoch > newer_than else None
+        return await self._told.watch(newer_than, wait_s)
+
+    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+        before = self._announced.get(name)
+        lease = self._announced[name] = _Lease(lambda ended: self._gone(name, ended))
+        if before is not None:
+            before.end()
+        self._told.present = {**self._told.present, name: value}
+        self._told.tell()
+        return lease
+
+    def _gone(self, name: str, lease: _Lease) -> None:
+        if self._announced.get(name) is lease:
+            del self._announced[name]
+            self._told.present = {other: value for other, value in self._told.present.items() if other != name}
+            self._told.tell()
+
+    def present(self) -> Mapping[str, bytes]:
+        return self._told.present
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        return await self._told.watch_present(known, wait_s)
+
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+        if not await self._told.wait(lambda: self._leading is None, wait_s):
+            return None
+        self._leading, self._told.leader = _Lease(self._resigned), name
+        self._told.tell()
+        return self._leading
+
+    def _resigned(self, lease: _Lease) -> None:
+        self._leading = self._told.leader = None
+        self._told.tell()
+
+    def leader(self) -> str | None:
+        return self._told.leader
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            if not self._next.done():
-                self._next.set_result(None)
+        if not self._told.closed:
+            for lease in [*self._announced.values(), *([self._leading] if self._leading else [])]:
+                lease.end()
+            self._told.close()
             await self._kv.close()

@@ -174,6 +174,13 @@ def check_map(pool_map: PoolMap) -> list[str]:
     return wrong
 
 
+def problems_of(now: PoolMap, new: PoolMap) -> list[str]:
+    """Why `new` can not come after `now`, as sentences, whatever its epoch; an empty list where it can."""
+    if new.fingerprint != now.fingerprint:
+        return ["this map is another pool's, or has other fixed settings"]
+    return check_map(new)
+
+
 def changed(pool_map: PoolMap, **fields) -> PoolMap:
     """The same map with `fields` replaced and the next epoch. InvalidRequest, and no map, when it would contradict itself."""
     new = msgspec.structs.replace(pool_map, epoch=pool_map.epoch + 1, **fields)

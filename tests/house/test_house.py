@@ -34,7 +34,8 @@ BELOW = {
 
 DOORS = {
     "uvloop": {"run/daemon.py", "sdk/loop.py"},
-    "grpc": {"wire/grpc_transport.py"},
+    "grpc": {"wire/grpc_transport.py", "cluster/etcd_calls.py"},
+    "aetcd": {"cluster/etcd_calls.py", "cluster/etcd.py"},
     "lmdb": {"kv/"},
     "pyfuse3": {"fuse/pyfuse3_engine.py"},
     "time": {"base/clock.py", "testing/"},

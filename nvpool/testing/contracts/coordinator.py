@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from nvpool.base.errors import InvalidRequest, StaleEpoch
+from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleLease
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, changed
@@ -100,6 +100,92 @@ async def closing_wakes_those_who_wait(coordinator: Coordinator) -> None:
     await coordinator.close()
 
 
+LEASE_S = 2.0
+
+
+async def who_is_announced_is_present_until_he_goes(coordinator: Coordinator) -> None:
+    assert coordinator.present() == {}
+    lease = await coordinator.announce("node-1", b"here", LEASE_S)
+    assert lease.holds and not lease.in_doubt and not lease.lost.done()
+    assert await _present(coordinator, {}) == {"node-1": b"here"}
+    await coordinator.announce("node-2", b"there", LEASE_S)
+    assert await _present(coordinator, {"node-1": b"here"}) == {"node-1": b"here", "node-2": b"there"}
+    await lease.release()
+    assert not lease.holds and lease.lost.done()
+    assert await _present(coordinator, {"node-1": b"here", "node-2": b"there"}) == {"node-2": b"there"}
+    await lease.release()
+
+
+async def _present(coordinator: Coordinator, known: dict) -> dict:
+    return dict(await asyncio.wait_for(coordinator.watch_present(known, 30), 10))
+
+
+async def a_lease_holds_longer_than_its_time_without_anybody_doing_anything(coordinator: Coordinator) -> None:
+    lease = await coordinator.announce("node-1", b"here", LEASE_S)
+    await asyncio.sleep(LEASE_S * 1.5)
+    assert lease.holds and not lease.lost.done()
+    assert dict(coordinator.present()) == {"node-1": b"here"}
+
+
+async def a_later_announcement_takes_the_place_of_an_earlier_one(coordinator: Coordinator) -> None:
+    before = await coordinator.announce("node-1", b"old", LEASE_S)
+    await _present(coordinator, {})
+    await coordinator.announce("node-1", b"new", LEASE_S)
+    assert await _present(coordinator, {"node-1": b"old"}) == {"node-1": b"new"}
+    await before.release()
+    assert dict(await coordinator.watch_present({"node-1": b"new"}, 0.3)) == {"node-1": b"new"}
+
+
+async def a_watch_of_who_is_present_ends_in_time(coordinator: Coordinator) -> None:
+    assert await asyncio.wait_for(coordinator.watch_present({}, 0.01), 5) == {}
+
+
+async def one_leads_at_a_time(coordinator: Coordinator) -> None:
+    first = await coordinator.lead("a", LEASE_S, 10)
+    assert first is not None and first.holds
+    await _until(lambda: coordinator.leader() == "a")
+    assert await coordinator.lead("b", LEASE_S, 0.3) is None
+    waiting = asyncio.ensure_future(coordinator.lead("c", LEASE_S, 30))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await first.release()
+    second = await asyncio.wait_for(waiting, 10)
+    assert second is not None and second.holds and not first.holds
+    await _until(lambda: coordinator.leader() == "c")
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to be so within 10 s")
+
+
+async def of_many_who_want_to_lead_one_does(coordinator: Coordinator) -> None:
+    found = await asyncio.gather(*(coordinator.lead(str(number), LEASE_S, 0.5) for number in range(5)))
+    assert sum(lease is not None for lease in found) == 1
+
+
+async def a_map_of_who_led_once_is_refused(coordinator: Coordinator) -> None:
+    leader = await coordinator.lead("a", LEASE_S, 10)
+    await coordinator.replace(changed(coordinator.pool_map, name="by the leader"), leader)
+    await leader.release()
+    before = coordinator.pool_map
+    await _refused(StaleLease, coordinator.replace(changed(before, name="by nobody"), leader))
+    again = await coordinator.lead("b", LEASE_S, 10)
+    await _refused(StaleLease, coordinator.replace(changed(before, name="by who led"), leader))
+    assert coordinator.pool_map == before
+    await coordinator.replace(changed(before, name="by who leads"), again)
+    assert coordinator.pool_map.name == "by who leads"
+
+
+async def closing_gives_leases_up(coordinator: Coordinator) -> None:
+    leases = [await coordinator.announce("node-1", b"", LEASE_S), await coordinator.lead("a", LEASE_S, 10)]
+    await coordinator.close()
+    assert all(lease.lost.done() and not lease.holds for lease in leases)
+
+
 CHECKS: tuple[Callable[[Coordinator], Awaitable[None]], ...] = (
     a_new_coordinator_has_the_first_map,
     the_next_map_replaces_the_newest,
@@ -111,6 +197,14 @@ CHECKS: tuple[Callable[[Coordinator], Awaitable[None]], ...] = (
     a_watch_in_vain_ends_with_nothing,
     a_cancelled_watch_harms_nobody,
     closing_wakes_those_who_wait,
+    who_is_announced_is_present_until_he_goes,
+    a_lease_holds_longer_than_its_time_without_anybody_doing_anything,
+    a_later_announcement_takes_the_place_of_an_earlier_one,
+    a_watch_of_who_is_present_ends_in_time,
+    one_leads_at_a_time,
+    of_many_who_want_to_lead_one_does,
+    a_map_of_who_led_once_is_refused,
+    closing_gives_leases_up,
 )
 
 

@@ -1,0 +1,329 @@
+"""The coordinator of a pool of several machines: the pool map, who is there and who leads, in etcd.
+
+One stream follows all keys of the pool; it is begun anew, with a look at everything, when it breaks, is silent, or etcd has
+forgotten what we missed. What is known here may so be old where etcd can not be reached, and is never ahead of it. Changes are
+one transaction each, guarded by the map's revision in etcd and by the leader's key; one whose answer was lost is looked for.
+
+Keys, all under nvpool/POOL_ID/ :
+
+    map                 JSON of logic/poolmap, the newest
+    maps/EPOCH          the last KEPT_MAPS of them, for an operator's eyes; EPOCH has 20 digits
+    leader              the name of who leads, under his lease
+    present/NAME        what was announced, under a lease
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from aetcd import rpc
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    CorruptRecord,
+    InvalidRequest,
+    NvpoolError,
+    StaleEpoch,
+    StaleLease,
+    Unavailable,
+    from_os_error,
+)
+from nvpool.cluster.coordinator import Lease
+from nvpool.cluster.etcd_calls import END_OF_STREAM, STREAM_ERRORS, Certificates, EtcdCalls
+from nvpool.cluster.etcd_leases import EtcdLease, give_up
+from nvpool.cluster.told import Told
+from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map, problems_of
+
+log = logging.getLogger(__name__)
+
+KEPT_MAPS = 64
+CHANGE_S = 10.0
+"""A change of the map, or a lease, waits so long for etcd: longer than an election there."""
+BEAT_S = 1.0
+SILENCE_S = 5.0
+"""The stream is asked each BEAT_S whether it lives; one that has said nothing for SILENCE_S is begun anew."""
+AGAIN_S = 0.2
+
+
+class EtcdCoordinator:
+    """Made by `found` or `open`."""
+
+    def __init__(self, calls: EtcdCalls, clock: Clock, pool_id: str, pool_map: PoolMap,
+                 publish: Callable[[bytes], None]) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._root = _root(pool_id)
+        self._publish = publish
+        self._told = Told(pool_map)
+        self._map_revision = 0
+        self._leases: set[EtcdLease] = set()
+        self._turn = asyncio.Lock()
+        self._following: asyncio.Task | None = None
+
+    @classmethod
+    async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
+                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
+        """A coordinator of a pool that etcd does not know, with the map `first`. InvalidRequest when it has one already: `open`
+        it. Unavailable: or it has it now."""
+        if problems := check_map(first):
+            raise InvalidRequest("; ".join(problems))
+        calls = EtcdCalls(members, clock, certificates)
+        key = _root(first.pool_id) + b"map"
+        try:
+            done = await calls.transact(rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(_root(first.pool_id), first)),
+                                        CHANGE_S)
+            if not done.succeeded:
+                raise InvalidRequest("etcd holds a map of this pool already")
+        except BaseException:
+            await calls.close()
+            raise
+        await calls.close()
+        return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock)
+
+    @classmethod
+    async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
+                   certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
+        """The coordinator of the pool that etcd knows. CorruptRecord when there is no map of it, or a bad one. Unavailable."""
+        calls = EtcdCalls(members, clock, certificates)
+        try:
+            found = await calls.range(rpc.RangeRequest(key=_root(pool_id) + b"map"), CHANGE_S)
+            if not found.kvs:
+                raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
+            coordinator = cls(calls, clock, pool_id, decode_map(found.kvs[0].value), publish)
+            publish(found.kvs[0].value)
+            await coordinator._look()
+        except BaseException:
+            await calls.close()
+            raise
+        coordinator._following = asyncio.get_running_loop().create_task(coordinator._follow())
+        return coordinator
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._told.pool_map
+
+    async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
+        return await self._told.watch(newer_than, wait_s)
+
+    def present(self) -> Mapping[str, bytes]:
+        return self._told.present
+
+    async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
+        return await self._told.watch_present(known, wait_s)
+
+    def leader(self) -> str | None:
+        return self._told.leader
+
+    async def _follow(self) -> None:
+        """Know what etcd knows, until the end."""
+        while True:
+            pause_s = AGAIN_S
+            try:
+                await self._follow_stream(await self._look() + 1)
+            except STREAM_ERRORS as error:
+                log.debug("what etcd tells is begun anew: %s", error)
+            except NvpoolError as error:
+                log.error("what etcd tells can not be used: %s", error)
+                pause_s = SILENCE_S
+            self._calls.elsewhere()
+            await asyncio.sleep(pause_s)
+
+    async def _look(self) -> int:
+        """At everything; the revision that was seen."""
+        found = await self._calls.range(rpc.RangeRequest(key=self._root, range_end=_behind(self._root)), CHANGE_S)
+        present, leader = {}, None
+        for kv in found.kvs:
+            name = kv.key[len(self._root):]
+            if name == b"map":
+                self._take_map(kv)
+            elif name == b"leader":
+                leader = kv.value.decode()
+            elif name.startswith(b"present/"):
+                present[name[8:].decode()] = kv.value
+        self._take_rest(present, leader)
+        return found.header.revision
+
+    async def _follow_stream(self, revision: int) -> None:
+        stream = self._calls.watch()
+        beating = None
+        try:
+            await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
+                key=self._root, range_end=_behind(self._root), start_revision=revision)))
+            beating = asyncio.get_running_loop().create_task(_beat(stream))
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    said = await stream.read()
+                if said is END_OF_STREAM or said.canceled:
+                    raise Unavailable("the stream has ended")
+                self._take_events(said.events)
+        except TimeoutError:
+            raise Unavailable("the stream is silent") from None
+        finally:
+            if beating is not None:
+                beating.cancel()
+            stream.cancel()
+
+    def _take_events(self, events: Sequence[rpc.Event]) -> None:
+        present, leader = dict(self._told.present), self._told.leader
+        for event in events:
+            kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
+            name = kv.key[len(self._root):]
+            if name == b"map" and not gone:
+                self._take_map(kv)
+            elif name == b"leader":
+                leader = None if gone else kv.value.decode()
+            elif name.startswith(b"present/"):
+                if gone:
+                    present.pop(name[8:].decode(), None)
+                else:
+                    present[name[8:].decode()] = kv.value
+        self._take_rest(present, leader)
+
+    def _take_rest(self, present: dict[str, bytes], leader: str | None) -> None:
+        if present != self._told.present or leader != self._told.leader:
+            self._told.present, self._told.leader = present, leader
+            self._told.tell()
+
+    def _take_map(self, kv: rpc.KeyValue) -> None:
+        """The newest that we know, and its revision."""
+        if kv.mod_revision <= self._map_revision:
+            return
+        new = decode_map(kv.value)
+        if problems := problems_of(self.pool_map, new):
+            raise CorruptRecord(f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}")
+        self._map_revision = kv.mod_revision
+        if new.epoch > self.pool_map.epoch:
+            self._told.pool_map = new
+            try:
+                self._publish(kv.value)
+            except OSError as error:
+                raise from_os_error(error, "write the copy of the pool map") from error
+            finally:
+                self._told.tell()
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        async with self._turn:
+            if new.epoch != self.pool_map.epoch + 1:
+                await self._look()  # we may be behind
+            if new.epoch != self.pool_map.epoch + 1:
+                raise StaleEpoch(f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
+                                 f"not {new.epoch}")
+            if problems := problems_of(self.pool_map, new):
+                raise InvalidRequest("; ".join(problems))
+            if leader is not None and not leader.holds:
+                raise StaleLease("who asks for this map does not lead any more")
+            compare = [rpc.Compare(key=self._root + b"map", target=rpc.Compare.CompareTarget.MOD,
+                                   result=rpc.Compare.CompareResult.EQUAL, mod_revision=self._map_revision)]
+            if leader is not None:
+                compare.append(rpc.Compare(key=self._root + b"leader", target=rpc.Compare.CompareTarget.CREATE,
+                                           result=rpc.Compare.CompareResult.EQUAL, create_revision=leader.revision))
+            writes = _writes(self._root, new)
+            await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
+            # Also where it is said to have failed: the first of two tries may have been carried out.
+            await self._look()
+            if self.pool_map == new:
+                return
+            if self.pool_map.epoch >= new.epoch:
+                raise StaleEpoch(f"somebody else made the map with epoch {new.epoch}")
+            raise StaleLease("who asks for this map does not lead any more")
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
+        lease = await self._take_lease(lease_s)
+        key = self._root + b"present/" + name.encode()
+        try:
+            await self._calls.transact(rpc.TxnRequest(success=[_put(key, value, lease.number)]), CHANGE_S)
+        except BaseException:
+            await lease.release()
+            raise
+        return lease
+
+    async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
+        until_s = self._clock.boottime_s() + wait_s
+        while True:
+            left_s = until_s - self._clock.boottime_s()
+            if self._told.closed or not await self._told.wait(lambda: self._told.leader is None, max(0.0, left_s)):
+                return None
+            lease = await self._take_lease(lease_s)
+            if await self._become_leader(name, lease):
+                return lease
+            await lease.release()
+            await asyncio.sleep(AGAIN_S)  # the stream may be behind what we have just seen
+
+    async def _become_leader(self, name: str, lease: EtcdLease) -> bool:
+        key = self._root + b"leader"
+        try:
+            done = await self._calls.transact(rpc.TxnRequest(
+                compare=[_is_absent(key)], success=[_put(key, name.encode(), lease.number)],
+                failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))]), CHANGE_S)
+        except BaseException:
+            await lease.release()
+            raise
+        if done.succeeded:
+            lease.revision = done.header.revision
+        else:
+            # perhaps by a first try of ours, whose answer was lost
+            lease.revision = next((kv.create_revision for answer in done.responses for kv in answer.response_range.kvs
+                                   if kv.lease == lease.number), 0)
+        return lease.revision > 0 and lease.holds
+
+    async def _take_lease(self, lease_s: float) -> EtcdLease:
+        lease = await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S)
+        self._leases.add(lease)
+        lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
+        return lease
+
+    async def close(self) -> None:
+        if self._told.closed:
+            return
+        self._told.close()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await give_up(list(self._leases))
+        await self._calls.close()
+
+
+async def _beat(stream) -> None:
+    """Ask the stream again and again whether it lives."""
+    try:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await stream.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+    except STREAM_ERRORS:
+        pass  # who reads from it will see
+
+
+def _root(pool_id: str) -> bytes:
+    return b"nvpool/" + pool_id.encode() + b"/"
+
+
+def _behind(prefix: bytes) -> bytes:
+    """The first key behind all with this prefix, which ends in '/'."""
+    return prefix[:-1] + b"0"
+
+
+def _put(key: bytes, value: bytes, lease: int = 0) -> rpc.RequestOp:
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
+
+
+def _is_absent(key: bytes) -> rpc.Compare:
+    return rpc.Compare(key=key, target=rpc.Compare.CompareTarget.CREATE, result=rpc.Compare.CompareResult.EQUAL,
+                       create_revision=0)
+
+
+def _writes(root: bytes, new: PoolMap) -> list[rpc.RequestOp]:
+    """What makes it the newest map."""
+    raw = encode_map(new)
+    writes = [_put(root + b"map", raw), _put(root + b"maps/%020d" % new.epoch, raw)]
+    if new.epoch > KEPT_MAPS:
+        old = root + b"maps/%020d" % (new.epoch - KEPT_MAPS)
+        writes.append(rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=old)))
+    return writes

@@ -1,0 +1,246 @@
+"""The coordinator in a real etcd: the contract, and what only several members and several coordinators can show."""
+
+import asyncio
+from itertools import count
+
+import msgspec
+import pytest
+
+from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, Unavailable
+from nvpool.cluster import etcd as etcd_module
+from nvpool.cluster.etcd import EtcdCoordinator
+from nvpool.logic.poolmap import changed
+from nvpool.testing import real_etcd
+from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map
+
+pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="module")
+def one():
+    with real_etcd.RealEtcd() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def three():
+    with real_etcd.RealEtcd(3) as etcd:
+        yield etcd
+
+
+def a_pool():
+    """The first map of a pool that nobody knows."""
+    return msgspec.structs.replace(first_map(), pool_id=f"pool-{next(_numbers)}")
+
+
+async def pair(etcd, first=None):
+    """Two coordinators of one new pool."""
+    first = first or a_pool()
+    return await EtcdCoordinator.found(etcd.members, first), await EtcdCoordinator.open(etcd.members, first.pool_id)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_coordinator_in_etcd_keeps_the_contract(check, one, monkeypatch):
+    # each check has a pool of its own, by its number: the contract's first map is the same for all
+    number = next(_numbers)
+    monkeypatch.setattr(etcd_module, "_root", lambda pool_id: b"nvpool/contract-%d/" % number)
+
+    async def run():
+        coordinator = await EtcdCoordinator.found(one.members, first_map())
+        try:
+            await check(coordinator)
+        finally:
+            await coordinator.close()
+
+    asyncio.run(run())
+
+
+def test_what_one_changes_the_other_is_told(one):
+    async def run():
+        mine, other = await pair(one)
+        waiting = asyncio.ensure_future(other.watch(1, 30))
+        lease = await mine.announce("node-1", b"here", LEASE_S)
+        await mine.replace(changed(mine.pool_map, name="new"))
+        assert (await asyncio.wait_for(waiting, 10)).name == "new"
+        assert dict(await asyncio.wait_for(other.watch_present({}, 30), 10)) == {"node-1": b"here"}
+        await lease.release()
+        assert dict(await asyncio.wait_for(other.watch_present({"node-1": b"here"}, 30), 10)) == {}
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_of_two_that_change_the_map_at_once_one_is_stale_and_may_go_on_from_the_others(one):
+    async def run():
+        both = await pair(one)
+        changes = (each.replace(changed(each.pool_map, name=name)) for each, name in zip(both, "ab", strict=True))
+        results = await asyncio.gather(*changes, return_exceptions=True)
+        assert sorted(str(type(result).__name__) for result in results) == ["NoneType", "StaleEpoch"]
+        assert both[0].pool_map == both[1].pool_map
+        loser = both[next(number for number, result in enumerate(results) if result is not None)]
+        await loser.replace(changed(loser.pool_map, name="again"))
+        for each in both:
+            await each.close()
+
+    asyncio.run(run())
+
+
+def test_a_pool_is_founded_once_and_one_that_is_not_known_can_not_be_opened(one):
+    async def run():
+        first = a_pool()
+        await (await EtcdCoordinator.found(one.members, first)).close()
+        with pytest.raises(InvalidRequest):
+            await EtcdCoordinator.found(one.members, first)
+        with pytest.raises(CorruptRecord):
+            await EtcdCoordinator.open(one.members, "no such pool")
+
+    asyncio.run(run())
+
+
+def test_each_map_is_published_and_a_bounded_number_is_kept(one, monkeypatch):
+    monkeypatch.setattr(etcd_module, "KEPT_MAPS", 5)
+
+    async def run():
+        seen = []
+        mine, other = await pair(one)
+        await other.close()
+        other = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, seen.append)
+        for number in range(12):
+            await mine.replace(changed(mine.pool_map, name=f"n{number}"))
+        assert (await other.watch(12, 10)).epoch == 13
+        assert len(seen) >= 2
+        maps = etcd_module.rpc.RangeRequest(key=mine._root + b"maps/", range_end=mine._root + b"maps0")
+        found = await mine._calls.range(maps, 5)
+        assert [int(kv.key[-20:]) for kv in found.kvs] == [9, 10, 11, 12, 13]
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
+    async def run():
+        mine, other = await pair(one)
+        leader = await mine.lead("mine", LEASE_S, 10)
+        announced = await mine.announce("node-1", b"here", LEASE_S)
+        await other.watch_present({}, 10)
+        for lease in (leader, announced):
+            lease._renewing.cancel()
+            lease._renewing = asyncio.ensure_future(asyncio.sleep(1000))  # as if the process stood still
+            lease.lost = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
+        while leader.holds:
+            assert not waiting.done() and other.leader() == "mine"
+            await asyncio.sleep(0.02)
+        assert leader.in_doubt
+        assert await asyncio.wait_for(waiting, 15)
+        assert "node-1" not in await other.watch_present({"node-1": b"here"}, 10)
+        with pytest.raises(StaleLease):
+            await mine.replace(changed(mine.pool_map, name="of the past"), leader)
+        leader.__class__ = type("Sure", (leader.__class__,), {"holds": True})  # a clock that stood still
+        with pytest.raises(StaleLease):
+            await mine.replace(changed(mine.pool_map, name="of the past"), leader)
+        assert mine.pool_map.epoch == 1
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, harm):
+    async def run():
+        mine, other = await pair(three)
+        leader = await mine.lead("mine", 6.0, 10)
+        lease = await other.announce("node-1", b"here", 6.0)
+        for number in range(3):
+            getattr(three, harm)(number)
+            for turn in range(2):
+                epoch = mine.pool_map.epoch
+                waiting = asyncio.ensure_future(other.watch(epoch, 60))
+                for _ in range(20):
+                    try:
+                        await mine.replace(changed(mine.pool_map, name=f"{number}-{turn}"), leader)
+                        break
+                    except Unavailable:
+                        if mine.pool_map.epoch > epoch:
+                            break
+                assert (await asyncio.wait_for(waiting, 30)).epoch > epoch
+            assert leader.holds and lease.holds
+            if harm == "kill":
+                three.start(number)
+            else:
+                three.go_on(number)
+            await asyncio.to_thread(three.wait, number)
+        assert dict(mine.present()) == {"node-1": b"here"} and other.leader() == "mine"
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(three, monkeypatch):
+    monkeypatch.setattr(etcd_module, "CHANGE_S", 1.0)
+
+    async def run():
+        mine, other = await pair(three)
+        leader = await mine.lead("mine", 3.0, 10)
+        before = mine.pool_map
+        three.kill(0)
+        three.kill(1)
+        with pytest.raises(Unavailable):
+            await mine.replace(changed(before, name="by few"), leader)
+        assert mine.pool_map == before, "what is known stays known"
+        await asyncio.wait_for(leader.lost, 15)
+        assert not leader.holds
+        with pytest.raises(StaleLease):
+            await mine.replace(changed(before, name="by nobody"), leader)
+        with pytest.raises(Unavailable):
+            await mine.announce("node-1", b"", 3.0)
+        three.start(0)
+        await asyncio.to_thread(three.wait, 0)
+        monkeypatch.setattr(etcd_module, "CHANGE_S", 10.0)
+        again = await other.lead("other", 3.0, 30)
+        for _ in range(10):
+            try:
+                await other.replace(changed(other.pool_map, name="again"), again)
+                break
+            except (StaleEpoch, Unavailable):
+                continue
+        assert (await asyncio.wait_for(mine.watch(before.epoch, 30), 30)).name == "again"
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_who_has_missed_more_than_etcd_remembers_looks_at_everything(one):
+    async def run():
+        mine, other = await pair(one)
+        calls, other._calls = other._calls, mine._calls
+        gate, look = asyncio.Event(), other._look
+
+        async def late():
+            await gate.wait()
+            return await look()
+
+        other._look = late
+        other._following.cancel()
+        for number in range(5):
+            await mine.replace(changed(mine.pool_map, name=f"n{number}"))
+        revision = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
+        await mine._calls._call(mine._calls._kv, "Compact", etcd_module.rpc.CompactionRequest(revision=revision), 5)
+        stream = asyncio.ensure_future(other._follow_stream(2))
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(stream, 10)
+        other._following = asyncio.ensure_future(other._follow())
+        gate.set()
+        assert (await other.watch(5, 10)).name == "n4"
+        other._calls = calls
+        await other.close()
+        await mine.close()
+
+    asyncio.run(run())
