@@ -15,7 +15,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -106,13 +105,11 @@ def write_for(connection: socket.socket) -> int:
     said, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not said:
         return 0
-    answering = threading.Lock()
     threads = ThreadPoolExecutor(NOTICERS)
 
     def write(number: int, notices: list[bytes]) -> None:
         _write_all(descriptors[0], notices)
-        with answering:
-            connection.sendall(_NUMBER.pack(number))
+        connection.send(_NUMBER.pack(number))  # whole or not at all: it is one piece of the socket's memory
 
     file = connection.makefile("rb")
     while len(frame := file.read(_FRAME.size)) == _FRAME.size:

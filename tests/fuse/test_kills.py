@@ -20,7 +20,10 @@ VICTIMS = {"serving": (("mount_daemon",), ()),
            "reader": (("mount_reader",), ("--workers", "2")),
            "holder": (("mount_holder",), ()),
            "zygote": (("mount_zygote",), ()),
-           "notice": (("mount_notice",), ())}
+           "notice": (("mount_daemon", "mount_notice"), ())}
+USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("one-of-two", "fio"), ("one-of-two", "loader"),
+         ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"), ("holder", "model"), ("zygote", "model"),
+         ("notice", "fio"))
 
 
 def run_while_killed(own, victim, load, seconds):
@@ -36,8 +39,8 @@ def run_while_killed(own, victim, load, seconds):
         end(held)
 
 
-@pytest.mark.parametrize("load", LOADS.values())
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(("victim", "load"), [
+    pytest.param(victim, *LOADS[load].values, marks=LOADS[load].marks, id=f"{victim}-{load}") for victim, load in USUAL])
 def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, load):
     run_while_killed(own, victim, load, 4.0)
 
