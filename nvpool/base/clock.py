@@ -39,6 +39,10 @@ class SystemClock:
     def random(self) -> random.Random:
         return self._random
 
+    def begin_anew(self) -> None:
+        """Whoever goes on as a copy of this process draws other numbers."""
+        self._random.seed(os.urandom(16))
+
     @staticmethod
     def secret(count: int) -> bytes:
         """`count` bytes nobody can guess: keys, session numbers, tokens."""
@@ -69,3 +73,4 @@ class ManualClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+os.register_at_fork(after_in_child=SYSTEM_CLOCK.begin_anew)

@@ -30,7 +30,7 @@ if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), 2 | 8):  
 """
 """umount(8) looks at the mount first, also when lazy, and so waits for what does not answer."""
 
-_DAEMON, _HOLDER = b"nvpool.run.mount_daemon", b"nvpool.run.mount_holder"
+_DAEMON, _HOLDER, _ZYGOTE = (b"nvpool.run.mount_" + name for name in (b"daemon", b"holder", b"zygote"))
 
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
@@ -151,24 +151,25 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
     if found is None or not found.ours:
         raise NotFound(f"no mount of nvpool is at {mountpoint}")
     holders = _daemons_of(place, {_HOLDER})
-    before = _daemons_of(place, {_DAEMON})
+    before = _daemons_of(place, {_DAEMON, _ZYGOTE})
     try:
-        if len(holders) != 1 or not before:
+        if len(holders) != 1 or not any(_runs(pid, {_DAEMON}) for pid in before):
             raise InvalidRequest(f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again")
         signal.pidfd_send_signal(next(iter(holders.values())), signal.SIGUSR1)
-        heir = 0
+        zygote = 0
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
-            now = _daemons_of(place, {_DAEMON})
+            now = _daemons_of(place, {_DAEMON, _ZYGOTE})
             for pidfd in now.values():
                 os.close(pidfd)
             newer = now.keys() - before.keys()
-            if newer and not now.keys() & before.keys() and look_at(place) == "alive":
-                pid = max(newer)
+            serving = [pid for pid in newer if _runs(pid, {_DAEMON})]
+            if serving and not now.keys() & before.keys() and look_at(place) == "alive":
+                pid = max(serving)
                 return Upgraded(pid, _pause_of(pid))
-            if heir and heir not in now:
+            if zygote and zygote not in now:
                 raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
                                   "the log of the mount has the reason")
-            heir = heir or max(newer, default=0)
+            zygote = zygote or next((pid for pid in newer if _runs(pid, {_ZYGOTE})), 0)
             pause(0.02)
         raise DeadlineExceeded(f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason")
     finally:

@@ -202,7 +202,7 @@ class KernelEngine(KernelRequests):
 
     def close(self) -> None:
         """The descriptor goes first: the kernel may write pages back while it unmounts, and nobody would answer any more."""
-        self._noticing.shutdown(wait=False, cancel_futures=True)
+        self.notices.close()
         if self._mount is None:
             return
         os.close(self._fd)

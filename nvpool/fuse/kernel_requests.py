@@ -6,17 +6,16 @@ those that wait. Never decides what a request means.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from nvpool.client.vfs.contract import NOW, Caller
 from nvpool.fuse.engine import kernel_version
+from nvpool.fuse.noticing import ByProcess, ByThreads
 from nvpool.fuse.ops import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
@@ -34,9 +33,6 @@ from nvpool.fuse.protocol.requests import WRITE_BYTES
 from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
-
-NOTICERS = 4
-"""Threads for notices. Each may stand at one that waits for a request, as long as that waits for a store."""
 
 EPOCH_MIN = (6, 16)
 """The first Linux with Notice.INC_EPOCH."""
@@ -58,7 +54,8 @@ class KernelRequests:
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
         self._keep_absent = replies.seconds(ops.options.negative_timeout_s)
-        self._noticing = ThreadPoolExecutor(NOTICERS, thread_name_prefix="fuse-notice")
+        self.notices: ByThreads | ByProcess = ByThreads()
+        """Whoever serves may put another in its place."""
         self._spare: Step
         self._keeps = ops.kept is not None
         self._held = ops.held
@@ -123,15 +120,9 @@ class KernelRequests:
         self._send(replies.inval_inode(inode, -1, 0))
 
     async def _invalidate(self, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
-        """In a thread: the kernel waits for directories that are being changed and pages that are being read, and those wait
-        for answers of ours."""
         notices = [replies.inval_entry(parent, name, expire_only=True) for parent, name in names]
         notices += [replies.inval_inode(inode, 0, 0) for inode in inodes]
-        descriptor = os.dup(self._fd)
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._noticing, _write_all, descriptor, notices)
-        finally:
-            os.close(descriptor)
+        await self.notices.write(self._fd, notices)
 
     def _invalidate_all_names(self) -> bool:
         if kernel_version() < EPOCH_MIN:
@@ -445,17 +436,6 @@ class KernelRequests:
         request = requests.decode(self._buffer, count)
         if request.opcode not in UNANSWERED:
             self._send(replies.failed(request.unique, errno.ENOSYS))
-
-
-def _write_all(descriptor: int, notices: list[bytes]) -> None:
-    for notice in notices:
-        try:
-            os.write(descriptor, notice)
-        except OSError as error:
-            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
-                return
-            if error.errno != errno.ENOENT:  # which is what the kernel does not know any more
-                log.error("the kernel has not taken a notice: %s", error)
 
 
 def _opening(opened) -> int:

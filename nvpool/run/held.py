@@ -4,7 +4,6 @@ that one has died. The words are those of run/mount_holder. Called by run/mount_
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import logging
@@ -12,17 +11,18 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Unavailable
 from nvpool.base.kept import KeptMemory
 from nvpool.run.daemon import command
 
-_AGAIN_S = 1.0
-"""Between holders that die at once."""
+_AGAIN_S = 0.4
+"""Between the starts of holders."""
 _ENDED_S = 10.0
 """For a process that was killed: it may have bytes of a slow drive in its hands."""
 
@@ -30,15 +30,13 @@ log = logging.getLogger("nvpool.run.mount")
 
 
 class Held:
-    """`words`: those of the command line, for another holder."""
+    """`descriptors`: a socket to the holder; where there was a process before us, /dev/fuse, the memory, and two for each that
+    read beside it. `words`: those of the command line, for another holder."""
 
-    def __init__(self, numbers: str, words: list[str]) -> None:
-        control, *descriptors = map(int, numbers.split(","))
+    def __init__(self, descriptors: list[int], words: list[str]) -> None:
+        control, *descriptors = descriptors
         self._control = socket.socket(fileno=control)
         self._control.setblocking(False)
-        os.set_inheritable(control, False)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
         self.fuse, self._memory, *readers = descriptors or (-1, -1)
         self.clones = readers[::2]
         """Other descriptors of the mount, each for one process that reads."""
@@ -47,7 +45,7 @@ class Held:
         self._popen: subprocess.Popen | None = None
         self._again_s = 0.0
         self._started_s = 0.0
-        self.holder_pid = os.getppid()
+        self.holder_pid = struct.unpack("3i", self._control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         self.serves = False
         """Whether the end of this process is that of the mount."""
         self.since_s = 0.0
@@ -68,6 +66,18 @@ class Held:
         if self._memory < 0:
             self._memory = KeptMemory.make(arena_bytes)
         return KeptMemory(self._memory)
+
+    def here(self) -> None:
+        """Tell the holder which process this is."""
+        pidfd = os.pidfd_open(os.getpid())
+        self._send(b"here", [pidfd])
+        os.close(pidfd)
+
+    def close(self) -> None:
+        """What this process was given, where it does not serve: the holder's and the mount's are the others'."""
+        self._control.close()
+        for descriptor in self._kept() if self.goes_on else ():
+            os.close(descriptor)
 
     async def wait_for_our_turn(self) -> bool:
         """Say that we could go on, and wait until we are to. False where nobody will say so any more."""
@@ -94,8 +104,7 @@ class Held:
     def keep(self, fuse: int) -> None:
         """The holder has the descriptors when this returns, or finds them in its socket."""
         self.fuse = fuse
-        with contextlib.suppress(OSError):
-            self._control.sendmsg([b"keep"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._kept()))])
+        self._send(b"keep", self._kept())
 
     def keep_readers(self, clones: list[int], pidfds: list[int]) -> None:
         """From now on these processes read through these descriptors: who goes on after this process ends them first."""
@@ -118,9 +127,9 @@ class Held:
                 raise Unavailable("a process that reads for this mount does not end")
 
     @property
-    def reader_words(self) -> tuple[int, list[str]]:
-        """The memory, and the command line, for who reads beside us."""
-        return self._memory, self._words
+    def memory_descriptor(self) -> int:
+        """For who reads beside us."""
+        return self._memory
 
     def ready(self) -> None:
         self._say("ready")
@@ -134,8 +143,11 @@ class Held:
         self._say(f"ended {code}")
 
     def _say(self, text: str) -> None:
+        self._send(text.encode(), ())
+
+    def _send(self, text: bytes, descriptors: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # it has died: then we shall see that next
-            self._control.send(text.encode())
+            socket.send_fds(self._control, [text], descriptors)
 
     def _hear(self) -> None:
         try:

@@ -7,8 +7,8 @@ once, and their users get --drain-s seconds; then everything written is stored a
 the waiting. However it ends, no mount is left behind, except after kill -9 without a holder: the next start with --force
 cleans that up.
 
-With a holder (the default where it can be) this process becomes run/mount_holder at once, which starts it again with --held:
-then a kill -9 of either is a pause and no more.
+With a holder (the default where it can be) this process becomes run/mount_holder at once, and what is here runs in a process
+that is forked off run/mount_zygote: then a kill -9 of any is a pause and no more.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
 import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import WORKERS_MAX, ClientSection, Config, load
+from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.base.host import host_id, identity_of
 from nvpool.base.mounts import Mount, mount_at, place_of
-from nvpool.base.units import MIB, parse_bytes
-from nvpool.client.options import ClientOptions, configured
+from nvpool.base.units import MIB
 from nvpool.client.session import Client
-from nvpool.fuse.engine import ENGINES, MountOptions, engine_of, is_held, make_engine
+from nvpool.fuse.engine import MountOptions, engine_of, is_held, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
+from nvpool.fuse.noticing import ByProcess
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
 from nvpool.run.held import Held, hand_to_holder
-from nvpool.run.readers import Readers
+from nvpool.run.mount_words import client_options, configured_pool, given, parse_words
+from nvpool.run.readers import Readers, Waiting, fork_readers
 from nvpool.wire.endpoint import parse_endpoint
 
 LEAVE_S = 5.0
@@ -49,79 +51,40 @@ _ARENA_SHARE = 4
 log = logging.getLogger("nvpool.run.mount")
 
 
-def _worker_count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= WORKERS_MAX:
-        raise ValueError
-    return count
-
-
-def parse_words(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m nvpool.run.mount_daemon", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
-    parser.add_argument("mountpoint", type=Path, help="an empty directory")
-    parser.add_argument("--engine", choices=ENGINES, help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux "
-                        "5.4 and newer (auto)")
-    parser.add_argument("--read-only", action="store_true")
-    parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
-    parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")
-    parser.add_argument("--attr-timeout-s", type=float, help="how long the kernel may keep attributes (1)")
-    parser.add_argument("--entry-timeout-s", type=float, help="how long the kernel may keep names (1)")
-    parser.add_argument("--negative-timeout-s", type=float,
-                        help="how long the kernel may remember that a name is not there (0)")
-    parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
-    parser.add_argument("--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)")
-    parser.add_argument("--no-short-cut", action="store_true", help="read through the stores also on their own node")
-    parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
-                        help="how far the kernel reads ahead of a sequential reader (1M)")
-    parser.add_argument("--max-read", type=parse_bytes, default=0, metavar="BYTES",
-                        help="of one request, engine kernel (what the kernel allows: 1M, or fs.fuse.max_pages_limit pages)")
-    parser.add_argument("--max-background", type=int, default=128, metavar="N",
-                        help="requests in work that no call waits for, as read-ahead; engine kernel (128)")
-    parser.add_argument("--congestion-threshold", type=int, default=0, metavar="N",
-                        help="of those, when the kernel begins to hold back; engine kernel (three quarters)")
-    parser.add_argument("--writeback", action="store_true",
-                        help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
-                             "or program changes these files")
-    parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
-                        "process: needs engine kernel and Linux 6.9 (where it can be)")
-    parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
-                        "larger files. Needs a holder (1)")
-    parser.add_argument("--held", help=argparse.SUPPRESS)  # by run/mount_holder: descriptors
-    parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
-    parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
-                        help="of mount(8): noexec, suid, dev, …")
-    parser.add_argument("--log", type=Path, help="file to log to (stderr)")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    return parser.parse_args(words)
-
-
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
     start_log("mount", arguments.log_level, arguments.log)
-    held = Held(arguments.held, [word for word in words if not word.startswith("--held=")]) if arguments.held else None
-    directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
     try:
-        config = Config()
-        if directory is not None:
-            directory.check()
-            config = load(directory.node_toml)
+        directory, config = configured_pool(arguments)
         engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
-        if held is None:
-            with_holder = is_held(arguments.holder, engine)
-            if not with_holder and (arguments.workers or 1) > 1:
-                raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
-                                     "without --workers, or by engine kernel on Linux 6.9 and newer")
-            place = check_mount_point(arguments.mountpoint, force=arguments.force)
-            if with_holder:
-                hand_to_holder(words)
-        else:
-            place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours
+        with_holder = is_held(arguments.holder, engine)
+        if not with_holder and (arguments.workers or 1) > 1:
+            raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
+                                 "without --workers, or by engine kernel on Linux 6.9 and newer")
+        place = check_mount_point(arguments.mountpoint, force=arguments.force)
+        if with_holder:
+            hand_to_holder(words)
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
-    code = run(lambda stop: _Mounted(arguments, directory, config, place, stop, held).serve())
-    if held is not None and held.serves:
+    return run(lambda stop: _Mounted(arguments, directory, config, place, stop).serve())
+
+
+def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket) -> int:
+    """In a process that was forked for it (run/mount_zygote); its exit code. `notices`: to one that writes them for us."""
+    held.here()
+    start_log("mount", arguments.log_level, arguments.log)
+    try:
+        directory, config = configured_pool(arguments)
+        place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours
+        workers = given(arguments.workers, config.client.workers)
+        beside = fork_readers(workers - 1, arguments, config, held, notices)  # while this process is but a copy
+    except NvpoolError as error:
+        log.error("%s", error)
+        code = exit_code(error)
+    else:
+        code = run(lambda stop: _Mounted(arguments, directory, config, place, stop, held, beside, notices).serve())
+    if held.serves or not held.goes_on:
         held.ended(code)
     return code
 
@@ -138,19 +101,10 @@ def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
     return None
 
 
-def _given(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
-    return configured(section)._replace(deadline_s=_given(arguments.deadline_s, section.deadline_s),
-                                        transport=arguments.transport or section.transport,
-                                        short_cut=section.short_cut and not arguments.no_short_cut, reads_past=True)
-
-
 class _Mounted:
     def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
-                 stop: Stop, held: Held | None) -> None:
+                 stop: Stop, held: Held | None = None, beside: list[Waiting] | None = None,
+                 notices: socket.socket | None = None) -> None:
         self._arguments = arguments
         self._directory = directory
         self._config = config
@@ -160,7 +114,8 @@ class _Mounted:
         self._held = held
         self._engine = ""
         self._readers: Readers | None = None
-        self._workers = _given(arguments.workers, config.client.workers) if held is not None else 1
+        self._beside = beside or []
+        self._notices = notices
 
     async def serve(self) -> None:
         arguments, section, held = self._arguments, self._config.client, self._held
@@ -169,7 +124,6 @@ class _Mounted:
             held.on_stop = lambda: self._stop.ask("the holder says so")
             kept = held.memory(_ARENA_SHARE * max(section.write_buffer_bytes, 64 * MIB))
             if held.goes_on:
-                from nvpool.fuse import kernel_engine  # noqa: F401 (now, and not while everybody waits)
                 if not await held.wait_for_our_turn():
                     return
                 held.end_readers()
@@ -179,9 +133,9 @@ class _Mounted:
             held.listen()
         client = await Client.open(
             arguments.pool, name=f"mount {self._place}", kept=kept, options=client_options(arguments, section))
-        ops = FuseOps(client.vfs, FuseOptions(_given(arguments.attr_timeout_s, section.attr_timeout_s),
-                                              _given(arguments.entry_timeout_s, section.entry_timeout_s),
-                                              _given(arguments.negative_timeout_s, 0.0),
+        ops = FuseOps(client.vfs, FuseOptions(given(arguments.attr_timeout_s, section.attr_timeout_s),
+                                              given(arguments.entry_timeout_s, section.entry_timeout_s),
+                                              given(arguments.negative_timeout_s, 0.0),
                                               arguments.writeback))
         # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
         options = MountOptions(client.pool_map.name, arguments.read_only,
@@ -194,8 +148,8 @@ class _Mounted:
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
         self._engine = engine.name
         if held is not None:
-            ops.published.on = self._workers > 1
-            self._readers = Readers(held, engine, lambda pid: self._announce("reader", pid))
+            ops.published.on = bool(self._beside)
+            self._readers = Readers(held, engine, self._beside, lambda pid: self._announce("reader", pid))
         name = f"mount-{os.getpid()}"
         try:
             if held is not None and held.goes_on:
@@ -206,6 +160,10 @@ class _Mounted:
                 if held is not None:
                     held.keep(engine.descriptor)
                 set_read_ahead(self._mount, arguments.read_ahead)
+            if held is not None:
+                engine.notices.close()
+                engine.notices = ByProcess()
+                await engine.notices.begin(self._notices, engine.descriptor)
             self._announce("mount", os.getpid())
             self._announce_holder()
             serving = asyncio.ensure_future(engine.serve())
@@ -252,7 +210,7 @@ class _Mounted:
         if self._held is None:
             notify_ready()
         else:
-            self._readers.start(self._workers - 1)
+            self._readers.start()
             self._held.ready()
             if self._held.goes_on and self._held.since_s:
                 pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)

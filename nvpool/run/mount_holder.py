@@ -1,21 +1,22 @@
 """The holder of a mount: `python -m nvpool.run.mount_holder [options] POOL MOUNTPOINT`, with the words of run/mount_daemon.
 
-It starts the serving process (run/mount_daemon), gets from it the descriptors of /dev/fuse and of the memory that outlives
-it (base/kept), and keeps them. When the serving process dies in whatever way but an orderly end, another one is started at
-once, is given both and goes on: the mount has never been gone. The serving process does the same for the holder. It ends with
-the exit code of an orderly end; so the two end together, or not at all.
+It has the serving process forked off one that has all modules in memory (run/mount_zygote), gets from it the descriptors of
+/dev/fuse and of the memory that outlives it (base/kept), and keeps them. When the serving process dies in whatever way but an
+orderly end, another one is forked at once, is given both and goes on: the mount has never been gone. The serving process starts
+another holder when this one dies, and this one another zygote. It ends with the exit code of an orderly end; so all end
+together, or not at all.
 
-SIGTERM and SIGINT are passed on. SIGUSR1 replaces the serving process on purpose, by what is installed now: the new one is made
-ready first, then the old one finishes what it has in work and leaves; where the new one does not start, nothing happens.
+SIGTERM and SIGINT are passed on. SIGUSR1 replaces the serving process on purpose, by what is installed now: a new zygote is
+started, and its process made ready first, then the old one finishes what it has in work and leaves; where the new one does not
+start, nothing happens.
 
-The two talk over a socket: "keep" with descriptors, "ready", "warm" (a successor could go on), "drop", "ended CODE" to here;
-"go WHEN", "stop", "leave" from here. Tiny on purpose, of little more than the standard library: what does next to nothing has
-nothing to die of.
+Serving process and holder talk over a socket: "here" with its pidfd, "keep" with descriptors, "ready", "warm" (a successor
+could go on), "drop", "ended CODE" to here; "go WHEN", "stop", "leave" from here. The zygote is told "serve", with that socket
+and the descriptors. Tiny on purpose, of little more than the standard library: what does next to nothing has nothing to die of.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import logging
 import logging.handlers
@@ -33,8 +34,13 @@ QUICK_DEATHS_MAX = 3
 PAUSE_S_MAX = 5.0
 DEATHS_MAX = 15
 """Before they served, one after another, in some 40 seconds: then the mount ends, and with it the calls that wait in it."""
+ZYGOTE_PAUSE_S_MAX = 60.0
+"""Between zygotes that die while a process serves. Without one the next pause would be some 300 ms longer."""
 LEAVE_S = 10.0
 """For what a process has in work when it is replaced on purpose. What is left then its successor is handed."""
+
+EXIT_BUG = 70
+"""As in run/daemon."""
 
 DESCRIPTORS_MAX = 253
 """SCM_MAX_FD: what one message can carry."""
@@ -42,14 +48,41 @@ DESCRIPTORS_MAX = 253
 log = logging.getLogger("nvpool.run.holder")
 
 
+class Zygote:
+    """The process off which the serving ones are forked."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
+        with theirs:
+            self._popen = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_zygote", *words], stdin=theirs,
+                                           start_new_session=True)
+        self.pidfd = os.pidfd_open(self._popen.pid)
+        self.started_s = SYSTEM_CLOCK.boottime_s()
+
+    def serve(self, descriptors: list[int]) -> Serving:
+        """A process that serves, or is gone before it says anything."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(self.control, [b"serve"], [theirs.fileno(), *descriptors])
+        return Serving(ours)
+
+    def end(self) -> int:
+        """The exit code."""
+        self._popen.kill()
+        os.close(self.pidfd)
+        self.control.close()
+        return self._popen.wait()
+
+
 class Serving:
     """A serving process: the one that serves, or its heir that waits."""
 
-    def __init__(self, pidfd: int, control: socket.socket, popen: subprocess.Popen | None = None) -> None:
-        self.pidfd = pidfd
+    def __init__(self, control: socket.socket, pidfd: int = -1) -> None:
+        self.pidfd = pidfd  # -1 until it has told
         self.control = control
-        self.popen = popen
-        self.ready = popen is None  # adopted: it served
+        self.is_open = True
+        self.ready = pidfd >= 0  # adopted: it served
         self.ended: int | None = None
         control.setblocking(False)
 
@@ -57,8 +90,18 @@ class Serving:
         with contextlib.suppress(OSError):
             self.control.send(text.encode())
 
+    def kill(self) -> None:
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    @property
+    def is_gone(self) -> bool:
+        return _has_ended(self.pidfd) if self.pidfd >= 0 else not self.is_open
+
     def close(self) -> None:
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
         self.control.close()
 
 
@@ -67,6 +110,10 @@ class Holder:
         self._words = words
         self._serving: Serving | None = None
         self._heir: Serving | None = None
+        self._zygote: Zygote | None = None
+        self._heirs_zygote: Zygote | None = None
+        self._zygote_s = 0.0      # when the next zygote may be started
+        self._zygote_pause_s = 0.0
         self._descriptors: list[int] = []
         """/dev/fuse and the memory; then for each process that reads for the serving one its own descriptor of /dev/fuse, and
         its pidfd. As the serving process has told them, and so they are passed on."""
@@ -86,27 +133,27 @@ class Holder:
     def adopt(self, pidfd: int, control: int, *descriptors: int) -> None:
         """That process serves already, with these descriptors; its holder has died."""
         self._descriptors = list(descriptors)
-        self._serving = Serving(pidfd, socket.socket(fileno=control))
+        self._serving = Serving(socket.socket(fileno=control), pidfd)
 
     def run(self) -> int:
         if self._serving is None:
             self._serving = self._start()
         while True:
-            poll = select.poll()
-            for descriptor in (self._signals, *(one for process in (self._serving, self._heir) if process is not None
-                                                for one in (process.pidfd, process.control))):
-                poll.register(descriptor, select.POLLIN)
-            wake_s = min((at_s for at_s in (self._start_s, self._leave_until_s) if at_s), default=0.0)
-            poll.poll(max(0.0, wake_s - SYSTEM_CLOCK.boottime_s()) * 1000 + 1 if wake_s else None)
+            zygote_s = self._zygote_s if self._serving is not None else 0.0
+            wake_s = min((at_s for at_s in (self._start_s, self._leave_until_s, zygote_s) if at_s), default=0.0)
+            self._wait(max(0.0, wake_s - SYSTEM_CLOCK.boottime_s()) if wake_s else None)
             self._take_signals()
+            self._look_at_zygote()
             for process in (self._serving, self._heir):
                 if process is not None:
                     self._listen(process)
-            if self._heir is not None and _is_gone(self._heir):
-                self._heir_died()
-            if self._serving is not None and _is_gone(self._serving):
+            if self._heir is not None and self._heir.is_gone:
+                self._give_heir_up("its successor has ended before it could go on")
+            if self._serving is not None and self._serving.is_gone:
                 code = self._died()
                 if code is not None:
+                    if self._zygote is not None:
+                        self._zygote.end()
                     return code
             now_s = SYSTEM_CLOCK.boottime_s()
             if self._serving is None and now_s >= self._start_s:
@@ -118,36 +165,62 @@ class Holder:
             if self._leave_until_s and now_s >= self._leave_until_s:
                 self._leave_until_s = 0.0
                 log.warning("the serving process has not left within %.0f s and is killed", LEAVE_S)
-                signal.pidfd_send_signal(self._serving.pidfd, signal.SIGKILL)
+                self._serving.kill()
+
+    def _wait(self, seconds: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._signals, select.POLLIN)
+        if self._zygote is not None:
+            poll.register(self._zygote.pidfd, select.POLLIN)
+        for process in (self._serving, self._heir):
+            if process is not None and process.is_open:
+                poll.register(process.control, select.POLLIN)
+            if process is not None and process.pidfd >= 0:
+                poll.register(process.pidfd, select.POLLIN)
+        poll.poll(seconds * 1000 + 1 if seconds is not None else None)
 
     # -- processes -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> Serving:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            passed = (theirs.fileno(), *self._descriptors)
-            popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nvpool.run.mount_daemon", f"--held={','.join(map(str, passed))}", *self._words],
-                stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
-        return Serving(os.pidfd_open(popen.pid), ours, popen)
+        if self._zygote is None:
+            self._zygote_s = 0.0
+            self._zygote = Zygote(self._words)
+        return self._zygote.serve(self._descriptors)
+
+    def _look_at_zygote(self) -> None:
+        """There is one while a process serves; those that die early come again with pauses that grow."""
+        now_s = SYSTEM_CLOCK.boottime_s()
+        if self._zygote is not None and _has_ended(self._zygote.pidfd):
+            lived_s = now_s - self._zygote.started_s
+            code = self._zygote.end()
+            self._zygote = None
+            early = lived_s < ZYGOTE_PAUSE_S_MAX
+            self._zygote_pause_s = min(max(0.1, 2 * self._zygote_pause_s), ZYGOTE_PAUSE_S_MAX) if early else 0.1
+            self._zygote_s = now_s + self._zygote_pause_s
+            log.warning("the process that waits to fork has ended (%s)", _told(code))
+        if self._zygote is None and self._serving is not None and now_s >= self._zygote_s:
+            self._zygote_s = 0.0
+            self._zygote = Zygote(self._words)
 
     def _listen(self, process: Serving) -> None:
         while True:
-            numbers = array.array("i")
             try:
-                room = socket.CMSG_LEN(DESCRIPTORS_MAX * numbers.itemsize)
-                said, more, _, _ = process.control.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
-            except (BlockingIOError, ConnectionError):
+                said, numbers, _, _ = socket.recv_fds(process.control, 64, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
                 return
-            for level, kind, content in more:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    numbers.frombytes(content[:len(content) - len(content) % numbers.itemsize])
+            except ConnectionError:
+                said, numbers = b"", []
+            if not said:  # its end is closed
+                process.is_open = False
+                return
             word, _, value = said.decode(errors="replace").partition(" ")
-            if word == "keep" and len(numbers) >= 2:
+            if word == "here" and len(numbers) == 1:
+                process.pidfd, = numbers
+            elif word == "keep" and len(numbers) >= 2:
                 self._close_descriptors()
-                self._descriptors = list(numbers)
-                if self._heir is not None:  # it was given others
-                    signal.pidfd_send_signal(self._heir.pidfd, signal.SIGKILL)
+                self._descriptors = numbers
+                if self._heir is not None:
+                    self._give_heir_up("its successor was given what is not in use any more")
             elif word == "drop":
                 self._close_descriptors()
             elif word == "ready":
@@ -159,8 +232,6 @@ class Holder:
                 self._serving.say("leave")
             elif word == "ended":
                 process.ended = int(value or 0)
-            elif not said:
-                return  # its end is closed; the process itself tells how it has ended
 
     def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:
@@ -171,34 +242,41 @@ class Holder:
         """The exit code where that is the end of the mount."""
         process, self._serving = self._serving, None
         self._listen(process)
-        code = process.popen.wait() if process.popen is not None else None
         process.close()
         if process.ended is not None:
             return process.ended
         if not self._descriptors:
-            return code if code is not None and code >= 0 else 70
+            return EXIT_BUG
         self._leave_until_s = 0.0
         if self._heir is not None:
             self._serving, self._heir = self._heir, None
+            if self._zygote is not None:
+                self._zygote.end()
+            self._zygote, self._heirs_zygote = self._heirs_zygote, None
             self._serving.say(f"go {self._died_s}")
             return None
+        if process.pidfd < 0 and self._zygote is not None:  # it was never forked
+            self._zygote.end()
+            self._zygote = None
         self._died_s = SYSTEM_CLOCK.boottime_s()
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
         if self._deaths >= DEATHS_MAX:
             log.error("no serving process comes up; the mount is dead now, clean it up with: nvpool umount")
-            return code if code is not None and code > 0 else 70
+            return EXIT_BUG
         pause_s = 0.0 if over <= 0 else min(0.1 * 2 ** over, PAUSE_S_MAX)
         self._start_s = SYSTEM_CLOCK.boottime_s() + pause_s
-        log.warning("the serving process has died (%s)%s; another one goes on%s", _told(code),
-                    "" if process.ready else " before it served", f" in {pause_s:.1f} s" if pause_s else "")
+        log.warning("the serving process has died%s; another one goes on%s", "" if process.ready else " before it served",
+                    f" in {pause_s:.1f} s" if pause_s else "")
         return None
 
-    def _heir_died(self) -> None:
-        heir, self._heir = self._heir, None
-        code = heir.popen.wait()
-        heir.close()
-        log.error("the serving process is not replaced: its successor has ended (%s) before it could go on", _told(code))
+    def _give_heir_up(self, why: str) -> None:
+        """It ends by itself where it has not."""
+        self._heir.close()
+        self._heirs_zygote.end()
+        self._heir = self._heirs_zygote = None
+        self._leave_until_s = 0.0
+        log.error("the serving process is not replaced: %s", why)
 
     def _may_be_replaced(self) -> bool:
         """Not before all that it wants kept is here."""
@@ -218,18 +296,17 @@ class Holder:
                     self._serving.say("stop")
             elif number == signal.SIGUSR1 and self._heir is None and self._descriptors and self._may_be_replaced():
                 log.info("the serving process is being replaced")
-                self._heir = self._start()
+                self._heirs_zygote = Zygote(self._words)
+                self._heir = self._heirs_zygote.serve(self._descriptors)
 
 
-def _is_gone(process: Serving) -> bool:
+def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
-    poll.register(process.pidfd, select.POLLIN)
+    poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def _told(code: int | None) -> str:
-    if code is None:
-        return "it was adopted, so nobody knows how"
+def _told(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

@@ -1,5 +1,4 @@
-"""A process that reads for the one that serves a mount: `python -m nvpool.run.mount_reader --reader=… [options] POOL
-MOUNTPOINT`, with the words of run/mount_daemon, by which it is started.
+"""A process that reads for the one that serves a mount, forked off that (run/readers).
 
 It is a client of its own, which opens files to read them and does nothing else. It ends when the serving process does or closes
 its socket, and when the mount is gone; never by SIGTERM, which a service manager sends to all of a mount's processes.
@@ -12,11 +11,8 @@ import asyncio
 import logging
 import os
 import socket
-import sys
-from pathlib import Path
 
-from nvpool.base.config import Config, load
-from nvpool.base.directory import PoolDirectory
+from nvpool.base.config import Config
 from nvpool.base.errors import NvpoolError
 from nvpool.base.kept import KeptHandles
 from nvpool.client.session import Client
@@ -25,7 +21,7 @@ from nvpool.fuse.reader_engine import ReaderEngine
 from nvpool.fuse.reader_ops import LOOK_S, ReaderOps
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import run, start_log
-from nvpool.run.mount_daemon import client_options, parse_words
+from nvpool.run.mount_words import client_options
 
 LEAVE_S = 0.5
 """For what is in work. What is left the kernel hands out again, where the mount goes on."""
@@ -34,12 +30,12 @@ CLOSE_S = 1.0
 log = logging.getLogger("nvpool.run.reader")
 
 
-async def serve(arguments: argparse.Namespace, config: Config, control: int, clone: int, memory: int) -> None:
+async def serve(arguments: argparse.Namespace, config: Config, connection: socket.socket, clone: int,
+                memory: int) -> None:
     client = await Client.open(arguments.pool, name=f"mount {arguments.mountpoint} reader",
                                options=client_options(arguments, config.client)._replace(leases=False))
     awake = Awake(config.processors.awake)
     ops = ReaderOps(client.vfs, KeptHandles(memory))
-    connection = socket.socket(fileno=control)
     engine = ReaderEngine(ops, Channel(connection, 4096), awake.touch)
     engine.adopt(clone)
     serving = asyncio.ensure_future(engine.serve())
@@ -69,16 +65,11 @@ async def _close_old(ops: ReaderOps) -> None:
             log.warning("a file that was read here is not closed: %s", error)
 
 
-def main(words: list[str]) -> int:
-    control, clone, memory = map(int, words.pop(0).partition("=")[2].split(","))
-    arguments = parse_words(words)
+def wait_and_read(arguments: argparse.Namespace, config: Config, connection: socket.socket) -> int:
+    """The exit code. Reads nothing before the serving process says so."""
     start_log("reader", arguments.log_level, arguments.log)
-    for descriptor in (control, clone, memory):
-        os.set_inheritable(descriptor, False)
-    directory = PoolDirectory(arguments.pool) if "://" not in arguments.pool and Path(arguments.pool).is_dir() else None
-    config = load(directory.node_toml) if directory is not None else Config()
-    return run(lambda _: serve(arguments, config, control, clone, memory))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    said, descriptors, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
+    if not said:
+        return 0
+    clone, memory = descriptors
+    return run(lambda _: serve(arguments, config, connection, clone, memory))

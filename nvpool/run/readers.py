@@ -2,8 +2,9 @@
 
 Each has a cloned descriptor of /dev/fuse, which this process and the holder have too, and a socket to here. When one of them
 dies while it serves, what it had taken from the kernel is in nobody's hands, and the kernel hands requests out again only all
-together: so this process then ends as if killed, and its successor begins with new ones. One that dies before it was let in has
-taken nothing, and is done without. Called by run/mount_daemon.
+together: so this process then ends as if killed, and its successor begins with new ones. One that was killed before it was let
+in has taken nothing, but there would be no other: so that is the same. One that ends by itself before is done without.
+Called by run/mount_daemon.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import logging
 import os
 import signal
 import socket
-import subprocess
+from argparse import Namespace
 from collections.abc import Callable
+from typing import NamedTuple
 
+from nvpool.base.config import Config
 from nvpool.base.errors import NvpoolError
 from nvpool.fuse.kernel_engine import KernelEngine
 from nvpool.fuse.passing import Channel, Passing, clone
-from nvpool.run.daemon import command
+from nvpool.run import mount_reader
+from nvpool.run.daemon import EXIT_BUG
+from nvpool.run.forking import fork
 from nvpool.run.held import Held, has_ended
 
 END_S = 2.0
@@ -28,79 +33,106 @@ END_S = 2.0
 log = logging.getLogger("nvpool.run.mount")
 
 
-class Readers:
-    """`on_serving`: told of the pid of each that begins."""
+class Waiting(NamedTuple):
+    """A process that could read."""
 
-    def __init__(self, held: Held, engine: KernelEngine, on_serving: Callable[[int], None]) -> None:
+    pid: int
+    pidfd: int
+    connection: socket.socket
+
+
+def fork_readers(count: int, arguments: Namespace, config: Config, held: Held, not_theirs: socket.socket) -> list[Waiting]:
+    """Copies of this process, which wait for `Readers.start`, or for our end. Fewer where there can not be more."""
+    made: list[Waiting] = []
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+
+        def read(ours: socket.socket = ours, theirs: socket.socket = theirs) -> int:
+            held.close()
+            for connection in (ours, not_theirs, *(one.connection for one in made)):
+                connection.close()
+            return mount_reader.wait_and_read(arguments, config, theirs)
+
+        with theirs:
+            try:
+                pid = fork("mount_reader", read)
+                made.append(Waiting(pid, os.pidfd_open(pid), ours))
+            except OSError as error:
+                log.error("this mount has fewer processes than it was to have: %s", error)
+                ours.close()
+                break
+    return made
+
+
+class Readers:
+    """`waiting`: as fork_readers has made them. `on_serving`: told of the pid of each that begins."""
+
+    def __init__(self, held: Held, engine: KernelEngine, waiting: list[Waiting], on_serving: Callable[[int], None]) -> None:
         self._held = held
         self._engine = engine
+        self._waiting = waiting
         self._on_serving = on_serving
-        self._popens: list[subprocess.Popen] = []
-        self._passings: list[Passing] = []
-        self._pidfds: list[int] = []
+        self._passings: dict[Passing, Waiting] = {}
         self._ending = False
 
-    def start(self, count: int) -> None:
-        """Start so many. They come in when the engine has been handed all that the process before this one left. Where that
+    def start(self) -> None:
+        """Let them begin. They come in when the engine has been handed all that the process before this one left. Where that
         can not be the mount goes on without them, and the log says why."""
         clones = self._held.clones
-        if not count and not clones:
+        if not self._waiting and not clones:
             return
+        pidfds = []
         try:
-            while len(clones) < count:
+            while len(clones) < len(self._waiting):
                 clones = [*clones, clone(self._engine.descriptor)]
-            for descriptor in clones[:count]:
-                self._start(descriptor)
+            for reader, descriptor in zip(self._waiting, clones, strict=False):
+                with contextlib.suppress(ConnectionError):  # it has died: its end is seen where it is received from
+                    socket.send_fds(reader.connection, [b"."], [descriptor, self._held.memory_descriptor])
+                channel = Channel(reader.connection, self._engine.request_bytes_max)
+                self._passings[Passing(channel, descriptor, self._lost)] = reader
+                pidfds.append(os.dup(reader.pidfd))
         except (NvpoolError, OSError) as error:
             log.error("this mount has fewer processes than it was to have: %s", error)
         # A descriptor without a reader is kept too, with any pidfd: requests that were taken from it may be in work.
-        pidfds = self._pidfds + [os.pidfd_open(os.getpid()) for _ in clones[len(self._pidfds):]]
+        pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds):]]
         self._held.keep_readers(clones, pidfds)
         for passing in self._passings:  # only now: from here on whoever follows us knows of them
             self._engine.let_read(passing, self._come_in)
 
-    def _start(self, descriptor: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            memory, words = self._held.reader_words
-            passed = (theirs.fileno(), descriptor, memory)
-            popen = subprocess.Popen([*command("mount_reader"), f"--reader={','.join(map(str, passed))}", *words],
-                                     stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
-        self._popens.append(popen)
-        self._pidfds.append(os.pidfd_open(popen.pid))
-        self._passings.append(Passing(Channel(ours, self._engine.request_bytes_max), descriptor, self._lost))
-
     def _come_in(self, passing: Passing) -> None:
         passing.go()
-        pid = self._popens[self._passings.index(passing)].pid
+        pid = self._passings[passing].pid
         log.info("process %d reads for this mount too", pid)
         self._on_serving(pid)
 
     def _lost(self, passing: Passing) -> None:
         if self._ending:
             return
-        pid = self._popens[self._passings.index(passing)].pid
-        if not passing.serves:
-            log.error("process %d was to read for this mount and has ended before: it is done without", pid)
+        reader = self._passings[passing]
+        if not passing.serves and self._end_of(reader) >= 0:
+            log.error("process %d was to read for this mount and has ended before: it is done without", reader.pid)
             return
-        log.warning("process %d, which read for this mount, has died: all are replaced", pid)
+        log.warning("process %d, which read for this mount, has died: all are replaced", reader.pid)
         logging.shutdown()
-        os._exit(70)
+        os._exit(EXIT_BUG)
+
+    def _end_of(self, reader: Waiting) -> int:
+        """Its exit code. Killed where it does not end."""
+        self._waiting.remove(reader)
+        if not has_ended(reader.pidfd, END_S):
+            signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(reader.pid, 0)[1])
 
     def let_go(self) -> None:
         """They end by themselves, soon."""
         self._ending = True
         for passing in self._passings:
             passing.stop_reading()
-            passing.channel.close()
-        self._passings.clear()
+        for reader in self._waiting:
+            reader.connection.close()
 
     def end(self) -> None:
         """None is left when this returns. What they had in work is answered, or handed out again to whoever follows."""
         self.let_go()
-        for popen, pidfd in zip(self._popens, self._pidfds, strict=True):
-            if not has_ended(pidfd, END_S):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            popen.wait()
-        self._popens.clear()
+        for reader in list(self._waiting):
+            self._end_of(reader)

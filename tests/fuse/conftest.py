@@ -179,6 +179,17 @@ def second(pool, mounted):
     return pool.other
 
 
+@pytest.fixture(scope="module")
+def own():
+    """A pool for the tests of one module, which kill what serves it."""
+    place = Path(tempfile.mkdtemp(prefix="nvpool-own-"))
+    made = Pool(place / "pool")
+    yield made
+    nvpool("fsck", made.directory)  # fails where anything is wrong
+    made.close()
+    shutil.rmtree(place)
+
+
 def as_user(uid, gid, call, groups=()):
     """What `call` returned or raised, in a process of that user. The result must be what `repr` can carry."""
     read, write = os.pipe()

@@ -8,38 +8,21 @@ import hashlib
 import json
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import FLOOR, Pool, is_mounted, needs, nvpool, wait_until
+from conftest import FLOOR, is_mounted, nvpool, wait_until
+from kills import end, kill_serving, processes, run_model, serving, together
 
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
-
-SECONDS = 6.0
-"""Of each load in the usual run; the soak has a minute."""
-GAP_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def own():
-    place = Path(tempfile.mkdtemp(prefix="nvpool-held-"))
-    made = Pool(place / "pool")
-    yield made
-    nvpool("fsck", made.directory)  # fails where anything is wrong
-    made.close()
-    shutil.rmtree(place)
-
 
 @pytest.fixture
 def here(held, request):
@@ -59,268 +42,14 @@ def held(own, request):
     assert "Traceback" not in said and " ERROR " not in said, said
 
 
-def processes(place, module):
-    found = []
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit():
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                if module.encode() in words and os.fsencode(str(place)) in words:
-                    found.append(int(entry))
-    return found
-
-
-def serving(held):
-    """The pid of the one process that serves the mount, once there is one."""
-    wait_until(lambda: processes(held.place, "nvpool.run.mount_daemon"), "a serving process")
-    return processes(held.place, "nvpool.run.mount_daemon")[0]
-
-
-def pauses(held):
-    return [int(text) for text in re.findall(r"after a pause of (\d+) ms", held.log.read_text())]
-
-
-def kill_serving(held):
-    """On return another process serves."""
-    before = len(pauses(held))
-    os.kill(serving(held), signal.SIGKILL)
-    wait_until(lambda: len(pauses(held)) > before, "the next serving process")
-
-
-class Killer:
-    """Kills the serving process whenever it has served for GAP_S, while the `with` block runs."""
-
-    def __init__(self, held, kill=kill_serving):
-        self.held, self.kill = held, kill
-        self.over = threading.Event()
-        self.failed = None
-        self.kills = 0
-        self.thread = threading.Thread(target=self.run)
-
-    def run(self):
-        try:
-            while not self.over.wait(GAP_S):
-                self.kill(self.held)
-                self.kills += 1
-        except BaseException as error:
-            self.failed = error
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join(90)
-        seen = pauses(self.held)[-self.kills:] if self.kills else []
-        print(f"\n{self.kills} times killed, pauses in ms: {seen}")
-        assert self.failed is None and self.kills, self.failed
-
-
-def together(*works):
-    """Run them in threads; the first error of any."""
-    errors = []
-
-    def guarded(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive(), "a call hangs"
-    if errors:
-        raise errors[0]
-
-
-# -- loads -------------------------------------------------------------------------------------------------------------
-
-
-def run_fio(place, seconds):
-    job = place.parent / f"{place.name}.fio"
-    job.write_text(f"""[global]
-directory={place}
-ioengine=psync
-verify=crc32c
-verify_fatal=1
-verify_backlog=32
-fallocate=none
-time_based=1
-runtime={int(seconds)}
-size=8m
-[small]
-rw=randwrite
-bs=4k
-fsync=64
-[mixed]
-rw=randwrite
-bsrange=512-96k
-numjobs=2
-[direct]
-rw=randrw
-bs=16k
-direct=1
-[stream]
-rw=write
-bs=1m
-""")
-    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 120,
-                          check=False, cwd=place.parent)  # where it leaves what it has verified
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
-    assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 100
-
-
-def load_files(place, seconds, count=300, readers=4):
-    """As a data loader does: many small files, opened, read whole and closed in random order; what is read is compared."""
-    chance = random.Random(7)
-    expected = []
-    for number in range(count):
-        content = chance.randbytes(chance.randrange(1, 60_000))
-        (place / f"sample-{number}").write_bytes(content)
-        expected.append(hashlib.sha256(content).digest())
-    end = time.monotonic() + seconds
-    read = [0] * readers
-
-    def reader(me):
-        order = random.Random(me)
-        while time.monotonic() < end:
-            number = order.randrange(count)
-            with open(place / f"sample-{number}", "rb", buffering=0) as file:
-                content = b"".join(iter(lambda: file.read(17_000), b""))
-            assert hashlib.sha256(content).digest() == expected[number], number
-            read[me] += 1
-
-    together(*(lambda me=me: reader(me) for me in range(readers)))
-    assert all(read)
-
-
-class Model:
-    """A thread's own directory and what must be in it."""
-
-    def __init__(self, place, me, shared, seconds):
-        self.place, self.me, self.shared = place / f"thread-{me}", me, shared
-        self.chance = random.Random(me)
-        self.end = time.monotonic() + seconds
-        self.files: dict[str, bytes] = {}
-        self.directories: set[str] = set()
-        self.appended = 0
-        self.serial = 0
-
-    def name(self):
-        self.serial += 1
-        return f"n{self.serial}"
-
-    def run(self):
-        self.place.mkdir()
-        log = os.open(self.shared, os.O_WRONLY | os.O_APPEND)
-        own = os.open(self.place / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
-        try:
-            while time.monotonic() < self.end:
-                for step in self.chance.sample((self.make, self.create, self.move, self.remove, self.link, self.attribute), 6):
-                    step()
-                record = b"%04d %010d\n" % (self.me, self.appended)
-                assert os.write(log, record) == os.write(own, record) == len(record)
-                self.appended += 1
-        finally:
-            os.close(log)
-            os.close(own)
-        self.check()
-
-    def make(self):
-        name = self.name()
-        os.mkdir(self.place / name)
-        self.directories.add(name)
-        if len(self.directories) > 20:
-            os.rmdir(self.place / self.directories.pop())
-
-    def create(self):
-        name, content = self.name(), self.chance.randbytes(self.chance.randrange(9000))
-        file = os.open(self.place / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        try:
-            assert os.write(file, content) == len(content)
-        finally:
-            os.close(file)
-        self.files[name] = content
-
-    def move(self):
-        if self.files:
-            name, new = self.chance.choice(sorted(self.files)), self.name()
-            os.rename(self.place / name, self.place / new)
-            self.files[new] = self.files.pop(name)
-
-    def remove(self):
-        if len(self.files) > 30:
-            name = self.chance.choice(sorted(self.files))
-            os.unlink(self.place / name)
-            del self.files[name]
-
-    def link(self):
-        if self.files:
-            name, new = self.chance.choice(sorted(self.files)), self.name()
-            os.link(self.place / name, self.place / new)
-            self.files[new] = self.files[name]
-
-    def attribute(self):
-        if self.files:
-            name = self.chance.choice(sorted(self.files))
-            os.setxattr(self.place / name, b"user." + self.name().encode(), b"1", os.XATTR_CREATE)
-            os.truncate(self.place / name, len(self.files[name]))
-
-    def check(self):
-        assert set(os.listdir(self.place)) == {"log"} | self.files.keys() | self.directories
-        for name, content in self.files.items():
-            assert (self.place / name).read_bytes() == content, name
-        assert (self.place / "log").read_bytes() == b"".join(b"%04d %010d\n" % (self.me, n) for n in range(self.appended))
-
-
-def run_model(place, seconds, threads=3):
-    shared = place / "shared"
-    shared.touch()
-    models = [Model(place, me, shared, seconds) for me in range(threads)]
-    together(*(model.run for model in models))
-    found = shared.read_bytes().splitlines()
-    assert sorted(found) == sorted(b"%04d %010d" % (model.me, n) for model in models for n in range(model.appended))
-    assert sum(model.appended for model in models) > 10
-
-
-LOADS = {"fio": pytest.param(run_fio, marks=needs("fio"), id="fio"), "loader": pytest.param(load_files, id="loader"),
-         "model": pytest.param(run_model, id="model")}
-
-
-@pytest.mark.parametrize("load", LOADS.values())
-def test_killed_every_half_second_nobody_notices_more_than_a_pause(held, here, load):
-    with Killer(held):
-        load(here, SECONDS)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("load", LOADS.values())
-def test_killed_every_half_second_for_a_minute(held, here, load):
-    with Killer(held):
-        load(here, 60.0)
-
-
 def kill_holder(held):
     """On return there is another holder."""
-    before, = processes(held.place, "nvpool.run.mount_holder")
+    before, = processes(held.place, "mount_holder")
     os.kill(before, signal.SIGKILL)
     if before == held.process.pid:
         held.process.wait(10)
-    wait_until(lambda: [pid for pid in processes(held.place, "nvpool.run.mount_holder") if pid != before] != []
-               and f"holder[{processes(held.place, 'nvpool.run.mount_holder')[0]}]" in held.log.read_text(), "another holder")
-
-
-def end_orphans(held):
-    """The holder that the test has started is gone: end what serves now."""
-    nvpool("umount", held.place)
-    wait_until(lambda: not processes(held.place, "nvpool.run.mount_daemon")
-               and not processes(held.place, "nvpool.run.mount_holder"), "the end of both")
+    wait_until(lambda: [pid for pid in processes(held.place, "mount_holder") if pid != before] != []
+               and f"holder[{processes(held.place, 'mount_holder')[0]}]" in held.log.read_text(), "another holder")
 
 
 def test_holder_and_serving_process_each_start_the_other_again(own):
@@ -335,21 +64,10 @@ def test_holder_and_serving_process_each_start_the_other_again(own):
             assert (held.place / "f").read_bytes() == b"1" * 100_000
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
         holder, = (one for one in seen["processes"] if one["role"] == "holder" and one["mountpoint"] == str(held.place))
-        assert holder["pid"] == processes(held.place, "nvpool.run.mount_holder")[0] and not seen["problems"]
-        print(f"\npauses in ms: {pauses(held)}")
+        assert holder["pid"] == processes(held.place, "mount_holder")[0] and not seen["problems"]
     finally:
-        end_orphans(held)
+        end(held)
     assert not is_mounted(held.place)
-
-
-def test_holders_killed_under_load_are_no_pause_at_all(own):
-    held = own.mount(own.directory.parent / "m-holders", "--holder")
-    try:
-        (held.place / "under-holders").mkdir()
-        with Killer(held, kill_holder):
-            run_model(held.place / "under-holders", SECONDS / 2)
-    finally:
-        end_orphans(held)
 
 
 def test_the_serving_process_is_replaced_on_purpose_under_load(held, here):
@@ -358,10 +76,88 @@ def test_the_serving_process_is_replaced_on_purpose_under_load(held, here):
         told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
         assert told["pid"] == serving(held) != before and told["pause_ms"] >= 0
 
-    with Killer(held, replace):
-        run_model(here, SECONDS)
-    with Killer(held, replace):
-        load_files(here, SECONDS / 2, count=50)
+    zygote, = processes(held.place, "mount_zygote")
+    together(lambda: run_model(here, 5.0), lambda: [replace(held) for _ in range(5)])
+    assert zygote not in processes(held.place, "mount_zygote")  # it has the software of before
+
+
+def test_where_the_new_process_can_not_start_the_old_one_goes_on(held, here, own):
+    before = serving(held), processes(held.place, "mount_zygote")
+    node = own.directory / "node.toml"
+    content = node.read_bytes()
+    try:
+        node.write_bytes(content + b"\n[nothing]\nsense = 1\n")
+        told = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "mount", "upgrade", str(held.place)],
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert told.returncode == 3 and "the old one does" in told.stderr
+    finally:
+        node.write_bytes(content)
+    (here / "f").touch()
+    assert (serving(held), processes(held.place, "mount_zygote")) == before
+    said = held.log.read_text()
+    assert "is not replaced" in said and "is not known" in said
+    held.log.write_text("")  # those errors were to be
+
+
+def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
+    """Somebody reads, the store is silent, and another mount changes the file: the kernel does not let the notice of it out
+    before the page has come."""
+    held = own.mount(own.directory.parent / "m-notice", "--holder", "--no-short-cut")
+    other = own.mount(own.directory.parent / "m-changes", "--no-holder")
+    content = random.Random(3).randbytes(3 << 20)
+    (other.place / "awaited").write_bytes(content)
+    seen = json.loads(nvpool("status", own.directory, "--json").stdout)
+    stores = [one["pid"] for one in seen["processes"] if one["role"] == "store"]
+    file, read = os.open(held.place / "awaited", os.O_RDONLY), []
+    work = [threading.Thread(target=lambda: read.append(os.pread(file, 1 << 20, 1 << 20))),
+            threading.Thread(target=lambda: os.utime(other.place / "awaited", (1, 1)))]
+    try:
+        for pid in stores:
+            os.kill(pid, signal.SIGSTOP)
+        work[0].start()
+        time.sleep(0.3)
+        work[1].start()
+        wait_until(lambda: any("folio" in wait for wait in waits(held)), "a notice that waits for the page")
+        kill_serving(held)
+        (held.place / "alive").mkdir()
+    finally:
+        for pid in stores:
+            os.kill(pid, signal.SIGCONT)
+    for thread in work:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert read == [content[1 << 20:2 << 20]]
+    os.close(file)
+    assert other.end() == 0
+    end(held)
+
+
+def waits(held):
+    """Where in the kernel the threads stand that serve."""
+    for program in ("mount_daemon", "mount_notice"):
+        for pid in processes(held.place, program):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                yield Path(f"/proc/{pid}/task/{thread}/wchan").read_text()
+
+
+def test_a_zygote_that_dies_is_replaced_and_waited_for(held, here):
+    for kill_both in (False, True):
+        zygote, = processes(held.place, "mount_zygote")
+        os.kill(zygote, signal.SIGKILL)
+        if not kill_both:
+            wait_until(lambda zygote=zygote: set(processes(held.place, "mount_zygote")) - {zygote}, "another zygote")
+        kill_serving(held)
+        (here / f"f{kill_both}").write_bytes(b"1" * 70_000)
+        assert (here / f"f{kill_both}").read_bytes() == b"1" * 70_000
+
+
+def test_processes_that_were_forked_speak_every_transport(own):
+    held = own.mount(own.directory.parent / "m-grpc", "--holder", "--transport", "grpc")
+    (held.place / "f").write_bytes(b"1" * 200_000)
+    for _ in range(2):
+        kill_serving(held)
+        assert (held.place / "f").read_bytes() == b"1" * 200_000
+    end(held)
 
 
 def test_an_open_file_stays_what_it_was(held, here):

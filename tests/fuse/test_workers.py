@@ -7,17 +7,14 @@ import mmap
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
-from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
-from test_holder import LOADS, SECONDS, Killer, kill_holder, pauses, processes, run_model, serving, together
+from conftest import FLOOR, nvpool, wait_until
+from kills import load_large, pauses, processes, read_at_random, run_model, serving, together
 
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 
@@ -25,16 +22,6 @@ pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def own():
-    place = Path(tempfile.mkdtemp(prefix="nvpool-workers-"))
-    made = Pool(place / "pool")
-    yield made
-    nvpool("fsck", made.directory)  # fails where anything is wrong
-    made.close()
-    shutil.rmtree(place)
 
 
 def mounted(own, name, workers=2):
@@ -46,7 +33,7 @@ def mounted(own, name, workers=2):
 def wait_for_readers(held, count=1):
     """Until so many readers serve beside the process that serves now."""
     def there():
-        own = processes(held.place, "nvpool.run.mount_daemon")
+        own = processes(held.place, "mount_daemon")
         said = held.log.read_text()
         return len(own) == 1 and len(re.findall(rf"mount\[{own[0]}\] process \d+ reads for this mount", said)) >= count
     wait_until(there, "readers")
@@ -55,7 +42,7 @@ def wait_for_readers(held, count=1):
 def ended(held):
     """It ends in order; how many requests readers have answered, and passed on."""
     assert held.end() == 0, held.log.read_text()
-    wait_until(lambda: not processes(held.place, "nvpool.run.mount_reader"), "the end of the readers")
+    wait_until(lambda: not processes(held.place, "mount_reader"), "the end of the readers")
     said = held.log.read_text()
     assert "Traceback" not in said and " ERROR " not in said, said
     found = re.findall(r"has answered (\d+) requests and passed (\d+) on", said)
@@ -77,19 +64,6 @@ def here(held, request):
     return place
 
 
-def read_at_random(path, content, seed, count=200, length=64 << 10):
-    """Past the kernel's pages, and compared."""
-    chance, buffer = random.Random(seed), mmap.mmap(-1, length)
-    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        for _ in range(count):
-            offset = chance.randrange(len(content)) & -4096
-            read = os.preadv(file, [buffer], offset)
-            assert buffer[:read] == content[offset:offset + length], offset
-    finally:
-        os.close(file)
-
-
 def test_readers_answer_reads_with_the_right_bytes(own):
     held = mounted(own, "m-many", workers=3)
     content = random.Random(1).randbytes(6 * MIB + 777)
@@ -98,7 +72,7 @@ def test_readers_answer_reads_with_the_right_bytes(own):
     assert (held.place / "many").read_bytes() == content
     seen = json.loads(nvpool("status", own.directory, "--json").stdout)
     readers = {one["pid"] for one in seen["processes"] if one["role"] == "reader" and one["mountpoint"] == str(held.place)}
-    assert readers == set(processes(held.place, "nvpool.run.mount_reader")) and len(readers) == 2
+    assert readers == set(processes(held.place, "mount_reader")) and len(readers) == 2
     answered, _ = ended(held)
     assert answered
 
@@ -212,87 +186,23 @@ def kill_reader(held):
     """On return another process serves, with another reader."""
     wait_for_readers(held)
     before = len(pauses(held))
-    os.kill(processes(held.place, "nvpool.run.mount_reader")[0], signal.SIGKILL)
+    os.kill(processes(held.place, "mount_reader")[0], signal.SIGKILL)
     wait_until(lambda: len(pauses(held)) > before, "the next serving process")
     wait_for_readers(held)
-
-
-def kill_any(held):
-    """The serving process or its reader."""
-    wait_for_readers(held)
-    before = len(pauses(held))
-    program = random.choice(("nvpool.run.mount_daemon", "nvpool.run.mount_reader"))
-    os.kill(processes(held.place, program)[0], signal.SIGKILL)
-    wait_until(lambda: len(pauses(held)) > before, "the next serving process")
-    wait_for_readers(held)
-
-
-def load_large(place, seconds):
-    """Files that readers read, written and read by turns."""
-    end = threading.Event()
-    timer = threading.Timer(seconds, end.set)
-    timer.start()
-
-    def work(me):
-        chance, turn = random.Random(me), 0
-        while not end.is_set():
-            content = chance.randbytes(MIB + chance.randrange(MIB))
-            (place / f"large-{me}").write_bytes(content)
-            for _ in range(3):
-                read_at_random(place / f"large-{me}", content, turn, 30)
-            assert (place / f"large-{me}").read_bytes() == content
-            turn += 1
-        assert turn
-
-    together(*(lambda me=me: work(me) for me in range(3)))
-
-
-WORKER_LOADS = {**LOADS, "large": pytest.param(load_large, id="large")}
-
-
-@pytest.mark.parametrize("load", WORKER_LOADS.values())
-def test_one_of_two_killed_again_and_again_is_a_pause(held, here, load):
-    with Killer(held, kill_any):
-        load(here, SECONDS)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("load", WORKER_LOADS.values())
-def test_one_of_two_killed_again_and_again_for_a_minute(held, here, load):
-    with Killer(held, kill_any):
-        load(here, 60.0)
 
 
 def test_a_killed_reader_is_a_pause(held, here):
-    with Killer(held, kill_reader):
-        load_large(here, SECONDS / 2)
-
-
-def test_a_killed_holder_is_no_pause_and_its_successor_keeps_all(own):
-    held = mounted(own, "m-holder")
-    try:
-        (held.place / "under-holders").mkdir()
-        with Killer(held, kill_holder):
-            load_large(held.place / "under-holders", SECONDS / 2)
-        kill_any(held)
-        run_model(held.place / "under-holders", 1.0)
-    finally:
-        nvpool("umount", held.place)
-        programs = [f"nvpool.run.mount_{name}" for name in ("daemon", "holder", "reader")]
-        wait_until(lambda: not any(processes(held.place, program) for program in programs), "the end of all")
-    assert not is_mounted(held.place)
+    together(lambda: load_large(here, 3.0), lambda: [kill_reader(held) for _ in range(5)])
 
 
 def test_all_are_replaced_on_purpose(held, here):
-    def replace(_):
+    def replace():
         wait_for_readers(held)
         before = serving(held)
         told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
         assert told["pid"] == serving(held) != before
 
-    with Killer(held, replace):
-        load_large(here, SECONDS / 2)
+    together(lambda: load_large(here, 3.0), lambda: [replace() for _ in range(2)])
     wait_for_readers(held)
 
 

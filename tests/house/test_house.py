@@ -42,7 +42,7 @@ DOORS = {
     "random": {"base/clock.py", "testing/"},
     "secrets": {"base/clock.py"},
     "threading": {"store/device.py", "sdk/", "cluster/", "run/", "kv/", "testing/"},
-    "concurrent": {"store/device.py", "drive/reading.py", "fuse/kernel_requests.py", "sdk/", "cluster/", "run/", "kv/",
+    "concurrent": {"store/device.py", "drive/reading.py", "fuse/noticing.py", "sdk/", "cluster/", "run/", "kv/",
                    "testing/"},
     "click": {"cli/"},
     "rich": {"cli/"},

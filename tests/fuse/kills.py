@@ -1,0 +1,346 @@
+"""The loads under which processes of a mount are killed, and who kills them.
+
+The loads run for so many seconds and compare every byte and name with what must be there. Used by the tests of mounts that
+outlive their processes.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import needs, nvpool, wait_until
+
+GAP_S = 0.5
+PROBE_S = 0.005
+MIB = 1 << 20
+
+def processes(place, program):
+    """The pids of those that run nvpool/run/`program` for the mount at `place`."""
+    module, found = f"nvpool.run.{program}", []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit():
+                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                if module.encode() in words and os.fsencode(str(place)) in words:
+                    found.append(int(entry))
+    return found
+
+
+def serving(held):
+    """The pid of the one process that serves the mount, once there is one."""
+    wait_until(lambda: processes(held.place, "mount_daemon"), "a serving process")
+    return processes(held.place, "mount_daemon")[0]
+
+
+def pauses(held):
+    return [int(text) for text in re.findall(r"after a pause of (\d+) ms", held.log.read_text())]
+
+
+def kill_serving(held):
+    """On return another process serves."""
+    before = len(pauses(held))
+    os.kill(serving(held), signal.SIGKILL)
+    wait_until(lambda: len(pauses(held)) > before, "the next serving process")
+
+
+class Probe:
+    """Asks the mount something again and again while the `with` block runs."""
+
+    def __init__(self, place):
+        self.place, self.over, self.failed, self.answers = place, threading.Event(), None, []
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        try:
+            while not self.over.wait(PROBE_S):
+                asked = time.monotonic()
+                os.statvfs(self.place)
+                self.answers.append((asked, time.monotonic()))
+        except BaseException as error:
+            self.failed = error
+
+    def pause_ms(self, since):
+        """From then to the first answer to what was asked after it; None where nothing was."""
+        return next((round((answered - since) * 1000) for asked, answered in self.answers if asked >= since), None)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join(90)
+        assert not self.thread.is_alive(), "a call hangs"
+        assert self.failed is None, self.failed
+
+
+class Killer:
+    """While the `with` block runs: every GAP_S, whatever the mount is doing then, kill one that runs one of `programs`; where
+    there is none then, the first that begins."""
+
+    def __init__(self, held, *programs):
+        self.held, self.programs = held, programs
+        self.over, self.failed, self.killed = threading.Event(), None, []
+        self.thread = threading.Thread(target=self.run)
+        self.probe = Probe(held.place)
+
+    def run(self):
+        at = time.monotonic()
+        try:
+            while not self.over.wait(max(0.0, at + GAP_S - time.monotonic())):
+                at = max(at + GAP_S, self.kill() - GAP_S / 10)
+        except BaseException as error:
+            self.failed = error
+
+    def kill(self):
+        chance, end = random.sample(self.programs, len(self.programs)), time.monotonic() + 30
+        while not (found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)):
+            assert time.monotonic() < end, f"nobody runs {chance}"
+            time.sleep(0.001)
+        with contextlib.suppress(ProcessLookupError):
+            self.killed.append(time.monotonic())
+            os.kill(found[0], signal.SIGKILL)
+        self.held.process.poll()
+        return self.killed[-1]
+
+    def __enter__(self):
+        self.probe.__enter__()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join(90)
+        self.probe.__exit__()
+        seen = [pause_ms for at in self.killed if (pause_ms := self.probe.pause_ms(at)) is not None]
+        assert self.failed is None and seen, self.failed
+        print(f"{len(self.killed)} kills, pauses in ms: median {statistics.median(seen):.0f}, worst {max(seen)}; {seen}")
+
+
+def together(*works):
+    """Run them in threads; the first error of any."""
+    errors = []
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "a call hangs"
+    if errors:
+        raise errors[0]
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def run_fio(place, seconds):
+    job = place.parent / f"{place.name}.fio"
+    job.write_text(f"""[global]
+directory={place}
+ioengine=psync
+verify=crc32c
+verify_fatal=1
+verify_backlog=32
+fallocate=none
+time_based=1
+runtime={int(seconds)}
+size=8m
+[small]
+rw=randwrite
+bs=4k
+fsync=64
+[mixed]
+rw=randwrite
+bsrange=512-96k
+numjobs=2
+[direct]
+rw=randrw
+bs=16k
+direct=1
+[stream]
+rw=write
+bs=1m
+""")
+    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 120,
+                          check=False, cwd=place.parent)  # where it leaves what it has verified
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
+    assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 100
+
+
+def load_files(place, seconds, count=300, readers=4):
+    """As a data loader does: many small files, opened, read whole and closed in random order; what is read is compared."""
+    chance = random.Random(7)
+    expected = []
+    for number in range(count):
+        content = chance.randbytes(chance.randrange(1, 60_000))
+        (place / f"sample-{number}").write_bytes(content)
+        expected.append(hashlib.sha256(content).digest())
+    end = time.monotonic() + seconds
+    read = [0] * readers
+
+    def reader(me):
+        order = random.Random(me)
+        while time.monotonic() < end:
+            number = order.randrange(count)
+            with open(place / f"sample-{number}", "rb", buffering=0) as file:
+                content = b"".join(iter(lambda: file.read(17_000), b""))
+            assert hashlib.sha256(content).digest() == expected[number], number
+            read[me] += 1
+
+    together(*(lambda me=me: reader(me) for me in range(readers)))
+    assert all(read)
+
+
+class Model:
+    """A thread's own directory and what must be in it."""
+
+    def __init__(self, place, me, shared, seconds):
+        self.place, self.me, self.shared = place / f"thread-{me}", me, shared
+        self.chance = random.Random(me)
+        self.end = time.monotonic() + seconds
+        self.files: dict[str, bytes] = {}
+        self.directories: set[str] = set()
+        self.appended = 0
+        self.serial = 0
+
+    def name(self):
+        self.serial += 1
+        return f"n{self.serial}"
+
+    def run(self):
+        self.place.mkdir()
+        log = os.open(self.shared, os.O_WRONLY | os.O_APPEND)
+        own = os.open(self.place / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
+        try:
+            while time.monotonic() < self.end:
+                for step in self.chance.sample((self.make, self.create, self.move, self.remove, self.link, self.attribute), 6):
+                    step()
+                record = b"%04d %010d\n" % (self.me, self.appended)
+                assert os.write(log, record) == os.write(own, record) == len(record)
+                self.appended += 1
+        finally:
+            os.close(log)
+            os.close(own)
+        self.check()
+
+    def make(self):
+        name = self.name()
+        os.mkdir(self.place / name)
+        self.directories.add(name)
+        if len(self.directories) > 20:
+            os.rmdir(self.place / self.directories.pop())
+
+    def create(self):
+        name, content = self.name(), self.chance.randbytes(self.chance.randrange(9000))
+        file = os.open(self.place / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        try:
+            assert os.write(file, content) == len(content)
+        finally:
+            os.close(file)
+        self.files[name] = content
+
+    def move(self):
+        if self.files:
+            name, new = self.chance.choice(sorted(self.files)), self.name()
+            os.rename(self.place / name, self.place / new)
+            self.files[new] = self.files.pop(name)
+
+    def remove(self):
+        if len(self.files) > 30:
+            name = self.chance.choice(sorted(self.files))
+            os.unlink(self.place / name)
+            del self.files[name]
+
+    def link(self):
+        if self.files:
+            name, new = self.chance.choice(sorted(self.files)), self.name()
+            os.link(self.place / name, self.place / new)
+            self.files[new] = self.files[name]
+
+    def attribute(self):
+        if self.files:
+            name = self.chance.choice(sorted(self.files))
+            os.setxattr(self.place / name, b"user." + self.name().encode(), b"1", os.XATTR_CREATE)
+            os.truncate(self.place / name, len(self.files[name]))
+
+    def check(self):
+        assert set(os.listdir(self.place)) == {"log"} | self.files.keys() | self.directories
+        for name, content in self.files.items():
+            assert (self.place / name).read_bytes() == content, name
+        assert (self.place / "log").read_bytes() == b"".join(b"%04d %010d\n" % (self.me, n) for n in range(self.appended))
+
+
+def run_model(place, seconds, threads=3):
+    shared = place / "shared"
+    shared.touch()
+    models = [Model(place, me, shared, seconds) for me in range(threads)]
+    together(*(model.run for model in models))
+    found = shared.read_bytes().splitlines()
+    assert sorted(found) == sorted(b"%04d %010d" % (model.me, n) for model in models for n in range(model.appended))
+    assert sum(model.appended for model in models) > 10
+
+
+def read_at_random(path, content, seed, count=200, length=64 << 10):
+    """Past the kernel's pages, and compared."""
+    chance, buffer = random.Random(seed), mmap.mmap(-1, length)
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        for _ in range(count):
+            offset = chance.randrange(len(content)) & -4096
+            read = os.preadv(file, [buffer], offset)
+            assert buffer[:read] == content[offset:offset + length], offset
+    finally:
+        os.close(file)
+
+
+def load_large(place, seconds):
+    """Files that readers read, written and read by turns."""
+    end = threading.Event()
+    timer = threading.Timer(seconds, end.set)
+    timer.start()
+
+    def work(me):
+        chance, turn = random.Random(me), 0
+        while not end.is_set():
+            content = chance.randbytes(MIB + chance.randrange(MIB))
+            (place / f"large-{me}").write_bytes(content)
+            for _ in range(3):
+                read_at_random(place / f"large-{me}", content, turn, 30)
+            assert (place / f"large-{me}").read_bytes() == content
+            turn += 1
+        assert turn
+
+    together(*(lambda me=me: work(me) for me in range(3)))
+
+
+LOADS = {"fio": pytest.param(run_fio, marks=needs("fio"), id="fio"), "loader": pytest.param(load_files, id="loader"),
+         "model": pytest.param(run_model, id="model"), "large": pytest.param(load_large, id="large")}
+
+
+def end(held):
+    """Unmount; every process has ended then, and none had anything to say of an error."""
+    nvpool("umount", held.place)
+    programs = [f"mount_{name}" for name in ("daemon", "holder", "notice", "reader", "zygote")]
+    wait_until(lambda: not any(processes(held.place, program) for program in programs), "the end of all")
+    held.process.wait(10)
+    said = held.log.read_text()
+    assert "Traceback" not in said and " ERROR " not in said, said

@@ -1,0 +1,53 @@
+"""Killed every half second, whatever they do at that moment: the serving process of a mount, one of two, its holder, what it
+is forked off, what writes notices for it. Nobody who uses the mount meets an error or a wrong byte. Kills and pauses are
+printed:
+
+    .venv/bin/python -m pytest -p no:cacheprovider -s -m soak tests/fuse/test_kills.py      a minute of each load (make soak)
+    .venv/bin/python -m pytest -p no:cacheprovider -s tests/fuse/test_kills.py              four seconds of each
+"""
+
+import pytest
+from conftest import FLOOR
+from kills import LOADS, Killer, end
+
+from nvpool.fuse.engine import RESEND_MIN, kernel_version
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+
+VICTIMS = {"serving": (("mount_daemon",), ()),
+           "one-of-two": (("mount_daemon", "mount_reader"), ("--workers", "2")),
+           "reader": (("mount_reader",), ("--workers", "2")),
+           "holder": (("mount_holder",), ()),
+           "zygote": (("mount_zygote",), ()),
+           "notice": (("mount_daemon", "mount_notice"), ())}
+USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("one-of-two", "fio"), ("one-of-two", "loader"),
+         ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"), ("holder", "model"), ("zygote", "model"),
+         ("notice", "fio"))
+
+
+def run_while_killed(own, victim, load, seconds):
+    programs, options = VICTIMS[victim]
+    held = own.mount(own.directory.parent / f"m-{victim}", "--holder", "--drain-s", "2", *options)
+    try:
+        here = held.place / f"{victim}-{load.__name__}-{seconds:.0f}"
+        here.mkdir()
+        print(f"\n{victim}, {load.__name__}: ", end="")
+        with Killer(held, *programs):
+            load(here, seconds)
+    finally:
+        end(held)
+
+
+@pytest.mark.parametrize(("victim", "load"), [
+    pytest.param(victim, *LOADS[load].values, marks=LOADS[load].marks, id=f"{victim}-{load}") for victim, load in USUAL])
+def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, load):
+    run_while_killed(own, victim, load, 4.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("load", LOADS.values())
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_killed_every_half_second_for_a_minute(own, victim, load):
+    run_while_killed(own, victim, load, 60.0)
