@@ -47,7 +47,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.shortcut import ShortCut
 from nvpool.logic.layout import chain_of
-from nvpool.wire.codec import decode_read_reply, encode_read_request
+from nvpool.wire.codec import ASKER_KEEPS, decode_read_reply, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class ChunkClient:
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
+        self._read_flags = ASKER_KEEPS if options.reads_past else 0
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
@@ -226,14 +227,15 @@ class ChunkClient:
         if len(jobs) == 1:
             job = jobs[0]
             grants = [job.file.grant]
-            reads = reads_struct(1).pack(job.file.inode, job.index, job.offset, job.length, 0, 0)
+            reads = reads_struct(1).pack(job.file.inode, job.index, job.offset, job.length, 0, self._read_flags)
             into, verify = job.into, job.verify
         else:
             places: dict[bytes, int] = {}
             flat: list[int] = []
             for job in jobs:
                 file = job.file
-                flat += (file.inode, job.index, job.offset, job.length, places.setdefault(file.grant, len(places)), 0)
+                flat += (file.inode, job.index, job.offset, job.length, places.setdefault(file.grant, len(places)),
+                         self._read_flags)
             grants = list(places)
             reads = reads_struct(len(jobs)).pack(*flat)
             into, verify = None, False

@@ -30,6 +30,7 @@ from nvpool.base.errors import DriveFailed, NotSupported, NvpoolError, from_os_e
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.drive import reading
 from nvpool.drive.contract import Outcome
+from nvpool.store.pastreads import PastReads
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +58,17 @@ class Device(Protocol):
     def buffer(self, byte_count: int) -> memoryview:
         """A buffer of that size, free again when nobody has a view of it any more. What it holds is arbitrary."""
 
-    def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview) -> list[int]:
-        """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait."""
+    def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
+                 asker_keeps: bool = False) -> list[int]:
+        """Read each (offset, length) to its position in `into`; returns the indexes of those that would have to wait. What the
+        asker keeps need not be kept by the kernel of this machine."""
 
     async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
                    into: memoryview) -> list[NvpoolError | None]:
         """As read_now, waiting for the drive. One entry for each: None, or why it could not be read."""
 
     def begin_read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
-                   on_done: Callable[[Outcome], None]) -> None:
+                   asker_keeps: bool, on_done: Callable[[Outcome], None]) -> None:
         """As `read`, without a task: `on_done` is told the outcome in a later turn of the loop, once. `into` is the device's
         until then, whoever has gone meanwhile."""
 
@@ -135,11 +138,12 @@ class FileDevice:
         if self._direct_fd < 0:
             log.info("%s has no direct writes; large ones go through the page cache", self.path)
         self.past_bytes = PAST_BYTES if self._direct_fd >= 0 else 0
-        self._aligned = BufferPool(lambda size: mmap.mmap(-1, size), kept_bytes_max=16 * MIB)
+        self._aligned = BufferPool(_pages, kept_bytes_max=16 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
         self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
-        self._pool = self._aligned if direct else BufferPool(bytearray)
+        self._past_reads = PastReads(self.fd, self._reader)
+        self._pool = self._aligned if direct else BufferPool(_pages)
         self.buffer = self._pool.take if direct else self._buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
@@ -154,16 +158,19 @@ class FileDevice:
     def writes(self) -> str:
         return "direct" if self.past_bytes else "cached"
 
-    def read_now(self, offsets, lengths, positions, into) -> list[int]:
-        if self.direct:
+    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
+        if self.direct or asker_keeps and self._past_reads.wants(offsets, lengths):
             return list(range(len(offsets)))
         return reading.read_now(self.fd, offsets, lengths, positions, into)
 
     async def read(self, offsets, lengths, positions, into) -> list[NvpoolError | None]:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
 
-    def begin_read(self, offsets, lengths, positions, into, on_done) -> None:
-        self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
+    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
+        if asker_keeps and not self.direct and self._past_reads.wants(offsets, lengths):
+            self._past_reads.begin(offsets, lengths, positions, into, on_done)
+        else:
+            self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
 
     def read_whole(self, offset, length) -> memoryview:
         into = self.buffer(length)
@@ -261,6 +268,7 @@ class FileDevice:
 
     async def close(self) -> None:
         await self._reader.close()
+        self._past_reads.close()
         self._thread.shutdown()
         self._starter.shutdown()
         self._past.shutdown()
@@ -270,6 +278,10 @@ class FileDevice:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _pages(byte_count: int) -> mmap.mmap:
+    return mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def begins_at_page(buffer) -> bool:
@@ -331,7 +343,7 @@ class MemoryDevice:
             block = self._now.get((offset + at) // BLOCK_BYTES)
             into[position + at:position + at + BLOCK_BYTES] = block if block is not None else bytes(BLOCK_BYTES)
 
-    def read_now(self, offsets, lengths, positions, into) -> list[int]:
+    def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
         missed = []
         for at, offset in enumerate(offsets):
             if self.cold or offset // BLOCK_BYTES in self.fail_reads:
@@ -344,7 +356,7 @@ class MemoryDevice:
         await asyncio.sleep(0)
         return self._read(offsets, lengths, positions, into)
 
-    def begin_read(self, offsets, lengths, positions, into, on_done) -> None:
+    def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
         asyncio.get_running_loop().call_soon(lambda: on_done(self._read(offsets, lengths, positions, into)))
 
     def _read(self, offsets, lengths, positions, into) -> Outcome:

@@ -30,6 +30,7 @@ from nvpool.store.device import Device
 from nvpool.store.index import Chunk, Index
 from nvpool.store.quarantine import Quarantine
 from nvpool.store.records import SEGMENT_BITS, SEGMENT_BLOCKS, SEGMENT_MASK
+from nvpool.wire.codec import ASKER_KEEPS
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
@@ -176,7 +177,7 @@ class BatchReader:
             for begin, count in zeros:
                 into[begin:begin + count] = bytes(count)
             if offsets:
-                batch.missed = self._device.read_now(offsets, lengths, positions, into)
+                batch.missed = self._device.read_now(offsets, lengths, positions, into, _asker_keeps(reads))
         if batch.missed or verify or checked:
             batch.work = _Work((offsets, lengths, positions), into, reads, crcs,
                                list(range(len(crcs))) if verify else checked, starts)
@@ -233,7 +234,7 @@ class BatchReader:
         number = self._readings.begin(work.sequence)  # changes since then may have freed what it names
         try:
             self._device.begin_read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],
-                                    [work.positions[at] for at in missed], work.into,
+                                    [work.positions[at] for at in missed], work.into, _asker_keeps(work.reads),
                                     partial(self._came, batch, number, on_done))
         except BaseException:
             self._readings.end(number)
@@ -290,6 +291,11 @@ class BatchReader:
                 inode, number, offset, _, _, _ = READ.unpack_from(work.reads, read * READ.size)
                 self._quarantine.note(inode, number, (offset >> 12) + bad, "does not fit its checksum when read")
                 work.failed[read] = ChecksumMismatch
+
+
+def _asker_keeps(reads: bytes) -> bool:
+    """A batch has one asker, so its first read tells."""
+    return bool(READ.unpack_from(reads)[5] & ASKER_KEEPS)
 
 
 def extend_runs(runs: list[list[int]], place: int, count: int) -> None:

@@ -36,6 +36,8 @@ INODE = Struct("<Q")
 BATCH_ENTRIES_MAX = 8192
 """8,192 reads of one block are the largest payload; more entries would be smaller than a block each."""
 
+ASKER_KEEPS = 1
+"""Flag of a read: the asker has a cache of his own, so this need not stay in that of the drive."""
 UNCHECKED = 1
 """Flag of a read result: the store has not compared these blocks with their checksums."""
 

@@ -1,0 +1,71 @@
+"""Reads past the page cache of the drive, for clients that keep what they read by themselves.
+
+The kernel of a mount has a cache of its own, and what is read once need not push out of ours what others come back to: so
+larger reads of such clients leave it alone. What is read again a short time after, in the same pieces, is brought in: another
+node does the same work (2Q: T. Johnson, D. Shasha, VLDB 1994). Called by device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.drive.contract import Outcome, WaitingReader
+from nvpool.drive.reading import PAST_BYTES, cached_pages, open_past
+
+AGAIN_S = 20.0
+"""What was read so short a time ago is known, and what was up to twice as long ago perhaps."""
+PLACES_MAX = 32768
+"""Remembered twice: 64 GiB of reads of 1 MiB, some 6 MB."""
+
+
+class PastReads:
+    def __init__(self, fd: int, reader: WaitingReader, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`fd` is the file through the page cache; it and the reader stay the caller's."""
+        self._fd, self._reader = fd, reader
+        self._past = open_past(fd)
+        self._on = self._past >= 0
+        self._now_s = clock.boottime_s
+        self._new: set[int] = set()
+        self._old: set[int] = set()
+        self._turn_s = 0.0
+
+    def wants(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether these had better not be looked for by reading, which would bring them into the cache: all are large, and less
+        than half of them is there."""
+        return (self._on and min(lengths) >= PAST_BYTES
+                and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths))
+
+    def begin(self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+        """As WaitingReader.begin, where `into` begins at a page and the positions are whole blocks: what was not read a short
+        time ago, past the cache. What can not be read so is read as always."""
+
+        def came(outcome: Outcome) -> None:
+            if any(outcome):
+                self._on = False  # a drive that wants larger blocks; and if it is broken, the next answer says so
+                self._reader.begin(self._fd, offsets, lengths, positions, into, on_done)
+            else:
+                on_done(outcome)
+
+        if self._known([offset | length >> 12 for offset, length in zip(offsets, lengths, strict=True)]):
+            self._reader.begin(self._fd, offsets, lengths, positions, into, on_done)
+        else:
+            self._reader.begin(self._past, offsets, lengths, positions, into, came)
+
+    def _known(self, reads: Sequence[int]) -> bool:
+        """Whether one of them was read a short time ago; from now on all were. (Offset | blocks; less than 16 MiB.)"""
+        now_s = self._now_s()
+        if now_s >= self._turn_s or len(self._new) >= PLACES_MAX:
+            self._old = self._new if now_s < self._turn_s + AGAIN_S else set()
+            self._new = set()
+            self._turn_s = now_s + AGAIN_S
+        known = any(read in self._new or read in self._old for read in reads)
+        self._new.update(reads)
+        return known
+
+    def close(self) -> None:
+        """When the reader has nothing under way any more."""
+        if self._past >= 0:
+            os.close(self._past)
+            self._past, self._on = -1, False

@@ -1,0 +1,141 @@
+"""Large reads of clients that keep what they read: right bytes past the page cache, and into it when they are read again."""
+
+import asyncio
+import os
+
+import pytest
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.units import KIB, MIB
+from nvpool.drive.contract import WaitingReader
+from nvpool.drive.reading import PAST_BYTES, cached_pages
+from nvpool.store import pastreads
+from nvpool.store.device import FileDevice
+
+
+class Place:
+    """A device over a file of random bytes, of which nothing is in memory."""
+
+    def __init__(self, path, **options):
+        self.content = os.urandom(4 * MIB)
+        path.write_bytes(self.content)
+        self.device = FileDevice(str(path), **options)
+        if self.device._past_reads._past < 0:
+            pytest.skip("this file system or kernel has no reads past the page cache")
+        self.forget()
+
+    def forget(self):
+        os.fsync(self.device.fd)
+        os.posix_fadvise(self.device.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def cached(self):
+        return cached_pages(self.device.fd, 0, 4 * MIB)
+
+    async def read(self, offsets, lengths, keeps=True):
+        positions = [sum(lengths[:at]) for at in range(len(lengths))]
+        into = self.device.buffer(sum(lengths))
+        missed = self.device.read_now(offsets, lengths, positions, into, keeps)
+        if missed:
+            done = asyncio.get_running_loop().create_future()
+            self.device.begin_read(*[[column[at] for at in missed] for column in (offsets, lengths, positions)], into,
+                                   keeps, done.set_result)
+            assert not any(await done)
+        assert bytes(into) == b"".join(self.content[at:at + count] for at, count in zip(offsets, lengths, strict=True))
+        return missed
+
+
+def at_place(work, path, **options):
+    async def run():
+        place = Place(path, **options)
+        try:
+            await work(place)
+        finally:
+            await place.device.close()
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("uring", [True, False])
+def test_what_is_read_once_stays_out_of_the_cache_and_what_is_read_again_comes_into_it(tmp_path, uring):
+    async def work(place):
+        for offsets, lengths in (([0], [MIB]), ([MIB, 3 * MIB + 4096], [PAST_BYTES, 300 * KIB])):
+            await place.read(offsets, lengths)
+            assert not place.cached()
+        await place.read([0], [128 * KIB])
+        assert not place.cached(), "other pieces"
+        await place.read([0], [MIB])
+        assert place.cached() >= 256, "the same again"
+        assert await place.read([0], [MIB]) == []
+
+    at_place(work, tmp_path / "data", uring=uring)
+
+
+def test_it_is_forgotten_what_was_read_long_ago(tmp_path):
+    clock = ManualClock()
+
+    async def work(place):
+        place.device._past_reads.close()
+        place.device._past_reads = pastreads.PastReads(place.device.fd, place.device._reader, clock)
+        for _ in range(3):
+            await place.read([0], [MIB])
+            assert not place.cached()
+            clock.advance(2 * pastreads.AGAIN_S)
+        await place.read([0], [MIB])
+        clock.advance(pastreads.AGAIN_S - 1)
+        await place.read([0], [MIB])
+        assert place.cached()
+
+    at_place(work, tmp_path / "data")
+
+
+def test_small_reads_and_those_of_who_keeps_nothing_come_into_the_cache(tmp_path):
+    async def work(place):
+        await place.read([0, 2 * MIB], [MIB, 4096])
+        assert place.cached() >= 257
+        place.forget()
+        await place.read([0], [MIB], keeps=False)
+        assert place.cached() >= 256
+
+    at_place(work, tmp_path / "data")
+
+
+def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_missed(tmp_path):
+    async def work(place):
+        await place.read([0], [MIB], keeps=False)
+        assert await place.read([0], [MIB]) == []
+        place.device.write([new := os.urandom(8192)], 2 * MIB + 4096)
+        place.content = place.content[:2 * MIB + 4096] + new + place.content[2 * MIB + 4096 + 8192:]
+        assert await place.read([2 * MIB], [MIB])
+
+    at_place(work, tmp_path / "data")
+
+
+def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
+    async def work(place):
+        directory = os.open(tmp_path, os.O_RDONLY)
+        os.dup2(directory, place.device._past_reads._past)
+        os.close(directory)
+        await place.read([0], [MIB])
+        assert place.cached() >= 256
+        await place.read([2 * MIB], [MIB])
+        assert place.cached() >= 512
+
+    at_place(work, tmp_path / "data")
+
+
+def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
+    monkeypatch.setattr(pastreads, "PLACES_MAX", 10)
+
+    class Nothing(WaitingReader):
+        def begin(self, fd, offsets, lengths, positions, into, on_done):
+            on_done([None])
+
+    (tmp_path / "data").write_bytes(bytes(4096))
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    past = pastreads.PastReads(fd, Nothing())
+    for at in range(100):
+        past.begin([at * MIB], [MIB], [0], memoryview(b""), lambda outcome: None)
+        assert len(past._new) <= 11 and len(past._old) <= 11
+    past.close()
+    os.close(fd)
