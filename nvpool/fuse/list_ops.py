@@ -112,7 +112,7 @@ class ListOps:
                 untrue = self._vfs.outdated(entries.inodes, directory.read_s)
                 directory.at = add_all(entries, first, untrue) if add_all is not None else _add_each(add, entries, first)
                 if directory.at > first:
-                    self._telling_names(directory.inode, entries, first, directory.at)
+                    self._telling_names(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
                 if directory.at < len(entries):
                     return
