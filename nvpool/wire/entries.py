@@ -113,3 +113,6 @@ def attr_of(record: bytes) -> Attr:
 
 def change_of(record: bytes) -> int:
     return _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
+
+
+NOTHING_LISTED = Listed(b"")
