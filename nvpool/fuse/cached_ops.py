@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
@@ -163,8 +163,9 @@ class CachedOps:
                 named.popitem(last=False)
         return self._telling(attr)
 
-    def _telling_names(self, parent: int, entries: Listed, first: int, until: int) -> None:
-        """As `_telling_name` of the entries from `first` on and before `until`, all told at once."""
+    def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
+        """As `_telling_name` of the entries from `first` on and before `until`, all told at once; of those inodes that are
+        `untrue`, the attributes not."""
         inodes = entries.inodes[first:until]
         kept_s = self.options.entry_timeout_s
         if kept_s:
@@ -173,7 +174,8 @@ class CachedOps:
             self._listed_count += len(inodes)
             while listings[0].until_s <= now_s or self._listed_count > NAMED_MAX:
                 self._listed_count -= len(listings.popleft().inodes)
-        self._told.update(zip(inodes, entries.changes[first:until], strict=True))
+        changes = zip(inodes, entries.changes[first:until], strict=True)
+        self._told.update([one for one in changes if one[0] not in untrue] if untrue else changes)
         for old in too_old(self._told, TOLD_MAX):
             del self._told[old]
 

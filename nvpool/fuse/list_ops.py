@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from nvpool.wire.entries import Listed
+from nvpool.wire.entries import NOTHING_LISTED, Listed
 from nvpool.wire.v1.meta_pb2 import Attr
 
 S_IFDIR = 0o040000
@@ -20,9 +20,6 @@ LIST_BATCH = 512
 
 AHEAD_MAX = 2
 """Batches of a listing that nobody has come for yet: the shard makes one while another is on its way, or waits here."""
-
-
-_NONE = Listed(b"")
 
 
 def _seen(task: asyncio.Task) -> None:
@@ -61,7 +58,7 @@ class _OpenDirectory:
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
         self.handle = handle
-        self.entries: Listed = _NONE
+        self.entries = NOTHING_LISTED
         self.at = 0
         self.cursor = -1
         self.more = True
@@ -112,7 +109,7 @@ class ListOps:
                 untrue = self._vfs.outdated(entries.inodes, directory.read_s)
                 directory.at = add_all(entries, first, untrue) if add_all is not None else _add_each(add, entries, first)
                 if directory.at > first:
-                    self._telling_names(directory.inode, entries, first, directory.at)
+                    self._telling_names(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
                 if directory.at < len(entries):
                     return

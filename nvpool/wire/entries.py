@@ -18,6 +18,7 @@ ENTRY = struct.Struct("<QQIIIIQQqqqQQIHBBQQBB")
 """cursor behind it; as in Attr: inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_ns, ctime_ns, change, cut, rdev,
 table, chunk_bits, flags, parent, punches; promised (lease_ms of the answer holds for the inode), bytes of the name"""
 ENTRY_BYTES = ENTRY.size
+_unpack = ENTRY.unpack
 _ATTR_FIELDS = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change", "cut",
                 "rdev", "table", "chunk_bits", "flags", "parent", "punches")
 _CURSOR, _INODE, _CHANGE, _PROMISED, _NAME_BYTES = 0, 1, 11, 19, 20
@@ -76,7 +77,7 @@ class Listed:
         return map(self.__getitem__, range(len(self.names)))
 
     def attr(self, at: int) -> Attr:
-        return Attr(**dict(zip(_ATTR_FIELDS, self.words[at][_INODE:_PROMISED], strict=True)))
+        return attr_of(self.records[at])
 
     def cursor(self, at: int) -> int:
         """It leads on behind the entry."""
@@ -103,8 +104,15 @@ def packed(entries: Iterable[DirEntry]) -> bytes:
 
 def attr_of(record: bytes) -> Attr:
     """Of a record of a Listed."""
-    return Attr(**dict(zip(_ATTR_FIELDS, ENTRY.unpack(record)[_INODE:_PROMISED], strict=True)))
+    attr = Attr()  # by name and one by one: half of what it takes by a dict
+    (_, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
+     attr.ctime_ns, attr.change, attr.cut, attr.rdev, attr.table, attr.chunk_bits, attr.flags, attr.parent, attr.punches, _,
+     _) = _unpack(record)
+    return attr
 
 
 def change_of(record: bytes) -> int:
     return _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
+
+
+NOTHING_LISTED = Listed(b"")

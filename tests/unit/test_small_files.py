@@ -191,6 +191,60 @@ def test_stat_of_ten_thousand_names_in_the_order_of_a_listing_is_a_few_messages(
     run(main())
 
 
+def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
+    async def main() -> None:
+        async with Case(meta=MetaOptions()) as case:
+            parent, names = await many(case, 3000)
+
+            async def stat_all() -> int:
+                asked = 0
+                for name in names:
+                    if case.one.lookup_now(parent, name) is None:
+                        asked += 1
+                        await case.one.lookup(parent, name)
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                return asked
+            asked, sent = await case.counted(stat_all())
+            assert asked <= 10 and sent["META_LIST"] <= 10 and sent["META_LOOKUP"] <= 4
+            assert not case.one._renewals
+    run(main())
+
+
+def test_names_at_the_beginning_that_are_looked_up_again_and_again_bring_no_others():
+    async def main() -> None:
+        async with Case(meta=MetaOptions()) as case:
+            parent, names = await many(case, 1000)
+            for name in names[:10]:
+                await case.one.lookup(parent, name)
+
+            async def stat_some() -> None:
+                for _ in range(100):
+                    for name in names[:10]:
+                        assert case.one.lookup_now(parent, name)
+                    await asyncio.sleep(0)
+            assert not (await case.counted(stat_some()))[1]
+    run(main())
+
+
+def test_names_whose_answer_was_to_come_and_failed_are_asked_for_one_by_one():
+    async def main() -> None:
+        async with Case(meta=MetaOptions()) as case:
+            parent, names = await many(case, 300)
+            ask = case.one.meta.ask
+
+            async def ask_or_fail(inode, method, request, reply):
+                if method == Method.Value("META_LIST") and request.cursor:
+                    await asyncio.sleep(0)
+                    raise Disconnected("asked for by the test")
+                return await ask(inode, method, request, reply)
+            case.one.meta.ask = ask_or_fail
+            for name in names:
+                assert (await case.one.lookup(parent, name)).mode & 0o777 == 0o644
+            assert not case.one._renewals
+    run(main())
+
+
 def test_names_that_are_looked_up_in_no_order_are_not_asked_for_in_advance_again_and_again():
     async def main() -> None:
         async with Case() as case:

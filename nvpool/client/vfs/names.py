@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 
-from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound
+from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.core import Core
 from nvpool.client.vfs.siblings import Siblings
-from nvpool.wire.entries import Listed, packed
+from nvpool.wire.entries import NOTHING_LISTED, Listed, packed
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
+
+COMING_S = 0.1
+"""For an answer that is on its way and may bring the name: it takes four milliseconds. Then the name is asked for alone."""
 
 
 def check_name(name: bytes) -> None:
@@ -25,7 +29,7 @@ def check_name(name: bytes) -> None:
 class Names(Core):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self.siblings = Siblings(self.clock)
+        self.siblings = Siblings(self.clock, self._look_on)
         # who is told before a directory changes knows what is not in it; else it is believed for a moment
         self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
 
@@ -43,7 +47,7 @@ class Names(Core):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:
-            self.siblings.hit(parent)
+            self.siblings.hit(parent, name)
         return attr
 
     def getattr_now(self, inode: int) -> Attr | None:
@@ -65,15 +69,13 @@ class Names(Core):
     async def _find(self, parent: int, name: bytes, age_s: float) -> Attr:
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
-        inode = self.cache.entry(parent, name, age_s)
-        if inode == 0:
-            raise NotFound
-        if inode is not None:
-            await self._settle(inode)
-            attr = self.cache.attr(inode, age_s)
-            if attr is not None:
-                self.siblings.hit(parent)
-                return self._merged(attr)
+        attr = await self._found_here(parent, name, age_s)
+        if attr is None and (coming := self.siblings.coming(parent)) is not None:
+            await asyncio.wait((coming,), timeout=COMING_S)
+            attr = await self._found_here(parent, name, age_s)
+        if attr is not None:
+            self.siblings.hit(parent, name)
+            return self._merged(attr)
         count = self.siblings.missed(parent, name)
         attr = await (self._look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
         file = self.cache.open.get(attr.inode)
@@ -81,6 +83,16 @@ class Names(Core):
             await self._settle(attr.inode)
             attr = file.attr
         return self._merged(attr)
+
+    async def _found_here(self, parent: int, name: bytes, age_s: float) -> Attr | None:
+        """What nobody has to be asked for. NotFound."""
+        inode = self.cache.entry(parent, name, age_s)
+        if inode == 0:
+            raise NotFound
+        if inode is None:
+            return None
+        await self._settle(inode)
+        return self.cache.attr(inode, age_s)
 
     async def _look_up(self, parent: int, name: bytes) -> Attr:
         if self.cache.is_missed(parent, name):
@@ -103,16 +115,34 @@ class Names(Core):
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
         """As `_look_up`; the names behind it in the order of listings are known too after it."""
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True, packed=True)
+        listed, more = NOTHING_LISTED, False
         try:
-            listed, _, lease_ms, sent_s = await self._ask_list(parent, request)
+            listed, more, lease_ms, sent_s = await self._ask_list(parent, request)
             self._believe_list(parent, listed, lease_ms, sent_s)
             if name in listed.names:
                 return listed.attr(listed.names.index(name))
         except Damaged:
             pass  # one of the names behind it, perhaps: this one is asked for alone
         finally:
-            self.siblings.asked(parent)
+            self.siblings.asked(parent, listed, more)
         return await self._look_up(parent, name)
+
+    def _look_on(self, parent: int, cursor: int, count: int) -> asyncio.Task:
+        """Ask for the names behind those that are being looked up one after the other. The task ends without an error."""
+        async def ask() -> None:
+            listed, more = NOTHING_LISTED, False
+            try:
+                request = meta_pb2.ListDirRequest(inode=parent, cursor=cursor, limit=count, attrs=True, packed=True)
+                listed, more, lease_ms, sent_s = await self._ask_list(parent, request)
+                self._believe_list(parent, listed, lease_ms, sent_s)
+            except NvpoolError:
+                pass  # who looks up these names meets it
+            finally:
+                self.siblings.asked(parent, listed, more)
+        task = asyncio.get_running_loop().create_task(ask())
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+        return task
 
     async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
         """The entries, whether there are more, for how long they are promised, and when they were asked for."""

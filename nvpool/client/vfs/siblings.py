@@ -3,12 +3,19 @@
 Who lists a directory and then looks at each name, or opens them in that order, would ask once for each. Names that follow one
 another in the order of listings come with their attributes in one answer, so a look-up that misses asks for the ones behind its
 name too: first a few, then more while they are used, up to WINDOW_MAX; where they are not, as with names at random, it stops
-and tries again after ever more misses, a few in a hundred thousand. Bookkeeping only, bounded. Used by names.
+and tries again after ever more misses, a few in a hundred thousand.
+
+Who gets to the middle of such an answer will mostly want the next one: it is asked for then, and is here in time. Bookkeeping
+only, bounded. Used by names.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from nvpool.base.clock import Clock
+from nvpool.wire.entries import Listed
 
 MISSES_MIN, MISSES_MAX = 4, 1024
 """Look-ups that miss before names are asked for in advance: at first, and where that was of no use."""
@@ -19,7 +26,7 @@ PAUSE_S = 30.0
 
 
 class _Directory:
-    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking")
+    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming")
 
     def __init__(self) -> None:
         self.name = b""    # the last that missed: a directory on the way to others is looked up again and again
@@ -29,18 +36,33 @@ class _Directory:
         self.hits = 0      # since it came
         self.last_s = 0.0
         self.asking = False
+        self.middle = b""  # who looks this name up will go on behind the last answer
+        self.cursor = 0    # which leads on there
+        self.ahead = 0     # names of the last answer
+        self.coming: asyncio.Task | None = None
 
 
 class Siblings:
-    def __init__(self, clock: Clock) -> None:
+    """`ask_on(directory, cursor, count)` asks for the names behind the cursor; `asked` is to be called at its end."""
+
+    def __init__(self, clock: Clock, ask_on: Callable[[int, int, int], asyncio.Task]) -> None:
         self._clock = clock
+        self._ask_on = ask_on
         self._directories: dict[int, _Directory] = {}
 
-    def hit(self, directory: int) -> None:
+    def hit(self, directory: int, name: bytes) -> None:
         """A look-up in it was answered from here."""
         known = self._directories.get(directory)
         if known is not None:
             known.hits += 1
+            if name == known.middle:
+                known.middle = b""
+                known.coming = self._ask_on(directory, known.cursor, min(known.ahead * 4, WINDOW_MAX))
+
+    def coming(self, directory: int) -> asyncio.Task | None:
+        """The next names are on their way."""
+        known = self._directories.get(directory)
+        return known.coming if known is not None and known.coming is not None and not known.coming.done() else None
 
     def missed(self, directory: int, name: bytes) -> int:
         """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
@@ -68,8 +90,10 @@ class Siblings:
         known.asking = True
         return known.window
 
-    def asked(self, directory: int) -> None:
-        """The answer is here, or there is none."""
+    def asked(self, directory: int, listed: Listed, more: bool) -> None:
+        """The answer is here, `more` names follow behind it; or there is none."""
         known = self._directories.get(directory)
         if known is not None:
             known.asking = False
+            known.ahead = count = len(listed)
+            known.middle, known.cursor = (listed.names[count // 2], listed.cursor(-1)) if more and count else (b"", 0)
