@@ -1,0 +1,60 @@
+"""Threads that read for themselves, by connections of their own and by the short cut, while the stores they read are killed."""
+
+import random
+import signal
+import threading
+
+import pytest
+
+import nvpool
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.testing.real_pool import RealPool, end_process
+
+KILLS = 4
+
+
+@pytest.mark.parametrize("options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"])
+def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_killed(tmp_path, options):
+    with RealPool(tmp_path / "pool", sizes=(96 * MIB,)) as pool:
+        pool.make()
+        pool.start()
+        content = random.Random(1).randbytes(8 * MIB)
+        stop, problems, reads = threading.Event(), [], [0] * 6
+        with nvpool.connect(str(pool.path), options=ClientOptions(deadline_s=60.0, **options)) as client:
+            with client.open("/file", "wb") as file:
+                file.write(content)
+
+            def reader(number):
+                chance = random.Random(number)
+                try:
+                    with client.open("/file", "rb", buffering=0) as file:
+                        while not stop.is_set():
+                            offset, length = chance.randrange(len(content)), chance.choice((1, 4096, 5000, 100_000))
+                            found = file.pread(length, offset)
+                            if found != content[offset:offset + length]:
+                                problems.append(f"{length} bytes at {offset} are not what was written")
+                                return
+                            reads[number] += 1
+                except BaseException as error:
+                    problems.append(error)
+
+            threads = [threading.Thread(target=reader, args=(number,)) for number in range(len(reads))]
+            for thread in threads:
+                thread.start()
+            counters = client._running().reads.counters
+            for _ in range(KILLS):
+                way = "lanes" if options else "short_cut"
+                before = counters[way]
+                pool.until(lambda: problems or counters[way] > before + 100, "threads read for themselves", 60)  # noqa: B023
+                end_process(killed := pool.pid("target-1"), signal.SIGKILL)
+                pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target", 60)  # noqa: B023
+                pool.wait()
+            before = sum(reads)
+            pool.until(lambda: problems or sum(reads) > before + 100, "reads go on", 60)
+            stop.set()
+            for thread in threads:
+                thread.join(90)
+            assert not any(thread.is_alive() for thread in threads)
+        assert not problems, problems
+        assert pool.restarts() == KILLS
