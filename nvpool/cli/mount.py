@@ -46,8 +46,8 @@ examples:
 @click.option("--congestion-threshold", type=click.IntRange(1, 65535),
               help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
 @click.option("--holder/--no-holder", default=None,
-              help="Whether the mount outlives a crash or upgrade of its process; needs engine kernel and Linux 6.9. "
-                   "[where it can]")
+              help="Whether the mount outlives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
+                   "kernel and Linux 6.9. [where it can]")
 @click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
               help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
                    "Needs a holder. [workers under [client] in node.toml, else 1]")

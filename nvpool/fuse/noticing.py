@@ -9,6 +9,7 @@ not begin before it is gone. Called by fuse/kernel_requests, and by the programs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -112,9 +113,12 @@ def write_for(connection: socket.socket) -> int:
         connection.send(_NUMBER.pack(number))  # whole or not at all: it is one piece of the socket's memory
 
     file = connection.makefile("rb")
-    while len(frame := file.read(_FRAME.size)) == _FRAME.size:
-        number, length = _FRAME.unpack(frame)
-        threads.submit(partial(write, number, _taken_apart(file.read(length))))
+    with contextlib.suppress(ConnectionError):  # it has died before it took an answer
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            number, length = _FRAME.unpack(frame)
+            content = file.read(length)
+            if len(content) == length:
+                threads.submit(partial(write, number, _taken_apart(content)))
     return 0
 
 

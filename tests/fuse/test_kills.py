@@ -28,7 +28,7 @@ USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("one-
 
 def run_while_killed(own, victim, load, seconds):
     programs, options = VICTIMS[victim]
-    held = own.mount(own.directory.parent / f"m-{victim}", "--holder", "--drain-s", "2", *options)
+    held = own.mount(own.directory.parent / f"m-{victim}-{load.__name__}", "--holder", "--drain-s", "2", *options)
     try:
         here = held.place / f"{victim}-{load.__name__}-{seconds:.0f}"
         here.mkdir()

@@ -1,0 +1,150 @@
+"""What it costs that a mount outlives its process: the same work through a mount with a holder and one without, in turns.
+
+    python bench/holder_cost.py [--rounds 8] [--count 2000] [DIRECTORY]
+
+A pool of its own below DIRECTORY (the current one), mounted twice at once. Printed for each load: the processor time of the
+mount's processes per operation, which others on the machine disturb less, and operations per second, which mean something only
+when it is quiet; medians of the rounds, and what the holder adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from subjects.contract import wait_until
+
+KIND = {"with": "--holder", "without": "--no-holder"}
+CONTENT = os.urandom(4096)
+
+
+def create(place: Path, count: int) -> None:
+    for number in range(count):
+        file = os.open(place / f"c{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.write(file, CONTENT)
+        os.close(file)
+
+
+def read_whole(place: Path, count: int) -> None:
+    """As a data loader does: small files, opened, read and closed in random order."""
+    for number in random.Random(count).sample(range(count), count):
+        file = os.open(place / f"c{number}", os.O_RDONLY)
+        os.read(file, 8192)
+        os.close(file)
+
+
+def names(place: Path, count: int) -> None:
+    """mkdir, rename, link, unlink, rmdir: five operations."""
+    for number in range(count // 5):
+        os.mkdir(place / f"d{number}")
+        os.rename(place / f"d{number}", place / f"e{number}")
+        os.link(place / "c0", place / f"l{number}")
+        os.unlink(place / f"l{number}")
+        os.rmdir(place / f"e{number}")
+
+
+def append(place: Path, count: int) -> None:
+    file = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in range(count):
+        os.write(file, b"%031d\n" % number)
+    os.close(file)
+
+
+def rewrite(place: Path, count: int) -> None:
+    """4 KiB at random places, synced every 64."""
+    file, chance = os.open(place / "data", os.O_RDWR | os.O_CREAT), random.Random(1)
+    for number in range(count):
+        os.pwrite(file, CONTENT, chance.randrange(2048) * 4096)
+        if number % 64 == 63:
+            os.fsync(file)
+    os.close(file)
+
+
+def read_at_random(place: Path, count: int) -> None:
+    """4 KiB past the kernel's pages."""
+    file, chance, buffer = os.open(place / "data", os.O_RDONLY | os.O_DIRECT), random.Random(2), mmap.mmap(-1, 4096)
+    for _ in range(count):
+        os.preadv(file, [buffer], chance.randrange(1024) * 4096)
+    os.close(file)
+
+
+LOADS = {"create, write, close 4 KiB": create, "open, read, close 4 KiB": read_whole,
+         "mkdir, rename, link, unlink, rmdir": names, "append 32 bytes": append,
+         "write 4 KiB at random, fsync every 64": rewrite, "read 4 KiB at random": read_at_random}
+
+
+def processes_of(place: Path) -> list[int]:
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.fsencode(place) in words and any(word.startswith(b"nvpool.run.mount_") for word in words):
+            found.append(int(entry))
+    return found
+
+
+def processor_s(pids: list[int]) -> float:
+    return sum(int(Path("/proc", str(pid), "task", thread, "schedstat").read_text().split()[0])
+               for pid in pids for thread in os.listdir(f"/proc/{pid}/task")) / 1e9
+
+
+def nvpool(*words: object) -> None:
+    subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Load -> with or without -> (processor seconds, seconds) per operation of each round."""
+    results: dict = {load: {kind: [] for kind in KIND} for load in LOADS}
+    places = {kind: directory / kind for kind in KIND}
+    nvpool("dev", "up", directory / "pool", "--size", "4G")
+    try:
+        for kind, place in places.items():
+            place.mkdir()
+            nvpool("mount", KIND[kind], directory / "pool", place)
+            wait_until(lambda place=place: os.path.ismount(place), "no mount")
+        for turn in range(options.rounds):
+            for load, work in LOADS.items():
+                for kind in sorted(KIND, reverse=bool(turn % 2)):
+                    here, pids = places[kind] / f"{kind}-{turn}", processes_of(places[kind])
+                    here.mkdir(exist_ok=True)
+                    before, began = processor_s(pids), time.perf_counter()
+                    work(here, options.count)
+                    took = time.perf_counter() - began
+                    results[load][kind].append(((processor_s(pids) - before) / options.count, took / options.count))
+            print(f"round {turn + 1} of {options.rounds}", file=sys.stderr)
+    finally:
+        for place in filter(os.path.ismount, places.values()):
+            nvpool("umount", place)
+        nvpool("dev", "down", directory / "pool")
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", default=".", type=Path)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--count", type=int, default=2000, help="operations of each load in a round")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="holder-cost-", dir=options.directory) as name:
+        results = measure(options, Path(name).resolve())
+    print("| | processor, with a holder | without | added | a second, with | without | added time |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for load, found in results.items():
+        (cpu, took), (bare_cpu, bare_took) = (
+            [statistics.median(values) for values in zip(*found[kind], strict=True)] for kind in ("with", "without"))
+        print(f"| {load} | {cpu * 1e6:.1f} µs | {bare_cpu * 1e6:.1f} µs | {cpu / bare_cpu - 1:+.1%} | {1 / took:,.0f} | "
+              f"{1 / bare_took:,.0f} | {took / bare_took - 1:+.1%} |")
+
+
+if __name__ == "__main__":
+    main()
