@@ -3,12 +3,14 @@
 import asyncio
 import os
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from nvpool.base.errors import AlreadyExists, NotFound, Unreachable, from_os_error
-from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree
+from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree, inbound
 
 MIB = 1 << 20
 
@@ -338,3 +340,37 @@ def test_a_drive_that_gives_back_other_bytes_is_noticed_on_export(source, tmp_pa
     monkeypatch.setattr(os, "ftruncate", flips)
     tally = take_out(tmp_path / "root", tmp_path / "out", b"/a/b/large")
     assert tally.failed == 1 and "on the drive" in tally.failures[0].text
+
+
+def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for number in range(50):
+        (tmp_path / "folder" / str(number)).touch()
+    entries = inbound._Entries(os.fsencode(tmp_path / "folder"))
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """Entries that are read only when told."""
+
+        def __init__(self, entries):
+            self.entries, self.closed = entries, False
+
+        def __iter__(self):
+            for entry in self.entries:
+                reading.set()
+                assert go_on.wait(10) and not self.closed
+                yield entry
+
+        def close(self):
+            self.closed = True
+            self.entries.close()
+
+    slow = entries._entries = Slow(entries._entries)
+    with ThreadPoolExecutor(2) as threads:
+        read = threads.submit(entries.read)
+        assert reading.wait(10)
+        closed = threads.submit(entries.close)
+        go_on.set()
+        assert len(read.result(10)) == 50
+        closed.result(10)
+    assert slow.closed

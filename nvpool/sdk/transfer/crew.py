@@ -53,6 +53,10 @@ class Crew:
         """Run what may block on a local file in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
 
+    def later(self, function: Callable) -> None:
+        """Run it in a thread, when one is free; nobody waits for it."""
+        self._threads.submit(function)
+
     async def run(self, listing: Awaitable[None]) -> None:
         """Await `listing`, which adds jobs, and all jobs. Raises the error that ended it."""
         try:

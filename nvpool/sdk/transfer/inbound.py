@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import stat
+import threading
 from functools import partial
 
 from nvpool.base.checksum import crc32c
@@ -105,9 +106,9 @@ class _Import:
             await self._crew.leave(folder)
 
     async def _list_folder(self, folder: Folder) -> None:
-        entries = await self._crew.blocking(os.scandir, folder.path)
+        entries = await self._crew.blocking(_Entries, folder.path)
         try:
-            while batch := await self._crew.blocking(_next_entries, entries):
+            while batch := await self._crew.blocking(entries.read):
                 for name, found in batch:
                     path = os.path.join(folder.path, name)
                     if self._options.leaves_out(name):
@@ -121,7 +122,7 @@ class _Import:
                     else:
                         await self._crew.add(folder, path, partial(self._entry, path, name, folder, found))
         finally:
-            entries.close()
+            self._crew.later(entries.close)  # a thread may read them still, where we are cancelled
 
     async def _finish_folder(self, folder: Folder) -> None:
         await self._attributes(folder.place, await self._crew.blocking(xattrs_of, folder.path))
@@ -283,16 +284,29 @@ class _Import:
             return None
 
 
-def _next_entries(entries) -> list[tuple[bytes, os.stat_result | OSError]]:
-    found: list[tuple[bytes, os.stat_result | OSError]] = []
-    for entry in entries:
-        try:
-            found.append((entry.name, entry.stat(follow_symlinks=False)))
-        except OSError as error:
-            found.append((entry.name, error))
-        if len(found) == LISTED_AT_ONCE:
-            break
-    return found
+class _Entries:
+    """Of a folder. Read and closed in any threads, one after the other: os.scandir does not bear both at once."""
+
+    def __init__(self, path: bytes) -> None:
+        self._lock = threading.Lock()
+        self._entries = os.scandir(path)
+
+    def read(self) -> list[tuple[bytes, os.stat_result | OSError]]:
+        """The next ones; none at the end, and after `close`."""
+        found: list[tuple[bytes, os.stat_result | OSError]] = []
+        with self._lock:
+            for entry in self._entries:
+                try:
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+                except OSError as error:
+                    found.append((entry.name, error))
+                if len(found) == LISTED_AT_ONCE:
+                    break
+        return found
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.close()
 
 
 def _open_source(path: bytes):
