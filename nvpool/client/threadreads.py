@@ -52,6 +52,17 @@ class _Way:
         self.idle: deque[BlockingConnection | None] = deque([None] * LANES_MAX)
         self.not_before_s = 0.0
 
+    def hang_up(self) -> None:
+        """End the connections that idle now."""
+        for _ in range(LANES_MAX):
+            try:
+                connection = self.idle.popleft()
+            except IndexError:
+                return
+            if connection is not None:
+                connection.close()
+            self.idle.append(None)
+
 
 class ThreadReads:
     """`vfs` and `dialer` of a client whose loop runs in another thread."""
@@ -128,6 +139,7 @@ class ThreadReads:
         except NvpoolError:
             if connection is None or connection.closed:
                 way.not_before_s = self._now_s() + SHUN_S
+                way.hang_up()  # where its process has died they are all dead, and each would be found out in SHUN_S
             return None
         finally:
             way.idle.appendleft(None if connection is None or connection.closed else connection)
@@ -160,10 +172,4 @@ class ThreadReads:
         """End the connections: those that idle now, those in use with their answer. From any thread, more than once."""
         self._closed = True
         for way in list(self._ways.values()):
-            for _ in range(len(way.idle)):
-                try:
-                    connection = way.idle.popleft()
-                except IndexError:
-                    break
-                if connection is not None:
-                    connection.close()
+            way.hang_up()

@@ -290,6 +290,23 @@ def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byt
         assert all(len(way.idle) == threadreads.LANES_MAX for way in case.client._running().reads._ways.values())
 
 
+def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatch):
+    monkeypatch.setattr(threadreads, "SHUN_S", 0.0)
+    with Case(served, short_cut=False) as case:
+        one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8, 3, 20, 17)]
+        case.by("lanes", one_chunk[:1])
+        (way,) = [way for way in case.client._running().reads._ways.values() if any(way.idle)]
+        connections = [way.idle.popleft() for _ in range(threadreads.LANES_MAX)]
+        endpoint = case.client._running().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
+        way.idle.extend(found or BlockingConnection(endpoint, Greeting("me"), 10.0) for found in connections)
+        for target in list(served.pool.stores):
+            served.run(served.pool.stop_store(target))
+            served.run(served.pool.start_store(target))
+        case.read(*one_chunk[1])
+        assert not any(way.idle)
+        assert case.by("lanes", one_chunk[2:]) == 4
+
+
 def test_threads_have_so_many_connections_and_leave_none(served):
     before = len(os.listdir("/proc/self/fd"))
     with Case(served, short_cut=False) as case:
