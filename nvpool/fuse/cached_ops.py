@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 from nvpool.base.errors import NvpoolError
@@ -41,10 +42,9 @@ TOLD_MAX = 1 << 16
 """Inodes whose last told `change` is remembered, 10 MB at most; attributes that fell out are invalidated at the next open."""
 
 NAMED_MAX = 1 << 16
-"""Inodes whose names are remembered, 15 MB at most, and names that were listed, as many again. What fell out the kernel
-believes for as long as it was told."""
-NAMES_MAX = 16
-"""Of one inode."""
+"""Names that are remembered, 12 MB at most. What fell out the kernel believes for as long as it was told."""
+NAMED_TOGETHER = 512
+"""Names that are remembered and forgotten as one."""
 
 NOTICE_S = 0.05
 """Mostly it takes 0.1 ms. Longer, and a request is in the way that may itself wait for the change which waits for us."""
@@ -74,23 +74,23 @@ class FuseOptions(NamedTuple):
     keeps its pages from open to open."""
 
 
-class _Listing:
-    """Names that the kernel was told of at once, and what it may believe until then."""
+class _Named:
+    """Names that the kernel was told of within a short time, and believes until then: inodes, directories, names."""
 
-    __slots__ = ("until_s", "parent", "names", "inodes", "_places")
+    __slots__ = ("until_s", "told", "_places", "_placed")
 
-    def __init__(self, until_s: float, parent: int, names: list[bytes], inodes: list[int]) -> None:
+    def __init__(self, until_s: float) -> None:
         self.until_s = until_s
-        self.parent = parent
-        self.names = names
-        self.inodes = inodes
+        self.told: list[tuple[int, int, bytes]] = []
         self._places: dict[int, list[Place]] = {}
+        self._placed = 0  # so many are in there
 
     def places_of(self, inode: int) -> list[Place]:
         """Where it was told to be."""
-        if not self._places:  # mostly nobody ever wants to know
-            for one, name in zip(self.inodes, self.names, strict=True):
-                self._places.setdefault(one, []).append((self.parent, name))
+        while self._placed < len(self.told):  # mostly nobody ever wants to know
+            one, parent, name = self.told[self._placed]
+            self._places.setdefault(one, []).append((parent, name))
+            self._placed += 1
         return self._places.get(inode, [])
 
 
@@ -105,10 +105,10 @@ class CachedOps:
         self._clock = clock
         self._seen: dict[int, tuple[int, bool]] = {}  # inode -> (change of its pages, it had no extended attributes)
         self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
-        self._named: OrderedDict[int, tuple[float, tuple[Place, ...]]] = OrderedDict()
-        """Inode -> told of until then, oldest first. (A dict would be searched for its first entry, past what has gone.)"""
-        self._listings: deque[_Listing] = deque()
-        self._listed_count = 0  # names in them
+        self._named: deque[_Named] = deque()  # the oldest first
+        self._named_count = 0
+        self._naming = _Named(0.0)  # the last one, to which is added until then
+        self._naming_until_s = 0.0
         self._paged: dict[int, tuple[float, bool]] = {}  # open inode -> its pages are right until then, by a lease
         self._looking: asyncio.TimerHandle | None = None
         self._renewing = 0
@@ -133,7 +133,6 @@ class CachedOps:
         for inode, _ in forgotten:
             self._seen.pop(inode, None)
             self._told.pop(inode, None)
-            self._named.pop(inode, None)
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)
@@ -144,40 +143,43 @@ class CachedOps:
     # -- what it is told -----------------------------------------------------------------------------------------------
 
     def _telling(self, attr: Attr) -> Attr:
-        self._told[attr.inode] = attr.change
-        for old in too_old(self._told, TOLD_MAX):
-            del self._told[old]
+        told = self._told
+        told[attr.inode] = attr.change
+        if len(told) > TOLD_MAX:
+            for old in too_old(told, TOLD_MAX):
+                del told[old]
         return attr
 
     def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
         """The kernel is told that the name stands for what has these attributes."""
-        kept_s = self.options.entry_timeout_s
-        if kept_s:
-            named, inode, now_s = self._named, attr.inode, self._clock.boottime_s()
-            before = named.pop(inode, None)
-            places: tuple[Place, ...] = ((parent, name),)
-            if before is not None and before[1] != places and before[0] > now_s:
-                places = (*[place for place in before[1] if place != places[0]], *places)[-NAMES_MAX:]
-            named[inode] = now_s + kept_s, places
-            if next(iter(named.values()))[0] <= now_s or len(named) > NAMED_MAX:
-                named.popitem(last=False)
+        if self.options.entry_timeout_s:
+            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
+                self._name_anew()
+            self._naming.told.append((attr.inode, parent, name))
         return self._telling(attr)
 
     def _telling_names(self, parent: int, entries: Listed, first: int, until: int, untrue: Container[int]) -> None:
         """As `_telling_name` of the entries from `first` on and before `until`, all told at once; of those inodes that are
         `untrue`, the attributes not."""
         inodes = entries.inodes[first:until]
-        kept_s = self.options.entry_timeout_s
-        if kept_s:
-            now_s, listings = self._clock.boottime_s(), self._listings
-            listings.append(_Listing(now_s + kept_s, parent, entries.names[first:until], inodes))
-            self._listed_count += len(inodes)
-            while listings[0].until_s <= now_s or self._listed_count > NAMED_MAX:
-                self._listed_count -= len(listings.popleft().inodes)
+        if self.options.entry_timeout_s:
+            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
+                self._name_anew()
+            self._naming.told += zip(inodes, repeat(parent), entries.names[first:until], strict=False)
         changes = zip(inodes, entries.changes[first:until], strict=True)
         self._told.update([one for one in changes if one[0] not in untrue] if untrue else changes)
         for old in too_old(self._told, TOLD_MAX):
             del self._told[old]
+
+    def _name_anew(self) -> None:
+        """Names are remembered apart from those before them; what the kernel has forgotten is forgotten."""
+        now_s, all_named = self._clock.boottime_s(), self._named
+        self._named_count += len(self._naming.told)
+        while all_named and (all_named[0].until_s <= now_s or self._named_count > NAMED_MAX):
+            self._named_count -= len(all_named.popleft().told)
+        kept_s = self.options.entry_timeout_s
+        self._naming, self._naming_until_s = _Named(now_s + kept_s + kept_s / 4), now_s + kept_s / 4
+        all_named.append(self._naming)
 
     # -- what others change --------------------------------------------------------------------------------------------
 
@@ -188,16 +190,13 @@ class CachedOps:
         for inode in inodes:
             self.published.take_back(inode)
             self.invalidate_attributes(inode)
-            told = self._named.pop(inode, None)
-            if told is not None:
-                names += told[1]
-            for listing in self._listings:
-                names += listing.places_of(inode)
+            for named in self._named:
+                names += named.places_of(inode)
             if self._paged.pop(inode, None) is not None:
                 paged.append(inode)
         if not names and not paged:
             return
-        telling = self._own(self.invalidate(names, paged))
+        telling = self._own(self.invalidate(dict.fromkeys(names), paged))
         await asyncio.wait((telling,), timeout=NOTICE_S)
         if not telling.done() and names and not self.invalidate_all_names():
             log.debug("%d names are taken back when a request in their directories has ended", len(names))

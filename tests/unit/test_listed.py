@@ -13,6 +13,7 @@ from nvpool.client.cache import Cache
 from nvpool.client.leases import Leases, ShardWatch
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs.contract import Caller
+from nvpool.fuse import cached_ops
 from nvpool.fuse.ops import FuseOps
 from nvpool.testing.memory_vfs import MemoryVfs
 from nvpool.wire.entries import Listed, attr_of, change_of, pack_entry, packed
@@ -191,8 +192,41 @@ def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_th
         await ops.readdir(handle, 2, lambda *_: True)
         await ops._recalled([attrs[0].inode, 12345])
         assert sorted(taken_back) == [(ROOT, b"again"), (ROOT, b"f0")]
+        await ops._recalled([attrs[1].inode])
+        await ops.lookup(ROOT, b"again")
+        taken_back.clear()
+        await ops._recalled([attrs[0].inode])
+        assert sorted(taken_back) == [(ROOT, b"again"), (ROOT, b"f0")], "each once, however often it was told"
         clock.advance(10.0)
-        await ops.readdir(handle, 2, lambda *_: True)
-        assert len(ops._listings) == 1, "what is too old is not kept"
+        await ops.lookup(ROOT, b"f2")
+        taken_back.clear()
+        await ops._recalled([attr.inode for attr in attrs])
+        assert taken_back == [(ROOT, b"f2")], "of the others the kernel asks by itself"
         await ops.releasedir(handle)
+    asyncio.run(run())
+
+
+def test_names_that_the_kernel_was_told_of_are_remembered_up_to_a_bound(monkeypatch):
+    async def run():
+        monkeypatch.setattr(cached_ops, "NAMED_MAX", 100)
+        monkeypatch.setattr(cached_ops, "NAMED_TOGETHER", 10)
+        vfs, clock = MemoryVfs(), ManualClock()
+        ops = FuseOps(vfs, clock=clock)
+        taken_back = []
+
+        async def invalidate(names, inodes):
+            taken_back.extend(names)
+        ops.invalidate = invalidate
+        attrs = [await ops.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(300)]
+        await ops._recalled([attr.inode for attr in attrs])
+        assert taken_back == [(ROOT, b"f%d" % number) for number in range(300 - len(taken_back), 300)]
+        assert 90 <= len(taken_back) <= 110
+        handle = await ops.opendir(ROOT)
+        await ops.readdir(handle, 2, lambda *_: True)
+        await ops.lookup(ROOT, b"f7")
+        taken_back.clear()
+        await ops._recalled([attrs[7].inode, attrs[8].inode])
+        assert (ROOT, b"f7") in taken_back
+        await ops.releasedir(handle)
+        assert sum(len(named.told) for named in ops._named) <= 110
     asyncio.run(run())
