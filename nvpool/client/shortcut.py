@@ -100,6 +100,8 @@ class Source:
         self.past = open_past(self.fd) if reads_past else -1
         """The same past the kernel's cache, or -1."""
         self.takes_past = self.past >= 0
+        if self.takes_past:  # what the kernel would read in advance is in memory then, and would be read from there
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.table = memoryview(self.memory).cast("I")
         self.connection = None
         """The one over which locations came last: who has answered them is alive as long as it is."""

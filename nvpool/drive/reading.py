@@ -54,10 +54,21 @@ def open_past(fd: int) -> int:
     """A descriptor of the same file that reads past the page cache, whole blocks into memory at borders of them; the caller's
     to close. -1 where there is none: a file system without O_DIRECT, a file of somebody else, a kernel that does not tell what
     is in memory (cachestat, Linux 6.5): it may be there, and a look by reading brings it there."""
-    if cached_pages(fd, 0, BLOCK_BYTES) < 0:
-        return -1
+    return _open_again(fd, os.O_DIRECT) if cached_pages(fd, 0, BLOCK_BYTES) >= 0 else -1
+
+
+def open_exact(fd: int) -> int:
+    """A descriptor of the same file that reads through the page cache what it is asked for, and nothing in advance: else one
+    such read brings what comes behind it, which is then read from there, and brings more. The caller's to close; -1: none."""
+    exact = _open_again(fd, 0)
+    if exact >= 0:
+        os.posix_fadvise(exact, 0, 0, os.POSIX_FADV_RANDOM)
+    return exact
+
+
+def _open_again(fd: int, flags: int) -> int:
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
     except OSError:
         return -1
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.drive.contract import Outcome, WaitingReader
-from nvpool.drive.reading import PAST_BYTES, cached_pages, open_past
+from nvpool.drive.reading import PAST_BYTES, cached_pages, open_exact, open_past
 
 AGAIN_S = 20.0
 """What was read so short a time ago is known, and what was up to twice as long ago perhaps."""
@@ -24,8 +24,8 @@ class PastReads:
     def __init__(self, fd: int, reader: WaitingReader, clock: Clock = SYSTEM_CLOCK) -> None:
         """`fd` is the file through the page cache; it and the reader stay the caller's."""
         self._fd, self._reader = fd, reader
-        self._past = open_past(fd)
-        self._on = self._past >= 0
+        self._past, self._exact = open_past(fd), open_exact(fd)
+        self._on = self._past >= 0 and self._exact >= 0
         self._now_s = clock.boottime_s
         self._new: set[int] = set()
         self._old: set[int] = set()
@@ -49,7 +49,7 @@ class PastReads:
                 on_done(outcome)
 
         if self._known([offset | length >> 12 for offset, length in zip(offsets, lengths, strict=True)]):
-            self._reader.begin(self._fd, offsets, lengths, positions, into, on_done)
+            self._reader.begin(self._exact, offsets, lengths, positions, into, on_done)
         else:
             self._reader.begin(self._past, offsets, lengths, positions, into, came)
 
@@ -66,6 +66,7 @@ class PastReads:
 
     def close(self) -> None:
         """When the reader has nothing under way any more."""
-        if self._past >= 0:
-            os.close(self._past)
-            self._past, self._on = -1, False
+        for descriptor in (self._past, self._exact):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._past, self._exact, self._on = -1, -1, False

@@ -139,3 +139,13 @@ def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
         assert len(past._new) <= 11 and len(past._old) <= 11
     past.close()
     os.close(fd)
+
+
+def test_nothing_is_brought_in_behind_what_is_read_again(tmp_path):
+    async def work(place):
+        for _ in range(2):
+            await place.read([0], [MIB])
+            await place.read([MIB], [MIB])
+        assert place.cached() == 512, "else the next would be found there, and bring the one behind it"
+
+    at_place(work, tmp_path / "data")
