@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 import tomllib
+from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -148,8 +149,9 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
     return found
 
 
+@lru_cache(maxsize=1)
 def parse(text: str, where: str = "the configuration") -> Config:
-    """The configuration that `text` holds. BadConfiguration names `where` and, for all that is wrong, line and reason."""
+    """The configuration that `text` holds; the same text again costs nothing. BadConfiguration names `where` and, for all that is wrong, line and reason."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

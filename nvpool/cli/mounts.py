@@ -183,7 +183,11 @@ def _pause_of(pid: int) -> int | None:
     except OSError:
         return None
     directory = PoolDirectory(os.fsdecode(words[-3])) if len(words) > 3 else None
-    state = directory.state_of(f"mount-{pid}") if directory is not None and directory.exists() else None
+    if directory is None or not directory.exists():
+        return None
+    deadline_s = SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S
+    while (state := directory.state_of(f"mount-{pid}")) is None and SYSTEM_CLOCK.boottime_s() < deadline_s:
+        pause(0.02)  # it says so when it serves already
     return state.pause_ms if state is not None else None
 
 

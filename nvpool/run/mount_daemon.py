@@ -116,6 +116,7 @@ class _Mounted:
         self._readers: Readers | None = None
         self._beside = beside or []
         self._notices = notices
+        self._announcing: asyncio.Future | None = None
 
     async def serve(self) -> None:
         arguments, section, held = self._arguments, self._config.client, self._held
@@ -164,8 +165,6 @@ class _Mounted:
                 engine.notices.close()
                 engine.notices = ByProcess()
                 await engine.notices.begin(self._notices, engine.descriptor)
-            self._announce("mount", os.getpid())
-            self._announce_holder()
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())
             left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())
@@ -192,6 +191,8 @@ class _Mounted:
             engine.close()
             awake.close()
             await client.close()
+            if self._announcing is not None:
+                await asyncio.wait([self._announcing])
             if self._directory is not None:
                 self._directory.withdraw(name)
 
@@ -207,6 +208,7 @@ class _Mounted:
             self._announce("holder", self._held.holder_pid)
 
     def _ready(self) -> None:
+        pause_ms = 0
         if self._held is None:
             notify_ready()
         else:
@@ -214,10 +216,16 @@ class _Mounted:
             self._held.ready()
             if self._held.goes_on and self._held.since_s:
                 pause_ms = int((SYSTEM_CLOCK.boottime_s() - self._held.since_s) * 1000)
-                log.info("this process goes on at %s after a pause of %d ms", self._place, pause_ms)
-                self._announce("mount", os.getpid(), pause_ms)
-                return
-        log.info("mounted at %s", self._place)
+        # in a thread: now everybody waits for us, and a busy drive takes its time also for a small file
+        self._announcing = asyncio.ensure_future(asyncio.to_thread(self._announce_us, pause_ms))
+        if pause_ms:
+            log.info("this process goes on at %s after a pause of %d ms", self._place, pause_ms)
+        else:
+            log.info("mounted at %s", self._place)
+
+    def _announce_us(self, pause_ms: int) -> None:
+        self._announce("mount", os.getpid(), pause_ms)
+        self._announce_holder()
 
     async def _leave(self, serving: asyncio.Future) -> None:
         """Take the mount out of the name space while it still answers; return when it is unused, or its users had their

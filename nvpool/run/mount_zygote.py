@@ -3,12 +3,13 @@ words of run/mount_daemon and a socket as stdin.
 
 Started by run/mount_holder. It has imported all that serving needs and read the command line, and waits: a successor that is a
 copy of it begins after milliseconds, where Python's start and imports take hundreds, and shares its memory. It has one thread
-and no event loop, opens nothing and knows neither the pool nor its configuration, so that a copy is as good as a new process.
+and no event loop, keeps nothing open and believes nothing of the pool, so that a copy is as good as a new process.
 It ends when its holder does, and never by a signal that a service manager sends to all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -19,14 +20,14 @@ import socket
 import sys
 from functools import partial
 
-from nvpool.base import config as configuration
+from nvpool.base.errors import NvpoolError
 from nvpool.fuse.noticing import write_for
 from nvpool.run.daemon import start_log
 from nvpool.run.forking import fork
 from nvpool.run.held import Held
 from nvpool.run.mount_daemon import serve_held
 from nvpool.run.mount_holder import DESCRIPTORS_MAX
-from nvpool.run.mount_words import parse_words
+from nvpool.run.mount_words import configured_pool, parse_words
 from nvpool.wire import registry
 
 LATER = ("nvpool.fuse.kernel_engine", "nvpool.fuse.attach")
@@ -49,7 +50,8 @@ def main(words: list[str]) -> int:
     for name in LATER:
         importlib.import_module(name)
     registry.transports()
-    configuration.parse("")  # the first time takes longer
+    with contextlib.suppress(NvpoolError):
+        configured_pool(arguments)  # a copy that finds the same text need not take it apart again
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay common
 
