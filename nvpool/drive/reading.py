@@ -73,12 +73,15 @@ def _open_again(fd: int, flags: int) -> int:
         return -1
 
 
-def cached_pages(fd: int, offset: int, length: int) -> int:
+def cached_pages_plain(fd: int, offset: int, length: int) -> int:
     """How many pages of that range the kernel has in memory; -1 where it does not say."""
     found = (ctypes.c_uint64 * 5)()  # cached, dirty, under writeback, evicted, recently evicted
     failed = _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), (ctypes.c_uint64 * 2)(offset, length), found,
                            ctypes.c_uint(0))
     return -1 if failed else found[0]
+
+
+cached_pages = getattr(_ring._uring, "cached_pages", None) or cached_pages_plain
 
 
 def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:

@@ -8,7 +8,7 @@ import pytest
 from nvpool.base.clock import ManualClock
 from nvpool.base.units import KIB, MIB
 from nvpool.drive.contract import WaitingReader
-from nvpool.drive.reading import PAST_BYTES, cached_pages
+from nvpool.drive.reading import PAST_BYTES, cached_pages, cached_pages_plain
 from nvpool.store import pastreads
 from nvpool.store.device import FileDevice
 
@@ -139,6 +139,22 @@ def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
         assert len(past._new) <= 11 and len(past._old) <= 11
     past.close()
     os.close(fd)
+
+
+def test_the_kernel_tells_what_it_has_in_memory(tmp_path):
+    (tmp_path / "data").write_bytes(bytes(MIB))
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    for function in (cached_pages, cached_pages_plain):
+        if function(fd, 0, MIB) < 0:
+            pytest.skip("this kernel does not tell")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert function(fd, 0, MIB) == 0
+        os.pread(fd, 8192, 64 * KIB)
+        assert (function(fd, 0, MIB), function(fd, 68 * KIB, MIB), function(fd, 0, 64 * KIB)) == (2, 1, 0)
+    os.close(fd)
+    assert cached_pages(fd, 0, MIB) == cached_pages_plain(fd, 0, MIB) == -1
 
 
 def test_nothing_is_brought_in_behind_what_is_read_again(tmp_path):
