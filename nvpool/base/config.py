@@ -151,7 +151,8 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
 
 @lru_cache(maxsize=1)
 def parse(text: str, where: str = "the configuration") -> Config:
-    """The configuration that `text` holds; the same text again costs nothing. BadConfiguration names `where` and, for all that is wrong, line and reason."""
+    """The configuration that `text` holds; the same text again costs nothing. BadConfiguration names `where` and, for all that
+    is wrong, line and reason."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
