@@ -86,9 +86,10 @@ def _put(shard: Path, tree: Tree, root: records.Inode, progress: Progress) -> No
 def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[tuple[float, Records]]]:
     """The same, made by a process of its own while this one works off those before; it ends with the block."""
     reading, writing = os.pipe()
+    # before the fork: nothing may interrupt the new process but its parent, which ends it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     pid = os.fork()
     if not pid:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # our parent ends us
         try:
             os.close(reading)
             with open(writing, "wb") as pipe:
@@ -100,8 +101,9 @@ def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[t
             traceback.print_exc()  # our parent finds the pipe at its end too early
         finally:
             os._exit(0)
-    os.close(writing)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(writing)
         with open(reading, "rb") as pipe:
             yield iter(partial(marshal.load, pipe), None)
     finally:

@@ -63,7 +63,7 @@ class EtcdLease:
                 if left_s <= 0:
                     return
                 try:
-                    if not await self._calls.keep_alive(self.number, left_s / 2):  # time for another member
+                    if not await self._calls.keep_alive(self.number, left_s / 4):  # time for other members
                         return
                     self._until_s = sent_s + self._lease_s
                 except Unavailable:

@@ -154,8 +154,8 @@ def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
 def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, harm):
     async def run():
         mine, other = await pair(three)
-        leader = await mine.lead("mine", 6.0, 10)
-        lease = await other.announce("node-1", b"here", 6.0)
+        leader = await mine.lead("mine", 12.0, 10)
+        lease = await other.announce("node-1", b"here", 12.0)
         for number in range(3):
             getattr(three, harm)(number)
             for turn in range(2):
