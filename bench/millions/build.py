@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
 import lmdb
 
@@ -93,10 +94,10 @@ def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[t
         try:
             os.close(reading)
             with open(writing, "wb") as pipe:
-                for batch in batches:
-                    marshal.dump(batch, pipe)
+                for batch in chain(batches, (None,)):
+                    raw = marshal.dumps(batch)
+                    pipe.write(len(raw).to_bytes(8, "little") + raw)
                     pipe.flush()  # shares of work without records are small
-                marshal.dump(None, pipe)
         except BaseException:
             traceback.print_exc()  # our parent finds the pipe at its end too early
         finally:
@@ -105,10 +106,18 @@ def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[t
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(writing)
         with open(reading, "rb") as pipe:
-            yield iter(partial(marshal.load, pipe), None)
+            yield iter(partial(_next_batch, pipe), None)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _next_batch(pipe: BinaryIO) -> tuple[float, Records] | None:
+    """Not marshal.load: Python 3.11.2 makes an EOFError of the signal that interrupts it."""
+    raw = pipe.read(int.from_bytes(pipe.read(8), "little"))
+    if not raw:
+        raise EOFError("the process that makes records has ended")
+    return marshal.loads(raw)
 
 
 def packed_bytes(shard: Path, scratch: Path) -> int:
