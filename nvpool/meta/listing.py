@@ -5,7 +5,7 @@ As the other questions (`meta/queries`) this changes nothing and does not wait. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 
 from nvpool.base.errors import CorruptRecord
 from nvpool.base.units import PARTITION_COUNT
@@ -26,8 +26,20 @@ def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.L
     """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
 
     Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
-    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's).
+    which in a wide directory is also that of their partitions. A name whose inode is missing is left out (fsck's). Where
+    more entries follow there is at least one in the reply, behind which the asker goes on.
     """
+    while True:
+        reply, behind = yield from _part(view, request)
+        if not reply.more or reply.packed or reply.entries:
+            yield reply
+            return
+        yield None
+        request.cursor, request.name = behind, b""
+
+
+def _part(view: View, request: meta_pb2.ListDirRequest) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
+    """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
     directory = view.directory(request.inode)
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
@@ -50,12 +62,12 @@ def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.L
         partition += 1
         start, end = records.dentry_range(partition, directory.number)
     # what was found before others had their turn may have been changed by them
-    yield _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
+    return _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
 
 
 def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
-            leave_out: int, limit: int, lends: bool) -> meta_pb2.ListDirReply:
-    reply = meta_pb2.ListDirReply()
+            leave_out: int, limit: int, lends: bool) -> tuple[meta_pb2.ListDirReply, int]:
+    reply, behind = meta_pb2.ListDirReply(), request.cursor
     places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
     before, equal = from_hash, 0
     taken = 0
@@ -71,11 +83,12 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             reply.more = True
             break
         taken += 1
+        behind = cursor_behind(name_hash, equal)
         try:
             number, kind = records.decode_dentry(records.partition_of_key(key), raw)
         except CorruptRecord:
             continue
-        places.append((key[NAME_AT:], cursor_behind(name_hash, equal), number, kind))
+        places.append((key[NAME_AT:], behind, number, kind))
     if request.packed or request.attrs:
         found_inodes = _inodes(view, [place[2] for place in places])
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
@@ -85,13 +98,13 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             reply.lease_ms = view.lease_ms
         if request.packed:
             reply.packed = _packed(places, inodes, lent)
-            return reply
+            return reply, behind
     for at, (name, cursor, number, kind) in enumerate(places):
         entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
         if request.attrs:
             fill_attr(entry.attr, records.Inode(*inodes[at]))
             entry.promised = number in lent
-    return reply
+    return reply, behind
 
 
 def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:

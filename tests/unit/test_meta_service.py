@@ -682,6 +682,21 @@ async def test_inodes_that_can_not_be_read_are_left_out_of_a_listing_and_the_oth
     assert (await both(client, inode=ROOT))[1].names == [b"whole"]
 
 
+@scenario
+async def test_a_listing_goes_on_behind_many_inodes_that_can_not_be_read(shard, client):
+    numbers = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(40)]
+    shard.kv.apply([(records.inode_key(number), None) for number in numbers[:20] + numbers[21:]])
+    cursor, more, names = 0, True, []
+    for _ in range(40):
+        _, listed, more = await both(client, inode=ROOT, cursor=cursor, limit=3)
+        names += listed.names
+        if not more:
+            break
+        assert listed.names, "who asks could not go on"
+        cursor = listed.cursor(-1)
+    assert names == [b"f20"] and not more
+
+
 # -- sessions, orphans, collector -------------------------------------------------------------------------------------
 
 
