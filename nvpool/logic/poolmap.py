@@ -15,7 +15,9 @@ import msgspec
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.base.units import CHAINS_PER_TABLE, CHUNK_BYTES_DEFAULT, PARTITION_COUNT
 
-MAP_FORMAT = 1
+MAP_FORMAT = 2
+"""Since 2 a chain has targets that join it and a goal; a map of format 1 is read as one without."""
+_FORMATS_READ = (1, 2)
 
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
 ShardState = Literal["up", "down"]
@@ -56,10 +58,15 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
-    """`targets` from head to tail. `epoch` grows with every change of members, a target's restart included."""
+    """`targets` hold every committed byte of the chain's chunks, from head to tail; a target that fails leaves, the last one
+    stays whatever happens to it. `joining` get every write behind the tail, are not read from, and follow when they hold what
+    the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `epoch` grows with every change of targets
+    or joining, a target's restart included."""
 
     epoch: int
     targets: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+    goal: tuple[int, ...] = ()
 
 
 class ChainTable(msgspec.Struct, frozen=True):
@@ -136,8 +143,10 @@ def decode_map(raw: bytes) -> PoolMap:
         pool_map = msgspec.json.decode(raw, type=PoolMap)
     except msgspec.DecodeError as error:
         raise CorruptRecord(f"the pool map can not be read: {error}") from None
-    if pool_map.format != MAP_FORMAT:
+    if pool_map.format not in _FORMATS_READ:
         raise WrongFormat(f"the pool map has format {pool_map.format}, this nvpool knows {MAP_FORMAT}")
+    if pool_map.format != MAP_FORMAT:
+        pool_map = msgspec.structs.replace(pool_map, format=MAP_FORMAT)
     problems = check_map(pool_map)
     if problems:
         raise CorruptRecord("the pool map contradicts itself: " + "; ".join(problems))
@@ -158,9 +167,15 @@ def check_map(pool_map: PoolMap) -> list[str]:
     for table in pool_map.tables:
         if len(table.chains) != CHAINS_PER_TABLE:
             wrong.append(f"chain table {table.id} has {len(table.chains)} chains")
-        unknown = {t for chain in table.chains for t in chain.targets} - pool_map.target_by_id.keys()
+        unknown = {target for chain in table.chains for target in (*chain.targets, *chain.joining, *chain.goal)}
+        unknown -= pool_map.target_by_id.keys()
         if unknown:
             wrong.append(f"chain table {table.id} names targets {sorted(unknown)}, which do not exist")
+        for number, chain in enumerate(table.chains):
+            members = (*chain.targets, *chain.joining)
+            if not chain.targets or len(set(members)) != len(members) or len(set(chain.goal)) != len(chain.goal):
+                wrong.append(f"chain {number} of table {table.id} has no target, or one twice")
+                break
     covered = sorted((part.first, part.count) for part in pool_map.partitions)
     place = 0
     for first, count in covered:
@@ -194,6 +209,7 @@ def target_restarted(pool_map: PoolMap, target: int) -> PoolMap:
     """The next map, in which each chain that `target` belongs to has the next epoch: what the target gave versions to and
     forgot with a loss of power is never mistaken for what it gives them to from now on. Published before the target serves."""
     tables = tuple(msgspec.structs.replace(table, chains=tuple(
-        Chain(chain.epoch + 1, chain.targets) if target in chain.targets else chain for chain in table.chains))
+        msgspec.structs.replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
+        for chain in table.chains))
         for table in pool_map.tables)
     return changed(pool_map, tables=tables)

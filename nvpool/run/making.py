@@ -39,7 +39,7 @@ from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
 from nvpool.wire.endpoint import host_port_url
@@ -238,7 +238,7 @@ async def make_pool(request: dict) -> dict:
                                endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
                         for n, drive in enumerate(made, 1))
         first = PoolMap(
-            format=1, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
+            format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
             nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2])),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),

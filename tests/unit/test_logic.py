@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nvpool.base.errors import CorruptRecord, FileTooLarge, InvalidRequest, WrongFormat
 from nvpool.logic import layout, placement, poolmap
-from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -19,7 +19,7 @@ def a_map(capacities=(100, 200)):
     node = Node(1, "n1", "host", ("stream://127.0.0.1:1",))
     drives = tuple(Drive(i, 1, f"/d{i}", c) for i, c in enumerate(capacities, 1))
     targets = tuple(Target(i, i, 1, c, (f"inproc://t{i}",)) for i, c in enumerate(capacities, 1))
-    return PoolMap(1, "p", "pool", 1, Settings(), (node,), drives, targets, (placement.build_table(targets, 1),),
+    return PoolMap(MAP_FORMAT, "p", "pool", 1, Settings(), (node,), drives, targets, (placement.build_table(targets, 1),),
                    (Shard(1, 1, ("inproc://m1",)),), (PartitionRange(0, 4096, 1),))
 
 
@@ -110,7 +110,7 @@ def test_a_map_that_contradicts_itself_is_refused():
         poolmap.changed(pool_map, partitions=(PartitionRange(0, 4095, 1),))
     raw = poolmap.encode_map(pool_map)
     for wrong, error in ((b"", CorruptRecord), (raw[:-2], CorruptRecord),
-                         (raw.replace(b'"format":1', b'"format":9'), WrongFormat),
+                         (raw.replace(b'"format":2', b'"format":9'), WrongFormat),
                          (raw.replace(b'"epoch":1', b'"epoch":"x"'), CorruptRecord)):
         with pytest.raises(error):
             poolmap.decode_map(wrong)
