@@ -15,10 +15,38 @@ class Stuck(AssertionError):
     """Nothing is scheduled and nothing can run, but the simulation has not ended: somebody waits for ever."""
 
 
+class _Numbered:
+    """Has its place in a set by when it was made, not by where in memory: or each run would go through sets in another order."""
+
+    def __init__(self, *arguments, loop: VirtualLoop, **named) -> None:
+        self._number = loop.next_number()
+        super().__init__(*arguments, loop=loop, **named)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Task(_Numbered, asyncio.Task):
+    pass
+
+
+class _Future(_Numbered, asyncio.Future):
+    pass
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._passed_s = 0.0
+        self._made = 0
         super().__init__(_Jumping(self))
+        self.set_task_factory(lambda loop, work, **named: _Task(work, loop=loop, **named))
+
+    def next_number(self) -> int:
+        self._made += 1
+        return self._made
+
+    def create_future(self) -> asyncio.Future:
+        return _Future(loop=self)
 
     def time(self) -> float:
         return self._passed_s

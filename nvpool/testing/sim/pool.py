@@ -38,6 +38,7 @@ class SimPool:
         self.seed = seed
         self.chance = random.Random(f"{seed} faults")
         self.network = Network(loop, f"{seed} network")
+        self._clocks = 0
         self.clock = self._clock("pool")
         self.secret = bytes(range(32))
         self.failures: list[str] = []
@@ -67,7 +68,10 @@ class SimPool:
             self.failures.append(f"{context.get('message')}: {error!r}")
 
     def _clock(self, name: str) -> Clock:
-        return VirtualClock(self.loop, f"{self.seed} {name}", random.Random(f"{self.seed} {name}").uniform(-0.5, 0.5))
+        """A process that is started again draws other numbers; its node's clock is as wrong as before."""
+        self._clocks += 1
+        return VirtualClock(self.loop, f"{self.seed} {name} {self._clocks}",
+                            random.Random(f"{self.seed} {name}").uniform(-0.5, 0.5))
 
     def _dialer(self, process: Process, clock: Clock) -> Dialer:
         old = self._dialers.pop(process.name, None)
