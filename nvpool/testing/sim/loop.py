@@ -16,7 +16,7 @@ class Stuck(AssertionError):
 
 
 class _Numbered:
-    """Has its place in a set by when it was made, not by where in memory: or each run would go through sets in another order."""
+    """Its place in a set is by when it was made, not by where in memory: or each run would go through sets in another order."""
 
     def __init__(self, *arguments, loop: VirtualLoop, **named) -> None:
         self._number = loop.next_number()
