@@ -3,7 +3,8 @@
 Packed little-endian, 60 bytes, part of the format:
 
     version u8 = 1 · rights u8 · key u16 · session u64 · inode u64 · cut u64 · ends u64 (wall clock, ms since 1970)
-    · reserved 8 · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC 7693; a fifth of the time of HMAC)
+    · chain table of the inode u8 (0: table 1) · reserved 7
+    · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC 7693; a fifth of the time of HMAC)
 
 inode 0 with the right SERVICE is the authority of a metadata service over all inodes of a store.
 The clock is the wall clock because giver and checker are different machines; both sides allow CLOCK_SKEW_S.
@@ -20,7 +21,7 @@ from nvpool.base.errors import StaleGrant
 
 READ, WRITE, SERVICE = 1, 2, 4
 CLOCK_SKEW_S = 5.0
-_BODY = struct.Struct("<BBHQQQQ8x")
+_BODY = struct.Struct("<BBHQQQQB7x")
 _MAC_BYTES = 16
 GRANT_BYTES = _BODY.size + _MAC_BYTES
 _VERSION = 1
@@ -33,10 +34,13 @@ class Grant(NamedTuple):
     inode: int
     cut: int
     ends_ms: int
+    table: int = 1
+    """Of chains: a store keeps it with the chunks that are written by this right."""
 
 
 def sign(grant: Grant, secret: bytes) -> bytes:
-    body = _BODY.pack(_VERSION, grant.rights, grant.key, grant.session, grant.inode, grant.cut, grant.ends_ms)
+    body = _BODY.pack(_VERSION, grant.rights, grant.key, grant.session, grant.inode, grant.cut, grant.ends_ms,
+                      grant.table if grant.table > 1 else 0)
     return body + blake2b(body, key=secret, digest_size=_MAC_BYTES).digest()
 
 
@@ -44,7 +48,8 @@ def read(raw: bytes) -> Grant:
     """The fields of a grant, unchecked: for its holder, who wants to know when it ends. StaleGrant when it is none."""
     if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
         raise StaleGrant("not a grant of a version that is known here")
-    return Grant(*_BODY.unpack(raw[:_BODY.size])[1:])
+    *fields, table = _BODY.unpack(raw[:_BODY.size])
+    return Grant(*fields[1:], table or 1)
 
 
 def allows(raw: bytes, rights: int) -> bool:

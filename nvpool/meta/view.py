@@ -122,7 +122,8 @@ class View:
         if inode.number in self.cutting:
             raise CutInProgress(inode.number)
         ends_ms = now_ns // 1_000_000 + self.grant_ms
-        return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms), self.grant_secret)
+        return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms, inode.table),
+                    self.grant_secret)
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
@@ -217,7 +218,7 @@ class Draft:
         if self.intent is not None and self.intent[0] == inode.number:
             # The answer that carries it is given only when all targets have cut.
             ends_ms = self.now_ns // 1_000_000 + self.view.grant_ms
-            return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms),
+            return sign(Grant(rights & GRANT_RIGHTS, 0, session, inode.number, inode.cut, ends_ms, inode.table),
                         self.view.grant_secret)
         return self.view.grant(inode, rights, session, self.now_ns)
 

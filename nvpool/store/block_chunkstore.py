@@ -83,6 +83,7 @@ from nvpool.store.records import (
 from nvpool.store.recovery import ReplayCheck, settle_rejected
 from nvpool.store.scrub import Scrub
 from nvpool.store.superblock import Superblock
+from nvpool.store.wholechunks import WholeChunks
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
     return store
 
 
-class BlockChunkStore:
+class BlockChunkStore(WholeChunks):
     """Made by open_block_store; or, over twins, directly: `attach(kv)` follows."""
 
     def __init__(self, device: Device, block_count: int, *, target: int, options: StoreOptions, clock: Clock):
@@ -241,7 +242,8 @@ class BlockChunkStore:
             self.allocator.drop(transaction)
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
+                  table: int = 0) -> int:
         if self.fenced_because or self._closed:
             self._refuse()
         kv = self.kv
@@ -281,7 +283,8 @@ class BlockChunkStore:
                 places.extend(range(place, place + blocks))
             segments = self.segments_at(chunk, first, places, sums)
             requests = chunk.requests if request is None else with_request(chunk.requests, request)
-            self.apply_segments(transaction, chunk, segments, Head(new_version, max(cut, chunk.cut), requests),
+            self.apply_segments(transaction, chunk, segments,
+                                Head(new_version, max(cut, chunk.cut), requests, table or chunk.table),
                                 range(first, first + count))
         except BaseException:
             allocator.drop(transaction)
@@ -298,13 +301,13 @@ class BlockChunkStore:
             self._make_room_soon()
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0) -> int:
         placed = await self.place(inode, index, offset, buffer) if self.places_first(offset, len(buffer)) else None
         try:
             for _ in range(_WAITS_MAX):
                 try:
                     return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                          version=version, placed=placed)
+                                          version=version, placed=placed, table=table)
                 except MustWait as wait:
                     await wait.until()
             raise Busy("the store did not find room for the write")
@@ -323,9 +326,10 @@ class BlockChunkStore:
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
                    request: RequestId | None = None, epoch: int = 1,
-                   given_up: Callable[[], bool] = bool) -> tuple[int, int]:
+                   given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
         self.refuse_when_fenced()
-        return await copies.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up)
+        return await copies.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up,
+                                 table)
 
     def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, Segment, int, int]]:
         """The segments of a chunk whose blocks from `first` on lie at these places (0: a hole) with these checksums, as
@@ -373,7 +377,7 @@ class BlockChunkStore:
         healed = self.quarantine.within(inode, range(index, index + 1), overwritten)
         effects += [(bad_key(*name), None) for name in healed]
         self.apply(transaction, effects, inode, (index,), reclaims=reclaims)
-        chunk.version, chunk.cut, chunk.requests = head
+        chunk.version, chunk.cut, chunk.requests, chunk.table = head
         for number, segment, _, _ in segments:
             self.index.store(chunk, number, segment)
         self.quarantine.forget(healed)
@@ -568,11 +572,7 @@ class BlockChunkStore:
                 # Its last checkpoint asks for sync_data: without that, what is in the journal stays there for the next start.
                 await self._close_kv()
             finally:
-                self.lender.close()
-                await self.device.close()
-                if self.lock >= 0:
-                    os.close(self.lock)
-                    self.lock = -1
+                await self._let_go()
 
     async def abandon(self) -> None:
         """Release everything as the death of this process would. For tests, and after a fence."""
@@ -583,6 +583,9 @@ class BlockChunkStore:
         await asyncio.gather(*tasks, return_exceptions=True)
         if hasattr(self.kv, "abandon"):
             await self.kv.abandon()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
         self.lender.close()
         await self.device.close()
         if self.lock >= 0:

@@ -24,13 +24,16 @@ import stat
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from nvpool.base.checksum import first_bad_block
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AlreadyExists,
     BadConfiguration,
+    ChecksumMismatch,
     InUse,
     InvalidRequest,
     NotFound,
@@ -39,7 +42,8 @@ from nvpool.base.errors import (
     from_os_error,
 )
 from nvpool.base.ids import RequestId
-from nvpool.base.units import BLOCK_BYTES, MIB
+from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
+from nvpool.logic.chainset import ChainSet
 from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
 
 if TYPE_CHECKING:
@@ -52,6 +56,8 @@ ALL_INODES = -1
 READ_BATCH_BYTES_MAX = 32 * MIB
 NO_INODE = -2
 """As an owner in read_now: the grant is not valid."""
+CHUNK_BLOCKS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES
+_REQUESTS_MAX, _TABLE_MAX = 16, 8
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
 
@@ -130,6 +136,84 @@ class ChunkDescription(NamedTuple):
     end: int
 
 
+class ChunkVersion(NamedTuple):
+    """`version` 0: there is a chunk, and its record can not be read."""
+
+    inode: int
+    index: int
+    table: int
+    version: int
+    cut: int
+    blocks: int
+
+
+class InodeCut(NamedTuple):
+    """What a store knows of an inode besides its chunks; see records.InodeRecord."""
+
+    inode: int
+    cut: int
+    floor: int
+    chunk_bits: int
+
+
+class VersionsStep(NamedTuple):
+    chunks: list[ChunkVersion]
+    inodes: list[InodeCut]
+    end: tuple[int, int] | None
+    """The last chunk that this step was about, for the next one; None: there is nothing behind it."""
+
+
+class ChunkState(NamedTuple):
+    """What tells whether a chunk was changed since it was looked at: its version, 0 for none, and the cut of its inode."""
+
+    version: int
+    cut: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """A chunk, or the blocks of it from `first` on, outside a store; with `version` 0 that there is none. `runs` are its blocks
+    that are no holes, (first, count), counted from the chunk's beginning; `checksums` four bytes for each of them, as their
+    writer summed them; `content` their bytes. Those in `bad` did not fit where they come from, and have zeros in `content`.
+    `more`: the chunk has further blocks behind these."""
+
+    inode: int
+    index: int
+    version: int = 0
+    table: int = 1
+    cut: int = 0
+    requests: tuple[tuple[int, int, int], ...] = ()
+    known: InodeCut = InodeCut(0, 0, 0, 0)
+    runs: tuple[tuple[int, int], ...] = ()
+    checksums: bytes = b""
+    content: bytes | memoryview = b""
+    bad: tuple[int, ...] = ()
+    more: bool = False
+
+
+def check_copy(copy: ChunkCopy) -> None:
+    """ChecksumMismatch where bytes that should do so do not fit their checksums, InvalidRequest for what is no chunk."""
+    count, end = 0, 0
+    for first, blocks in copy.runs:
+        if blocks <= 0 or first < end:
+            raise InvalidRequest("the runs of a copied chunk are not in order")
+        end = first + blocks
+        count += blocks
+    if end > CHUNK_BLOCKS_MAX or count * 4 != len(copy.checksums) or count * BLOCK_BYTES != len(copy.content) or \
+            not 1 <= copy.table <= _TABLE_MAX or copy.more or len(copy.requests) > _REQUESTS_MAX or \
+            not 0 <= copy.index <= 0xFFFFFFFF or not copy.version and count or copy.known.inode not in (0, copy.inode):
+        raise InvalidRequest("a copied chunk contradicts itself")
+    bad = set(copy.bad)
+    at = 0
+    for first, blocks in copy.runs:
+        for is_bad, group in groupby(range(first, first + blocks), bad.__contains__):
+            length = len(list(group))
+            if not is_bad and first_bad_block(memoryview(copy.content)[at << 12:at + length << 12],
+                                              copy.checksums[at * 4:(at + length) * 4]) >= 0:
+                raise ChecksumMismatch(f"chunk {copy.index} of inode {copy.inode} was changed on its way")
+            at += length
+
+
 class BadBlock(NamedTuple):
     inode: int
     index: int
@@ -184,14 +268,16 @@ class ChunkStore(Protocol):
         """The blocks are free again, unless a write names them."""
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
+                  table: int = 0) -> int:
         """Make `buffer` part of the chunk; return its new version. offset is in bytes from the start of the chunk and need not
         be aligned; `checksums` has the packed CRC32C of each piece into which block borders divide the buffer.
 
         On return the bytes survive the death of this process. If this raises, or the process dies, the chunk holds the old
         bytes or the new, never a mixture. A request that was done already, or whose slot has done a later one to this chunk,
         is answered with the chunk's version and changes nothing. `epoch` is the chain's; `version` is given by the head of a
-        chain to its successors. `placed`: where `place` has put this buffer.
+        chain to its successors. `placed`: where `place` has put this buffer. `table` is the chain table of the inode, kept with
+        the chunk; 0: as it was, 1 for a new one.
 
         MustWait           nothing was done: await its `until()`, then repeat
         StaleCut           the file was cut since: refresh, send again what still applies
@@ -202,7 +288,7 @@ class ChunkStore(Protocol):
         """
 
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0) -> int:
+                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0) -> int:
         """write_now, repeated after each wait."""
 
     async def flush(self) -> None:
@@ -232,7 +318,7 @@ class ChunkStore(Protocol):
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
                    request: RequestId | None = None, epoch: int = 1,
-                   given_up: Callable[[], bool] = bool) -> tuple[int, int]:
+                   given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
         """Make whole blocks of a chunk part of another, or of the same: `length` bytes from source (inode, index, offset), with
         their checksums, holes as holes. Returns the new version and the bytes that are no holes.
 
@@ -243,6 +329,34 @@ class ChunkStore(Protocol):
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         """Up to `limit` inodes above `after` that have chunks here, in order, and whether there are more."""
+
+    def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
+                 until: tuple[int, int] | None = None) -> VersionsStep:
+        """Up to `limit` chunks behind (inode, index) `after`, not behind `until`, in that order, with their versions, those
+        of `wanted` chains only. And the inodes up to there that were cut. Bounded in what it looks at, so it may end early."""
+
+    def state(self, inode: int, index: int) -> ChunkState:
+        """For `install`. CorruptRecord."""
+
+    async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
+        """What makes the chunk, with its blocks from `first` on, `blocks` of the chunk at most; all of one moment of the call.
+        Each block is compared with its checksum; a bad one is remembered, and said to be. CorruptRecord, DriveFailed."""
+
+    async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
+        """Make each chunk what its copy says, whatever version is here, provided that its state still is the one given; for
+        each, whether that was so. The inode's cut becomes at least the copy's. Blocks that were bad stay so: who reads them
+        meets a ChecksumMismatch. May be repeated.
+
+        A chunk is the old or the new, never a mixture, after a loss of power too. Survives the death of this process; not
+        flushed. NoSpace, Busy, DriveFailed, ChecksumMismatch (what came is not what was summed), InvalidRequest: those
+        before the one that failed may have been done.
+        """
+
+    async def discard(self, inode: int, index: int) -> int:
+        """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed."""
+
+    async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
+        """Know these cuts, where they are newer than what is known; for writes that were not told of them."""
 
     async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
         """Check about `blocks` blocks behind the cursor (b"": from the start) against their checksums, and at the end the free

@@ -28,7 +28,8 @@ _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 
 async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, cut: int,
-               request: RequestId | None, epoch: int, given_up: Callable[[], bool]) -> tuple[int, int]:
+               request: RequestId | None, epoch: int, given_up: Callable[[], bool],
+               table: int) -> tuple[int, int]:
     """See ChunkStore.copy."""
     for place in (offset, source[2]):
         if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
@@ -36,7 +37,8 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
     there, content, sums = await _read(store, source, length)
     byte_count = sum(there) * BLOCK_BYTES
     if all(there):
-        return await _write(store, inode, index, offset, content[0], sums, cut, request, epoch, given_up), byte_count
+        return await _write(store, inode, index, offset, content[0], sums, cut, request, epoch, given_up,
+                            table), byte_count
     for _ in range(_TRIES_MAX):
         if given_up():
             raise Cancelled("nobody waits for the copy any more")
@@ -77,8 +79,9 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
             places = array("Q", [next(new_places) if new else 0 for new in there])
             new_version = store.next_version(chunk, record, epoch, 0)
             requests = chunk.requests if request is None else with_request(chunk.requests, request)
-            store.apply_segments(transaction, chunk, store.segments_at(chunk, first, places, sums),
-                                 Head(new_version, max(cut, chunk.cut), requests), range(first, first + len(there)))
+            head = Head(new_version, max(cut, chunk.cut), requests, table or chunk.table)
+            store.apply_segments(transaction, chunk, store.segments_at(chunk, first, places, sums), head,
+                                 range(first, first + len(there)))
         except BaseException:
             store.allocator.drop(transaction)
             raise
@@ -88,7 +91,8 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
 
 
 async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, content: memoryview, sums: bytes, cut: int,
-                 request: RequestId | None, epoch: int, given_up: Callable[[], bool]) -> int:
+                 request: RequestId | None, epoch: int, given_up: Callable[[], bool],
+                 table: int) -> int:
     """As ChunkStore.write, where there is no hole."""
     placed = None
     try:
@@ -100,7 +104,7 @@ async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, co
                 continue
             try:
                 return store.write_now(inode, index, offset, content, sums, cut=cut, request=request, epoch=epoch,
-                                       placed=placed)
+                                       placed=placed, table=table)
             except MustWait as wait:
                 await wait.until()
     finally:

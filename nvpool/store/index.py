@@ -40,7 +40,7 @@ _NO_RECORD = InodeRecord()
 class Chunk:
     """`version` 0: there is no such chunk. `segments[n]` None: not read yet; behind the end of the list: likewise."""
 
-    __slots__ = ("inode", "index", "version", "cut", "requests", "segments")
+    __slots__ = ("inode", "index", "version", "cut", "requests", "table", "segments")
 
     def __init__(self, inode: int, index: int):
         self.inode = inode
@@ -48,6 +48,7 @@ class Chunk:
         self.version = 0
         self.cut = 0
         self.requests: tuple[tuple[int, int, int], ...] = ()
+        self.table = 1
         self.segments: list[Segment | None] = []
 
 
@@ -80,7 +81,7 @@ class Index:
             segment, head = decode_segment(key, raw)
             if head is None:
                 raise CorruptRecord(f"chunk {index} of inode {inode} has no head")
-            chunk.version, chunk.cut, chunk.requests = head
+            chunk.version, chunk.cut, chunk.requests, chunk.table = head
             chunk.segments.append(segment)
         return chunk
 

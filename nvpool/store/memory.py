@@ -25,14 +25,22 @@ from nvpool.base.errors import (
 from nvpool.base.ids import RequestId, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
+from nvpool.logic.chainset import ChainSet
 from nvpool.store.chunkstore import (
     ALL_INODES,
+    CHUNK_BLOCKS_MAX,
     READ_BATCH_BYTES_MAX,
     UNCHECKED,
     BadBlock,
+    ChunkCopy,
     ChunkDescription,
+    ChunkState,
+    ChunkVersion,
+    InodeCut,
     ReadBatch,
     ScrubStep,
+    VersionsStep,
+    check_copy,
 )
 
 _READ = struct.Struct("<QIIIHH")
@@ -46,6 +54,7 @@ class _Chunk(NamedTuple):
     requests: tuple[tuple[int, int, int], ...]
     blocks: dict[int, tuple[bytes, int]]
     """Bytes and checksum of each block that is there."""
+    table: int = 1
 
 
 class MemoryChunkStore:
@@ -118,7 +127,8 @@ class MemoryChunkStore:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: None = None) -> int:
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: None = None,
+                  table: int = 0) -> int:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -143,7 +153,8 @@ class MemoryChunkStore:
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         requests = self._with_request(chunk.requests, request)
-        self._chunks[inode, index] = _Chunk(new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks})
+        self._chunks[inode, index] = _Chunk(new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks},
+                                           table or chunk.table)
         self._used += added
         for number in blocks:
             self._bad.pop((inode, index, number), None)
@@ -236,7 +247,8 @@ class MemoryChunkStore:
         return None if zeroed == ZERO_BLOCK else (zeroed, crc32c(zeroed))
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
-                   request: RequestId | None = None, epoch: int = 1, given_up=bool) -> tuple[int, int]:
+                   request: RequestId | None = None, epoch: int = 1, given_up=bool,
+                   table: int = 0) -> tuple[int, int]:
         self._refuse_when_fenced()
         for place in (offset, source[2]):
             if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
@@ -269,7 +281,8 @@ class MemoryChunkStore:
             raise self.fail_writes.pop(0)
         self._used += len(kept) + len(new) - len(chunk.blocks)
         self._chunks[inode, index] = _Chunk(self._next(max(chunk.version, floor), epoch, 0), max(cut, chunk.cut),
-                                            self._with_request(chunk.requests, request), {**kept, **new})
+                                            self._with_request(chunk.requests, request), {**kept, **new},
+                                            table or chunk.table)
         self._forget_bad()
         return self._chunks[inode, index].version, len(new) * BLOCK_BYTES
 
@@ -316,6 +329,97 @@ class MemoryChunkStore:
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
         found = sorted({inode for inode, _ in self._chunks if inode > after})
         return found[:limit], len(found) > limit
+
+    # -- whole chunks ----------------------------------------------------------------------------------------------------
+
+    def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
+                 until: tuple[int, int] | None = None) -> VersionsStep:
+        self._refuse_when_fenced()
+        names = sorted(name for name in self._chunks
+                       if (after is None or name > after) and (until is None or name <= until)
+                       and (wanted is None or wanted.has_chunk(self._chunks[name].table, *name)))
+        chunks = [ChunkVersion(*name, chunk.table, chunk.version, chunk.cut, len(chunk.blocks))
+                  for name in names[:limit] for chunk in (self._chunks[name],)]
+        end = names[limit - 1] if len(names) > limit else None
+        last = end or until
+        inodes = [InodeCut(inode, *known, 0) for inode, known in sorted(self._inodes.items())
+                  if (after is None or inode >= after[0]) and (last is None or inode <= last[0])]
+        return VersionsStep(chunks, inodes, end)
+
+    def state(self, inode: int, index: int) -> ChunkState:
+        chunk = self._chunks.get((inode, index))
+        return ChunkState(chunk.version if chunk else 0, self._inodes.get(inode, (0, 0))[0])
+
+    async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
+        self._refuse_when_fenced()
+        known = InodeCut(inode, *self._inodes.get(inode, (0, 0)), 0)
+        chunk = self._chunks.get((inode, index))
+        if chunk is None:
+            return ChunkCopy(inode, index, known=known)
+        numbers = sorted(number for number in chunk.blocks if first <= number < first + blocks)
+        content, sums, bad = [], [], []
+        for number in numbers:
+            block, checksum = chunk.blocks[number]
+            if crc32c(block) != checksum:
+                self._note_bad(inode, index, number, "does not fit its checksum when copied")
+                bad.append(number)
+                block = ZERO_BLOCK
+            content.append(block)
+            sums.append(checksum)
+        runs = tuple((number, 1) for number in numbers)
+        return ChunkCopy(inode, index, chunk.version, chunk.table, chunk.cut, chunk.requests, known, runs,
+                         struct.pack(f"<{len(sums)}I", *sums), b"".join(content), tuple(bad),
+                         any(number >= first + blocks for number in chunk.blocks))
+
+    async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
+        self._refuse_when_fenced()
+        used = self._used
+        for copy, _ in copies:
+            check_copy(copy)
+            old = self._chunks.get((copy.inode, copy.index))
+            used += (count := len(copy.checksums) // 4)
+            if count > (len(old.blocks) if old else 0) and used > self._limit:
+                raise NoSpace
+            if self.fail_writes:
+                raise self.fail_writes.pop(0)
+        found = []
+        for copy, expected in copies:
+            found.append(self.state(copy.inode, copy.index) == expected)
+            if found[-1]:
+                self._install(copy)
+        return found
+
+    def _install(self, copy: ChunkCopy) -> None:
+        name = copy.inode, copy.index
+        old = self._chunks.pop(name, None)
+        self._used -= len(old.blocks) if old else 0
+        numbers = [number for first, count in copy.runs for number in range(first, first + count)]
+        blocks = {number: (bytes(copy.content[at * BLOCK_BYTES:(at + 1) * BLOCK_BYTES]),
+                           int.from_bytes(copy.checksums[at * 4:at * 4 + 4], "little")) for at, number in enumerate(numbers)}
+        self._used += len(blocks)
+        if copy.version:
+            self._chunks[name] = _Chunk(copy.version, copy.cut, copy.requests, blocks, copy.table)
+        self._raise_cut(copy.known)
+        self._bad = {bad: text for bad, text in self._bad.items() if bad[:2] != name}
+        for number in copy.bad:
+            self._note_bad(*name, number, "was bad already where it was copied from")
+
+    def _raise_cut(self, known: InodeCut) -> None:
+        cut, floor = self._inodes.get(known.inode, (0, 0))
+        if known.cut > cut or known.floor > floor:
+            self._inodes[known.inode] = max(cut, known.cut), max(floor, known.floor)
+
+    async def discard(self, inode: int, index: int) -> int:
+        self._refuse_when_fenced()
+        chunk = self._chunks.pop((inode, index), None)
+        self._forget_bad()
+        self._used -= len(chunk.blocks) if chunk else 0
+        return len(chunk.blocks) * BLOCK_BYTES if chunk else 0
+
+    async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
+        self._refuse_when_fenced()
+        for known in inodes:
+            self._raise_cut(known)
 
     async def scrub(self, cursor: bytes, blocks: int, repair: bool = False) -> ScrubStep:
         self._refuse_when_fenced()

@@ -18,7 +18,7 @@
 A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian, in the general form:
 
     format u8 = 1 · flags u8 · runs u8 · requests u8 · fresh u8 · fresh blocks u8
-    flag HEAD:   version u64 (chain epoch u32 above counter u32)
+    flag HEAD:   version u64 (chain epoch u32 above counter u32); three bits above HOLES: the inode's chain table less one
     flag CUT:    cut u64, absent when 0
     requests × 18: session u64, sequence u64, slot u16      the last 16 that changed the chunk, oldest first
     flag HOLES:  presence u64, bit n is block n; without the flag the blocks are 0, 1, 2, … without a gap
@@ -28,7 +28,8 @@ A segment is 64 blocks (256 KiB) of a chunk. Its record, little-endian, in the g
 `fresh` and `fresh blocks` tell which blocks the change that made this record wrote: what a replay has to check. Form of small
 files, for a segment 0 whose blocks are in one run and all fresh, with at most one request; v is LEB128:
 
-    format u8 = 2 · u8: blocks, bit 7: a request · chain epoch v · counter v · cut v · first disk block v
+    format u8 = 2, in its high half the chain table less one
+    · u8: blocks, bit 7: a request · chain epoch v · counter v · cut v · first disk block v
     request: session u64 · slot v · sequence v
     blocks × 4: CRC32C
 
@@ -57,8 +58,10 @@ REQUESTS_KEPT = 16
 DISK_BLOCKS_MAX = 1 << 42
 
 HEAD, CUT, HOLES = 1, 2, 4
+_TABLE_SHIFT = 3
+TABLE_MAX = 8
 _FORMAT, _SMALL = 1, 2
-_SMALL_BYTE = bytes((_SMALL,))
+_SMALL_OF_TABLE = frozenset(_SMALL | table << 4 for table in range(TABLE_MAX))
 _START = struct.Struct("<BBBBBB")
 _REQUEST = struct.Struct("<QQH")
 _U64 = struct.Struct("<Q")
@@ -92,11 +95,13 @@ NO_BLOCKS = Segment(array("Q"), b"")
 
 
 class Head(NamedTuple):
-    """Of a chunk: its committed version, the cut it was written under, and (session, slot, sequence) of the last requests."""
+    """Of a chunk: its committed version, the cut it was written under, (session, slot, sequence) of the last requests, and the
+    chain table of its inode."""
 
     version: int
     cut: int = 0
     requests: tuple[tuple[int, int, int], ...] = ()
+    table: int = 1
 
 
 def is_done(requests: tuple[tuple[int, int, int], ...], request: RequestId) -> bool:
@@ -203,7 +208,7 @@ def encode_segment(segment: Segment, head: Head | None, fresh: int = 0, fresh_bl
     parts = [b"", runs, crcs]
     request_count = 0
     if head is not None:
-        flags |= HEAD
+        flags |= HEAD | head.table - 1 << _TABLE_SHIFT
         request_count = len(head.requests)
         fixed = _U64.pack(head.version)
         if head.cut:
@@ -228,7 +233,7 @@ def _number(value: int) -> bytes:
 
 def _encode_small(segment: Segment, head: Head) -> bytes:
     numbers = (head.version >> 32, head.version & 0xFFFFFFFF, head.cut, segment.base)
-    parts = [bytes((_SMALL, len(segment.disk) | (128 if head.requests else 0))), *map(_number, numbers)]
+    parts = [bytes((_SMALL | head.table - 1 << 4, len(segment.disk) | (128 if head.requests else 0))), *map(_number, numbers)]
     for session, slot, sequence in head.requests:
         parts += [_U64.pack(session), _number(slot), _number(sequence)]
     parts.append(segment.crcs)
@@ -261,12 +266,13 @@ def _decode_small(key: bytes, body: bytes) -> tuple[Segment, Head]:
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if len(body) - at != 4 * blocks or not 0 < blocks <= SEGMENT_BLOCKS or not base:
         raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
-    return Segment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests)
+    return Segment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests,
+                                                                           (body[0] >> 4) + 1)
 
 
 def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
     """CorruptRecord when the record contradicts itself, WrongFormat for another version."""
-    if body[:1] == _SMALL_BYTE:
+    if body and body[0] in _SMALL_OF_TABLE:
         return _decode_small(key, body)
     check_format(key, body, 6)
     _, flags, run_count, request_count, _, _ = _START.unpack_from(body)
@@ -285,7 +291,7 @@ def decode_segment(key: bytes, body: bytes) -> tuple[Segment, Head | None]:
                 end = at + 18 * request_count
                 requests = tuple([(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(body[at:end])])
                 at = end
-            head = Head(version, cut, requests)
+            head = Head(version, cut, requests, (flags >> _TABLE_SHIFT) + 1)
         present = -1
         if flags & HOLES:
             present, = _U64.unpack_from(body, at)
@@ -348,7 +354,7 @@ def _trimmed(disk: array, crcs: bytes) -> Segment:
 def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
     """The runs of blocks, (first, count) within the segment, that are no holes; neighbours are one. CorruptRecord, WrongFormat
     as decode_segment, which does ten times as much."""
-    if body[:1] == _SMALL_BYTE:
+    if body and body[0] in _SMALL_OF_TABLE:
         check = len(body) > 2 and body[1] & 127
         if not check:
             raise CorruptRecord(f"the index record {key.hex()} is too short")
@@ -377,14 +383,44 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
     return runs
 
 
+def state_of(key: bytes, body: bytes) -> tuple[int, int, int, int]:
+    """(version, cut, chain table, blocks) of a segment record, the first three 0 where it has no head. CorruptRecord,
+    WrongFormat as decode_segment, which does ten times as much."""
+    try:
+        if body and body[0] in _SMALL_OF_TABLE:
+            numbers = []
+            at = 2
+            for _ in range(3):
+                value = shift = 0
+                while (byte := body[at]) > 127:
+                    value |= (byte & 127) << shift
+                    shift += 7
+                    at += 1
+                numbers.append(value | byte << shift)
+                at += 1
+            return numbers[0] << 32 | numbers[1], numbers[2], (body[0] >> 4) + 1, body[1] & 127
+        check_format(key, body, 6)
+        flags = body[1]
+        fixed = 6 + 6 * body[2] + (8 if flags & HOLES else 0)
+        if not flags & HEAD:
+            return 0, 0, 0, len(body) - fixed >> 2
+        fixed += 8 + 18 * body[3]
+        version, = _U64.unpack_from(body, 6)
+        if not flags & CUT:
+            return version, 0, (flags >> _TABLE_SHIFT) + 1, len(body) - fixed >> 2
+        return version, *_U64.unpack_from(body, 14), (flags >> _TABLE_SHIFT) + 1, len(body) - fixed - 8 >> 2
+    except (IndexError, struct.error):
+        raise CorruptRecord(f"the index record {key.hex()} is too short") from None
+
+
 def extent_count(body: bytes) -> int:
     """Runs of disk blocks in a segment record."""
-    return 1 if body[0] == _SMALL else body[2]
+    return 1 if body[0] in _SMALL_OF_TABLE else body[2]
 
 
 def fresh_of(body: bytes) -> tuple[int, int]:
     """(first, count) of the blocks that the change of this segment record wrote."""
-    return (0, body[1] & 127) if body[0] == _SMALL else (body[4], body[5])
+    return (0, body[1] & 127) if body[0] in _SMALL_OF_TABLE else (body[4], body[5])
 
 
 def encode_flushed(flushed: int, own: int) -> bytes:

@@ -18,7 +18,8 @@ does
 2. `settle_rejected`, after the index is open, brings the free map, which was replayed as the newer record says, in line with
 the
    merged record, in one change a segment. Interrupted, it goes on at the next start. The chunk's requests are forgotten, so
-   that a repetition is written and not answered from the record.
+   that a repetition is written and not answered from the record; and it gets a version that no head ever gives, above the one
+   whose bytes it lost, so that other targets of its chain are not taken for equal.
 
 Blocks that fit are written once more, with the same bytes: where the store ended because the drive refused to sync, the kernel
 shows them and has forgotten that the drive does not have them. The sync that follows is one of all of them.
@@ -35,6 +36,7 @@ from typing import NamedTuple
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import NvpoolError
+from nvpool.base.ids import version, version_parts
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.kv.contract import Effect, Kv
 from nvpool.store.allocator import Allocator, Transaction
@@ -67,6 +69,8 @@ class _Block(NamedTuple):
     writer: int
 
 
+_OF_NO_WRITE = 1 << 31
+"""In the counter of a version: a head's counters begin anew with each epoch of its chain and stay below it."""
 _HOLE = _Block(0, ZERO_BLOCK_CHECKSUM.to_bytes(4, "little"), -1)
 
 
@@ -227,13 +231,21 @@ def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: 
     effects: list[Effect] = [(aside, None)]
     if number == 0:
         head = newer_head or sound_head or Head(1)
-        effects.append((key, encode_segment(merged, head._replace(requests=()))))
+        effects.append((key, encode_segment(merged, _of_no_write(head, merged))))
     else:
         effects.append((key, encode_segment(merged, None) if disk else None))
         head_raw = kv.get(head_key)
         if head_raw is not None:
             first, head = decode_segment(head_key, head_raw)
-            effects.append((head_key, encode_segment(first, head._replace(requests=()))))
+            effects.append((head_key, encode_segment(first, _of_no_write(head, merged))))
     allocator.take_back(transaction)
     effects += allocator.effects(transaction)
     allocator.commit(transaction, kv.apply(effects, reclaims=True))  # the store opens on a full drive too
+
+
+def _of_no_write(head: Head, merged: Segment) -> Head:
+    """The head of a chunk whose bytes are those of no write. Which ones they are is in the version, as far as 31 bits can say
+    it: two targets that lost different writes differ in it."""
+    epoch, counter = version_parts(head.version)
+    content = crc32c(merged.crcs + merged.disk.tobytes(), counter) & _OF_NO_WRITE - 1
+    return head._replace(version=version(epoch, _OF_NO_WRITE | content), requests=())

@@ -32,17 +32,17 @@ class Replica:
         self._chain_epochs = epochs or None
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                  request: RequestId | None, version: int = 0, placed: Placed | None = None) -> int:
+                  request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0) -> int:
         """See ChunkStore.write_now. WrongTarget when the chunk's chain is not ours: fetch the map, choose again."""
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
-                                     epoch=self._epoch(inode, index), version=version, placed=placed)
+                                     epoch=self._epoch(inode, index), version=version, placed=placed, table=table)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
-                   request: RequestId | None, given_up: Callable[[], bool]) -> tuple[int, int]:
+                   request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
         """See ChunkStore.copy. WrongTarget when one of the chunks is not ours."""
         self._epoch(*source[:2])
         return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
-                                      epoch=self._epoch(inode, index), given_up=given_up)
+                                      epoch=self._epoch(inode, index), given_up=given_up, table=table)
 
     def _epoch(self, inode: int, index: int) -> int:
         """Of the chunk's chain."""

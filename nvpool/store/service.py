@@ -432,16 +432,17 @@ class StoreService:
         right = self._check_right(request.write_grant, request.inode, grants.WRITE)
         if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
             raise StaleGrant
-        self._later(call, self._do_copy(call, request))
+        table = 0 if right.rights & grants.SERVICE else right.table
+        self._later(call, self._do_copy(call, request, table))
 
-    async def _do_copy(self, call: Call, request: pb.CopyRequest) -> None:
+    async def _do_copy(self, call: Call, request: pb.CopyRequest, table: int) -> None:
         def given_up() -> bool:
             return call.cancelled or call.deadline_s < self._clock.boottime_s()
 
         name = RequestId(request.session, request.slot, request.sequence) if request.session else None
         source = request.from_inode, request.from_index, request.from_offset
         version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
-                                                  cut=request.cut, request=name, given_up=given_up)
+                                                  cut=request.cut, request=name, given_up=given_up, table=table)
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
 
     def _list(self, call: Call) -> None:
@@ -524,14 +525,14 @@ class _Writes:
                 if refused:
                     status = refused
                 else:
-                    self._check_grant(grant_number, inode, cut)
+                    table = self._check_grant(grant_number, inode, cut)
                     begin, end = self._places[number]
                     first, last = self._pieces[number]
                     if self._placed_for != number and self._service.store.places_first(offset, end - begin):
                         return partial(self._place, number)
                     version = replica.write_now(inode, index, offset, self._payload[begin:end], request.checksums[first:last],
                                                 cut=cut, request=RequestId(session, slot, sequence) if session else None,
-                                                version=versions[number] if versions else 0, placed=self._placed)
+                                                version=versions[number] if versions else 0, placed=self._placed, table=table)
             except MustWait as wait:
                 return wait.until
             except NvpoolError as error:
@@ -560,10 +561,12 @@ class _Writes:
         for number in range(self._done, len(self._headers)):
             RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
 
-    def _check_grant(self, number: int, inode: int, cut: int) -> None:
+    def _check_grant(self, number: int, inode: int, cut: int) -> int:
+        """The chain table that it names, 0 for none. StaleGrant."""
         grant = self._grants[number] if number < len(self._grants) else None
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
             raise StaleGrant
         if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
                                                   grant.session != self._session != 0):
             raise StaleGrant
+        return 0 if grant.rights & grants.SERVICE else grant.table

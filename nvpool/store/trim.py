@@ -71,7 +71,7 @@ async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_
         if begin:
             blocks = await _cut_within(store, inode, first, begin, CHUNK_BYTES_MAX, number)
             first += 1
-        blocks += (await _drop(store, inode, first, number, until))[1]
+        blocks += (await drop(store, inode, first, number, until))[1]
         if rest:
             blocks += await _cut_within(store, inode, until, 0, rest, number)
     await store.flush()
@@ -90,7 +90,7 @@ async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, in
     """See ChunkStore.remove."""
     chunks = blocks = 0
     for inode in inodes:
-        its_chunks, its_blocks = await _drop(store, inode, 0)
+        its_chunks, its_blocks = await drop(store, inode, 0)
         chunks += its_chunks
         blocks += its_blocks
         if store.kv.get(inode_key(inode)) is not None:
@@ -108,7 +108,7 @@ def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effect
     store.index.set_inode(inode, record)
 
 
-async def _drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
+async def drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
                 until: int = CHUNK_INDEX_MAX + 1) -> tuple[int, int]:
     """Remove the chunks of the inode from index `first` to before `until`; (chunks, blocks). With the `number` of a cut only
     those written before it, and the floor is kept."""
@@ -232,7 +232,7 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
             whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
             segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
             if segments:
-                head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests)
+                head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests, chunk.table)
                 store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:

@@ -20,6 +20,7 @@ from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.recovery import ReplayCheck
 from nvpool.testing.contracts.chunkranges import CHECKS as RANGE_CHECKS
 from nvpool.testing.contracts.chunkstore import CAPACITY_BYTES, CHECKS
+from nvpool.testing.contracts.wholechunks import CHECKS as WHOLE_CHECKS
 
 
 class TwinSubject:
@@ -180,7 +181,7 @@ class RawDeviceSubject(DirectorySubject):
 SUBJECTS = [TwinSubject, ForgettingSubject, ColdSubject, DirectorySubject, ThreadsSubject, DirectSubject, RawDeviceSubject]
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS, *WHOLE_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_store_keeps_the_contract(subject, check):
     async def run():

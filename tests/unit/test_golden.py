@@ -46,13 +46,17 @@ def a_grant() -> bytes:
                        bytes(range(32)))
 
 
+def a_grant_of_table_2() -> bytes:
+    return grants.sign(grants.Grant(3, 2, SESSION, INODE, 5, 1_700_000_000_000, 2), bytes(range(32)))
+
+
 def messages() -> dict[str, str]:
     epoch = 0x1122_3344
     reads = codec.pack_reads([(INODE, 7, 4096, 8192, 0, 0), (1, 0, 0, 4096, 0, 0)])
     writes = codec.pack_writes([(INODE, 5, 77, 7, 100, 5000, 0, 0)])
     change = meta_pb2.Change(session=SESSION, slot=63, sequence=1 << 40, map_epoch=epoch, uid=1000, gid=100)
     made = {
-        "grant": a_grant(),
+        "grant": a_grant(), "grant of table 2": a_grant_of_table_2(),
         "read entries": reads, "write entries": writes,
         "read results": codec.pack_read_results([(0, 1, 8192, ids.version(7, 9)), (404, 0, 0, 0)]),
         "write results": codec.pack_write_results([(0, 0, 0, ids.version(7, 10))]),

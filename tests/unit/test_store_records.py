@@ -31,7 +31,7 @@ def same(one, other):
 
 heads = st.builds(Head, st.integers(1, 2**64 - 1), st.integers(0, 2**64 - 1),
                   st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1)),
-                           max_size=16).map(tuple))
+                           max_size=16).map(tuple), st.integers(1, records.TABLE_MAX))
 places = st.lists(st.one_of(st.just(0), st.integers(1, 2**42 - 65), st.integers(16, 40)), max_size=63).map(
     lambda found: [*found, 99] if found else [])
 
@@ -44,6 +44,8 @@ def test_a_segment_record_is_read_as_it_was_written_and_stays_below_a_kibibyte(f
     assert same(segment, segment_of(found)) and its_head == head
     assert records.fresh_of(raw) == (fresh, 64 - fresh)
     assert len(raw) < 1024
+    state = (head.version, head.cut, head.table) if head else (0, 0, 0)
+    assert records.state_of(KEY, raw) == (*state, len(found) - found.count(0))
 
 
 @settings(max_examples=100)
@@ -77,7 +79,7 @@ def test_the_form_of_small_files_is_read_as_it_was_written(base, blocks, head):
     segment = segment_of(list(range(base, base + blocks)))
     head = head._replace(requests=head.requests[:1])
     raw = records.encode_segment(segment, head, 0, blocks)
-    assert raw[0] == 2 and records.extent_count(raw) == 1 and records.fresh_of(raw) == (0, blocks)
+    assert raw[0] == 2 | head.table - 1 << 4 and records.extent_count(raw) == 1 and records.fresh_of(raw) == (0, blocks)
     found, its_head = records.decode_segment(KEY, raw)
     assert same(found, segment) and its_head == head
     for shorter in (raw[:2], raw[:5], raw[:-1]):
@@ -109,6 +111,8 @@ def test_the_stored_formats_have_not_changed():
         "holes, high blocks": records.encode_segment(segment_of([0, 7, 8, 0, 2**41 + 5]), None).hex(),
         "no blocks, head without cut": records.encode_segment(NO_BLOCKS, Head(1)).hex(),
         "small file": records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, ((9, 63, 300),)), 0, 1).hex(),
+        "holes of table 3": records.encode_segment(segment_of([7, 0, 8]), Head(1, 2, (), 3)).hex(),
+        "small file of table 2": records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, (), 2), 0, 1).hex(),
         "small key": records.segment_key(5, 0, 0).hex(),
         "inode key": records.inode_key(5).hex(),
         "inode": records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
