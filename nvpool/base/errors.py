@@ -362,6 +362,14 @@ class StaleLease(Stale):
     wire_code = 209
 
 
+class StaleVersion(Stale):
+    """A chunk's version was given before: the head of its chain gives a higher one."""
+
+    wire_code = 210
+    version: int = 0
+    """That was given, where it is told."""
+
+
 # -- Unavailable -----------------------------------------------------------------------------------------------------
 
 

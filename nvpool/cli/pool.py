@@ -42,7 +42,7 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
               help="A directory on a drive, or an empty block device, and how much of it to use. Repeat it.")
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
 @click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
-@click.option("--replicas", type=click.IntRange(1, 8), default=1, show_default=True, help="Copies of each chunk; fixed.")
+@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk; fixed.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 from nvpool.base import errors
 from nvpool.base.checksum import block_checksums, crc32c
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
+    Busy,
     Cancelled,
     ChecksumMismatch,
     CorruptFrame,
@@ -42,11 +43,13 @@ from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
+from nvpool.client.flushing import PATIENCE_S, Flushing, WrittenAt
 from nvpool.client.lanes import Lane, Read, reads_struct, results_struct
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
+from nvpool.client.replicas import Replicas
 from nvpool.client.shortcut import ShortCut
-from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import Chain
 from nvpool.wire.codec import ASKER_KEEPS, decode_read_reply, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -80,6 +83,8 @@ class ChunkClient:
         self._tasks: set[asyncio.Task] = set()
         self._read_flags = ASKER_KEEPS if options.reads_past else 0
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
+        self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
+        self._flushing = Flushing(view, clock, ask_target=self.ask_target, call=self._call, delay=self._delay)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
@@ -89,6 +94,7 @@ class ChunkClient:
 
     def _map_changed(self, pool_map) -> None:
         self.epoch = pool_map.epoch
+        self.replicas.use_map(pool_map)
         for lane in self._lanes.values():
             target = pool_map.target_by_id.get(lane.target)
             if target is not None:
@@ -110,34 +116,22 @@ class ChunkClient:
             known = self._view.map.target_by_id.get(target)
             if known is None:
                 raise StaleEpoch(f"the pool map does not know target {target}")
-            lane = self._lanes[target] = Lane(target, known.endpoints)
+            lane = self._lanes[target] = Lane(target, known.endpoints, self.replicas.is_near(known))
         return lane
 
-    def find_lane(self, file: OpenInode, index: int, attempt: int = 0) -> Lane:
-        """The lane for reading the chunk; `attempt` goes round the targets of its chain."""
-        pool_map = self._view.map
-        targets = self.chain(file, index)
-        up = [t for t in targets if pool_map.target_by_id[t].state in ("up", "draining")] or targets
-        lane = self.lane(up[attempt % len(up)])
-        if attempt == 0:
+    def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
+        """The lane for reading the chunk: the best replica that is not among `tried`, where there is another."""
+        targets = self.chain(file, index).targets
+        lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
+        if not tried:
             if len(file.lanes) >= _LANES_PER_FILE:
                 file.lanes.clear()
             file.lanes[index] = lane
         return lane
 
-    def chain(self, file: OpenInode, index: int) -> tuple[int, ...]:
-        """The targets that hold the chunk, head first."""
-        table = self._view.map.table_by_id.get(file.layout.table)
-        if table is None:
-            raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
-        return table.chains[chain_of(file.inode, index)].targets
-
-    def all_targets(self) -> set[int]:
-        return {target for table in self._view.map.tables for chain in table.chains for target in chain.targets}
-
-    def targets_of(self, file: OpenInode) -> set[int]:
-        """All targets that can hold chunks of the file."""
-        return {t for chain in self._view.map.table_by_id[file.layout.table].chains for t in chain.targets}
+    def chain(self, file: OpenInode, index: int) -> Chain:
+        """Who holds the chunk."""
+        return self.replicas.chain(file, index)
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -218,8 +212,7 @@ class ChunkClient:
         try:
             connection = await self._dialer.connect(lane.endpoints, jobs[0].deadline_s)
         except NvpoolError as error:
-            for job in jobs:
-                self._again(job, error)
+            self._all_again(jobs, error, lane)
             return
         self._submit(connection, lane, jobs)
 
@@ -258,15 +251,14 @@ class ChunkClient:
             except (CorruptFrame, struct.error):
                 error = CorruptFrame("a store's answer to a read does not fit the question")
         if error is not None:
-            for job in jobs:
-                self._again(job, error)
+            self._all_again(jobs, error, lane)
             return
         payload = reply.payload
         at = place = 0
         for number, job in enumerate(jobs):
             status, length = results[4 * number], results[4 * number + 2]
             if status:
-                self._again(job, _error_of(status, job))
+                self._again(job, _error_of(status, job), lane)
                 continue
             part = payload[at:at + length]
             at += length
@@ -280,7 +272,7 @@ class ChunkClient:
                 place = end
             if not good:
                 self.counters["mismatches"] += 1
-                self._again(job, _mismatch(job, lane))
+                self._again(job, _mismatch(job, lane), lane)
                 continue
             future = job.future
             if future.done():
@@ -299,8 +291,17 @@ class ChunkClient:
                 whole[:length] = part
                 future.set_result(memoryview(whole))
 
-    def _again(self, job: Read, error: BaseException) -> None:
-        """Decide what follows from `error`: the future fails, or a task repeats the read."""
+    def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
+        if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled) \
+                and self.replicas.failed(lane):
+            self.map_changed_files()  # lanes that were chosen while it answered
+        for job in jobs:
+            self._again(job, error, lane)
+
+    def _again(self, job: Read, error: BaseException, lane: Lane | None = None) -> None:
+        """Decide what follows from `error` of `lane`: the future fails, or a task repeats the read."""
+        if lane is not None and isinstance(error, Unavailable | Damaged):
+            job.tried = (*job.tried, lane)
         if job.future.done():
             return
         if isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
@@ -309,7 +310,7 @@ class ChunkClient:
         if isinstance(error, Damaged):
             targets: tuple[int, ...] = ()
             if job.file.layout.table in self._view.map.table_by_id:
-                targets = tuple(self.chain(job.file, job.index))
+                targets = self.chain(job.file, job.index).targets
             if job.verify and job.tries >= max(1, len(targets)):
                 log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                           ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
@@ -324,11 +325,13 @@ class ChunkClient:
         job.reason = reason_of(error, job.reason)
         self.counters["repeats"] += 1
         try:
-            await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
+            others = set(self.chain(job.file, job.index).targets) - {lane.target for lane in job.tried}
+            if not (others and job.tried and isinstance(error, (Unavailable, Damaged))):  # else one of them, at once
+                job.tried = ()
+                await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():
                 return
-            lane = self.find_lane(job.file, job.index, job.tries if isinstance(error, (Unavailable, Damaged)) else 0)
-            self._send(lane, [job])
+            self._send(self.find_lane(job.file, job.index, job.tried), [job])
         except Stale as stale:
             self._again(job, stale)
         except NvpoolError as final:
@@ -405,12 +408,13 @@ class ChunkClient:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-                    deadline_s: float) -> int:
-        """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return the target that has them.
+                    deadline_s: float) -> WrittenAt:
+        """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return who has them, for a flush.
 
-        On return they survive kill -9 of the store. Repeated under the same name until then, or until `deadline_s`. The cut
-        number sent is the one the file has now: StaleCut goes up to the writer, who knows what still applies. `parts` must
-        not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may have been.
+        On return they survive kill -9 of the stores, and the loss of all but one. Repeated under the same name until then, or
+        until `deadline_s`. The cut number sent is the one the file has now: StaleCut goes up to the writer, who knows what
+        still applies. `parts` must not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may
+        have been.
         """
         return await self.named(lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
                                 deadline_s)
@@ -450,11 +454,12 @@ class ChunkClient:
         return self._slots.pop()
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
-                     sequence: int, deadline_s: float) -> int:
+                     sequence: int, deadline_s: float) -> WrittenAt:
         tries, reason = 0, None
         while True:
             try:
-                lane = self.lane(self.chain(file, index)[0])
+                chain = self.chain(file, index)
+                lane = self.lane(chain.targets[0])
                 header = _WRITE.pack(file.inode, file.cut, sequence, index, offset, length, 0, 0)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot)
@@ -463,7 +468,9 @@ class ChunkClient:
                     connection = await self._dialer.connect(lane.endpoints, deadline_s)
                 self.counters["writes"] += 1
                 file.grant_used = True
-                reply = await connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
+                call = connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
+                alone = len(chain.targets) == 1 and not chain.joining
+                reply = await (call if alone else self._unless_moved(call, file, index, lane))
                 results = decoded(data_pb2.WriteReply, reply.message).results
                 if len(results) != 16:
                     raise CorruptFrame("a store's answer to a write does not fit the question")
@@ -471,7 +478,7 @@ class ChunkClient:
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
                 self.short.forget_chunk(file, index)
-                return lane.target
+                return lane.target if alone else self.replicas.written_at(file, index)
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
@@ -481,22 +488,28 @@ class ChunkClient:
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
                 await self.mend(file, error, reason, tries, deadline_s, WRITE)
+                if isinstance(error, Unavailable) and len(chain.targets) > 1:
+                    await self._view.refresh()  # another one may be the head by now
 
-    async def flush(self, targets: Sequence[int]) -> None:
-        """Return when everything that these targets have answered survives the loss of power."""
-        deadline_s = self._clock.boottime_s() + self._options.deadline_s
-        waiting = [self._loop.create_task(self._flush_one(target, deadline_s)) for target in targets]
-        if not waiting:
-            return
+    async def _unless_moved(self, call: Awaitable, file: OpenInode, index: int, lane: Lane):
+        """The answer to `call`; StaleEpoch when the chunk has another head while there is none."""
+        asked = asyncio.ensure_future(call)
         try:
-            await asyncio.gather(*waiting)
+            while not (await asyncio.wait([asked], timeout=PATIENCE_S))[0]:
+                refreshing = asyncio.ensure_future(self._view.refresh())
+                await asyncio.wait([asked, refreshing], return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done() and self.chain(file, index).targets[0] != lane.target:
+                    raise StaleEpoch("another target is the head of the chunk's chain by now")
+            return asked.result()
         finally:
-            for task in waiting:
-                task.cancel()
+            asked.cancel()
 
-    async def _flush_one(self, target: int, deadline_s: float) -> None:
-        request = data_pb2.FlushRequest(map_epoch=self.epoch, target=target)
-        await self.ask_target(target, wire_pb2.DATA_FLUSH, request, deadline_s)
+    async def flush(self, places: Iterable[WrittenAt]) -> None:
+        """Return when everything that these have answered survives the loss of power."""
+        await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
+
+    def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:
+        return self._dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)
 
     async def ask_target(self, target: int, method: int, request, deadline_s: float) -> bytes:
         """The encoded answer of one target to a request that may be repeated; retried until the deadline."""

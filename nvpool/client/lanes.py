@@ -22,13 +22,16 @@ def results_struct(count: int) -> struct.Struct:
 
 
 class Lane:
-    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end."""
+    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end. `near`:
+    it is of this host. Until `shunned_s` other replicas are asked first, since it did not answer."""
 
-    __slots__ = ("target", "endpoints", "pending", "pending_bytes", "scheduled", "in_flight")
+    __slots__ = ("target", "endpoints", "near", "shunned_s", "pending", "pending_bytes", "scheduled", "in_flight")
 
-    def __init__(self, target: int, endpoints: tuple[str, ...]):
+    def __init__(self, target: int, endpoints: tuple[str, ...], near: bool = False):
         self.target = target
         self.endpoints = endpoints
+        self.near = near
+        self.shunned_s = 0.0
         self.pending: list[Read] = []
         self.pending_bytes = 0
         self.scheduled = False
@@ -38,7 +41,7 @@ class Lane:
 class Read:
     """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
 
-    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify")
+    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried")
 
     def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
                  future: asyncio.Future | Coming, deadline_s: float):
@@ -52,3 +55,4 @@ class Read:
         self.tries = 0
         self.reason: NvpoolError | None = None
         self.verify = False
+        self.tried: tuple[Lane, ...] = ()  # replicas that were asked in vain, since all were

@@ -12,14 +12,17 @@ from typing import NamedTuple
 
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale, StaleCut, StaleGrant, Unavailable
 from nvpool.base.grants import READ, WRITE
-from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE
+from nvpool.base.units import BLOCK_BYTES
 from nvpool.client.answers import decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import ChunkClient
+from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")
 _BLOCK_BITS = BLOCK_BYTES.bit_length() - 1
+_PATIENCE_S = 2.0
+"""For a target about extents, before another replica is asked."""
 
 
 class Extents(NamedTuple):
@@ -40,14 +43,25 @@ class Ranges:
         """What stores have of the file from the chunk of byte `begin` on; it ends at `end`, or before, where one answer does
         not hold more. Asks each target once."""
         chunks = range(begin >> file.chunk_bits, (end - 1 >> file.chunk_bits) + 1)
+        silent: set[int] = set()
         while True:
             epoch = self._chunks.epoch
-            targets = self._chunks.targets_of(file)
-            if len(chunks) < CHAINS_PER_TABLE:
-                targets = {target for index in chunks for target in self._chunks.chain(file, index)}
-            answers = await asyncio.gather(*[self._ask(file, target, chunks, deadline_s) for target in targets])
-            if epoch == self._chunks.epoch:  # else a chunk may have gone to a target that was not asked
+            holders = self._chunks.replicas.holders(file, chunks, silent)
+            targets = sorted(set(holders.values()))
+            now_s = self._clock.boottime_s()
+            until_s = deadline_s if silent.intersection(targets) else min(deadline_s, now_s + _PATIENCE_S)
+            asked = [self._ask(file, target, chunks, until_s) for target in targets]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            failed = {target: error for target, error in zip(targets, answers, strict=True) if isinstance(error, BaseException)}
+            for target, error in failed.items():
+                if not isinstance(error, Unavailable) or self._clock.boottime_s() >= deadline_s:
+                    raise error
+                silent.add(target)  # another replica may answer; else this one has all the time that is left
+            if not failed and epoch == self._chunks.epoch:  # else a chunk may have gone to a target that was not asked
                 break
+        if len(targets) > 1:  # a target may have chunks of other chains, which are not its own any more, or not yet
+            answers = [([extent for extent in extents if holders[chain_of(file.inode, extent[0])] == target], upto)
+                       for target, (extents, upto) in zip(targets, answers, strict=True)]
         until = min((upto for _, upto in answers), default=chunks.stop)
         found = sorted({extent for extents, _ in answers for extent in extents if extent[0] < until})
         runs: list[tuple[int, int]] = []
@@ -77,8 +91,9 @@ class Ranges:
         return list(_EXTENT.iter_unpack(reply.extents)), reply.next if reply.more else chunks.stop
 
     def one_target(self, source: OpenInode, from_index: int, file: OpenInode, index: int) -> bool:
-        """Whether one target can copy from the one chunk to the other by itself."""
-        return self._chunks.chain(source, from_index) == self._chunks.chain(file, index)
+        """Whether one target can copy from the one chunk to the other by itself: it holds both, and is the only one."""
+        chain, other = self._chunks.chain(file, index), self._chunks.chain(source, from_index)
+        return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 
     async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
                    deadline_s: float) -> tuple[int, int]:
@@ -96,7 +111,7 @@ class Ranges:
         while True:
             try:
                 index = offset >> file.chunk_bits
-                lane = chunks.lane(chunks.chain(file, index)[0])
+                lane = chunks.lane(chunks.chain(file, index).targets[0])
                 request = data_pb2.CopyRequest(
                     map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
                     from_inode=source.inode, from_index=from_offset >> source.chunk_bits,

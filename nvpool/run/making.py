@@ -202,8 +202,8 @@ async def make_pool(request: dict) -> dict:
         raise InvalidRequest("a pool needs at least one drive, and at most 1,024 on a node: --drive PATH[:SIZE]")
     if len(drives) < replicas:
         raise InvalidRequest(f"{replicas} replicas need as many drives, there are {len(drives)}")
-    if replicas != 1:
-        raise InvalidRequest("this version keeps one replica of each chunk; use --replicas 1")
+    if not 1 <= replicas <= 3:
+        raise InvalidRequest(f"a chunk has 1, 2 or 3 replicas, not {replicas}: --replicas")
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
     for drive in drives:  # before anything is made: what is refused leaves nothing behind

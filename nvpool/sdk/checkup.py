@@ -162,7 +162,8 @@ class _Check:
         async for chunk in chunks_on(self._asking, target, inode):
             self._checkup.chunks += 1
             where = f"target {target}, chunk {chunk.index} of inode {inode}"
-            if table is None or target not in table.chains[chain_of(inode, chunk.index)].targets:
+            chain = table.chains[chain_of(inode, chunk.index)] if table is not None else None
+            if chain is None or target not in (*chain.targets, *chain.joining):
                 self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
                 # A truncate may be under way: the shard's record is newer by now.

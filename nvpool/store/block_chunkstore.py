@@ -45,11 +45,12 @@ from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect, Kv
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store import copies, trim
+from nvpool.store import copies, placing, trim
 from nvpool.store.allocator import Allocator, Transaction, Waiting
 from nvpool.store.chunkstore import (
     BadBlock,
     ChunkDescription,
+    HeldChunk,
     MustWait,
     Placed,
     ReadBatch,
@@ -212,34 +213,22 @@ class BlockChunkStore(WholeChunks):
             0 <= offset <= CHUNK_BYTES_MAX - length
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
-        transaction, count = Transaction(), len(buffer) >> 12
-        for _ in range(_WAITS_MAX):
-            self.refuse_when_fenced()
-            try:
-                grows = 0 in self.index.places(self.index.chunk(inode, index), offset >> 12, count)
-                runs = self.allocator.allocate(transaction, count, grows=grows)
-                break
-            except Waiting:
-                await self.make_room()
-        else:
-            raise Busy("the store did not find room for the write")
-        placed = Placed(transaction, runs)
-        writing = self.device.write_past(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
-        try:
-            await asyncio.shield(writing)
-        except BaseException:
-            if writing.done():
-                self.drop_placed(placed)
-            else:  # nobody else may have these blocks while the drive is still writing them
-                writing.add_done_callback(lambda done: (done.cancelled() or done.exception(), self.drop_placed(placed)))
-            raise
-        self._written += len(buffer)
-        return placed
+        return await placing.place(self, inode, index, offset, buffer)
+
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+        return await placing.prepare(self, inode, index, offset, buffer, checksums)
 
     def drop_placed(self, placed: Placed) -> None:
         transaction, placed.transaction = placed.transaction, None
         if transaction is not None:
-            self.allocator.drop(transaction)
+            placing.drop(self, placed, transaction)
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        chunk, record = self.index.chunk(inode, index), self.index.inode(inode)
+        return HeldChunk(chunk.version, record.floor, record.cut, chunk.requests)
+
+    def changing(self, inode: int, index: int) -> None:
+        self.lender.changing(inode, (index,))
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
@@ -259,7 +248,14 @@ class BlockChunkStore(WholeChunks):
         if cut < record.cut:
             raise StaleCut(f"inode {inode} was cut ({record.cut}) after this write began ({cut})")
         new_version = self.next_version(chunk, record, epoch, version)
-        buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
+        if placed is None or placed.sums is None:
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
+        elif placed.version == chunk.version and placed.transaction is not None:
+            buffers, sums = [], placed.sums
+        else:  # made for what the chunk was
+            self.drop_placed(placed)
+            placed = None
+            buffers, sums = self.merger.whole_blocks(chunk, offset, buffer, checksums)
         first = offset >> 12
         count = len(sums) >> 2
 
@@ -291,6 +287,10 @@ class BlockChunkStore(WholeChunks):
             raise
         self.was_written()
         return new_version
+
+    def note_written(self, byte_count: int) -> None:
+        """So much is on its way to the drive, and will be looked after by the next sync."""
+        self._written += byte_count
 
     def was_written(self) -> None:
         """A write is done: begin what has to follow many of them."""

@@ -95,13 +95,26 @@ class MustWait(Exception):
 
 
 class Placed:
-    """Blocks on the drive that nothing names yet; see ChunkStore.place."""
+    """Blocks on the drive that nothing names yet; see ChunkStore.place and prepare. `sums`: of those blocks, which were made
+    for `version` of the chunk; None: whatever it is. They are on the drive when `writing` is done."""
 
-    __slots__ = ("transaction", "runs")
+    __slots__ = ("transaction", "runs", "sums", "version", "writing")
 
-    def __init__(self, transaction, runs):
+    def __init__(self, transaction, runs, sums: bytes | None = None, version: int = 0, writing=None):
         self.transaction = transaction
         self.runs = runs
+        self.sums = sums
+        self.version = version
+        self.writing = writing
+
+
+class HeldChunk(NamedTuple):
+    """What a store has of a chunk, without its bytes: see logic/replication.Held."""
+
+    version: int
+    floor: int
+    cut: int
+    requests: tuple[tuple[int, int, int], ...]
 
 
 class ReadBatch:
@@ -264,8 +277,20 @@ class ChunkStore(Protocol):
         changes the buffer meanwhile. The caller gives the result to that and then, in any case, to `drop_placed`. NoSpace,
         Busy, DriveFailed, Fenced: nothing was done. May be cancelled."""
 
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+        """Do of a write what can be refused: merge, compare, find room; and begin to bring its bytes to the drive. A
+        `write_now` with the result, when its `writing` is done, does not fail for any of that. As `place` in all else, and
+        ChecksumMismatch as of `write_now`."""
+
     def drop_placed(self, placed: Placed) -> None:
         """The blocks are free again, unless a write names them."""
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        """The chunk's version (0: there is none) and last requests, its inode's cut and floor of versions. CorruptRecord."""
+
+    def changing(self, inode: int, index: int) -> None:
+        """The chunk may be another one soon, elsewhere perhaps before here: what clients of this host read from now on where it
+        lies is thrown away by them."""
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                   request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,

@@ -36,7 +36,9 @@ from nvpool.store.chunkstore import (
     ChunkDescription,
     ChunkState,
     ChunkVersion,
+    HeldChunk,
     InodeCut,
+    Placed,
     ReadBatch,
     ScrubStep,
     VersionsStep,
@@ -127,7 +129,7 @@ class MemoryChunkStore:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: None = None,
+                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
                   table: int = 0) -> int:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
@@ -163,7 +165,31 @@ class MemoryChunkStore:
     def places_first(self, offset: int, length: int) -> bool:
         return False
 
+    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes) -> Placed:
+        self._refuse_when_fenced()
+        if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
+            raise InvalidRequest("a write lies in a chunk")
+        if len(checksums) != len(piece_checksums(bytes(len(buffer)), offset)):
+            raise InvalidRequest("the checksums do not fit the write")
+        if piece_checksums(buffer, offset) != bytes(checksums):
+            raise ChecksumMismatch("a written block is not what its writer summed")
+        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        blocks = self._merged(inode, index, chunk, offset, bytes(buffer))
+        added = len(blocks.keys() - chunk.blocks.keys())
+        if added and self._used + len(blocks) > self._limit or self._used + added > self._block_count:
+            raise NoSpace
+        return Placed(None, None)
+
     def drop_placed(self, placed) -> None:
+        pass
+
+    def held(self, inode: int, index: int) -> HeldChunk:
+        self._refuse_when_fenced()
+        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        cut, floor = self._inodes.get(inode, (0, 0))
+        return HeldChunk(chunk.version, floor, cut, chunk.requests)
+
+    def changing(self, inode: int, index: int) -> None:
         pass
 
     async def write(self, *arguments, **named) -> int:

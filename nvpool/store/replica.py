@@ -1,46 +1,101 @@
-"""This target's part in the chain of a chunk. The seam where chain replication goes in: with one replica a target is head and
-tail, so the write is committed where it is given its version.
+"""This target's part in the chains of its chunks.
 
-The head gives versions (chain epoch from the map, counter from the chunk); successors take what the head gave. Called by
-store/service; nobody else writes to the store.
+With one member it is head and tail, so a write is committed where it is given its version: `write_now`, which costs what the
+store costs. Of chunks with several members, `is_shared`, store/chain has the writes. Called by store/service; nobody else
+writes to the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 
-from nvpool.base.errors import WrongTarget
+from nvpool.base.clock import Clock
+from nvpool.base.errors import InvalidRequest, NotSupported, WrongTarget
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.replication import Offer, Place, place_in
+from nvpool.store.chain import ChainWrites, Pending
 from nvpool.store.chunkstore import ChunkStore, Placed
+from nvpool.store.peers import Dialer, Peers, Write
 
 
 class Replica:
-    def __init__(self, store: ChunkStore):
-        self._store = store
-        self._chain_epochs: list[int] | None = None
+    """`dialer` None: other targets can not be reached, so chunks that they hold too are not written here."""
 
-    def update_map(self, pool_map: PoolMap, target: int) -> None:
-        """Remember the epoch of each chain that this target is a member of, 0 for the others. With several tables the highest:
-        a version's epoch has only to grow."""
+    def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: Dialer | None = None,
+                 ask_map: Callable[[], None] = lambda: None):
+        self._store = store
+        self._target = target
+        self._chain_epochs: list[int] | None = None
+        self._places: dict[int, list[Place | None]] = {}
+        self.shares = False
+        """Whether any chain of this target has another member."""
+        self._peers = None if dialer is None else Peers(target, dialer, clock, secret)
+        self.writes: ChainWrites | None = None if self._peers is None else ChainWrites(
+            store, target, self._peers, clock, place_of=self.place, ask_map=ask_map)
+        self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
+        """Chunks with a write that is not decided."""
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Remember where this target stands in each chain. Of a chunk whose table is not told the highest epoch counts: a
+        version's epoch has only to grow."""
         epochs = [0] * len(pool_map.tables[0].chains) if pool_map.tables else []
+        self._places = {}
         for table in pool_map.tables:
-            for number, chain in enumerate(table.chains):
-                if target in chain.targets:
-                    epochs[number] = max(epochs[number], chain.epoch)
+            places = self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
+            for number, place in enumerate(places):
+                if place is not None:
+                    epochs[number] = max(epochs[number], place.epoch)
         self._chain_epochs = epochs or None
+        self.shares = any(place is not None and len(place.members) > 1 for places in self._places.values() for place in places)
+        if self._peers is not None:
+            self._peers.use_map(pool_map)
+            self.writes.map_changed()
+
+    def place(self, table: int, inode: int, index: int) -> Place | None:
+        """Where this target stands in the chunk's chain."""
+        places = self._places.get(table or 1)
+        return places[chain_of(inode, index)] if places is not None else None
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def is_shared(self, table: int, inode: int, index: int) -> bool:
+        """Whether the chunk is written with others, by `lead`. WrongTarget when its chain is not ours."""
+        place = self.place(table, inode, index)
+        if place is None:
+            raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
+        return len(place.members) > 1 or (inode, index) in self.pending
+
+    async def lead(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
+                   request: RequestId | None, deadline_s: float) -> int:
+        """See ChainWrites.lead."""
+        if self.writes is None:
+            raise NotSupported("this store does not reach the other targets of the chunk")
+        if request is None:
+            raise InvalidRequest("a write of a chunk with several replicas needs a name")
+        return await self.writes.lead(Write(table or 1, inode, index, offset, buffer, checksums, cut, request), deadline_s)
+
+    def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
+        """See ChainWrites.follow."""
+        if self.writes is None:
+            raise NotSupported("this store does not take part in chains")
+        return self.writes.follow(offer, link, write)
 
     def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
                   request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0) -> int:
-        """See ChunkStore.write_now. WrongTarget when the chunk's chain is not ours: fetch the map, choose again."""
+        """See ChunkStore.write_now; of a chunk that is not shared. WrongTarget when the chunk's chain is not ours: fetch the
+        map, choose again."""
         return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
                                      epoch=self._epoch(inode, index), version=version, placed=placed, table=table)
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
-        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours."""
+        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared."""
         self._epoch(*source[:2])
+        if self.shares and self.is_shared(table, inode, index):
+            raise NotSupported("chunks with several replicas are copied by reading and writing them")
         return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
                                       epoch=self._epoch(inode, index), given_up=given_up, table=table)
 
@@ -52,3 +107,39 @@ class Replica:
         if not epoch:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return epoch
+
+    # -- what waits for writes ---------------------------------------------------------------------------------------
+
+    def is_pending(self, names: Iterable[tuple[int, int]]) -> bool:
+        """Whether a write of any of these chunks is not decided."""
+        return any(name in self.pending for name in names)
+
+    async def decided(self, names: Iterable[tuple[int, int]], deadline_s: float) -> None:
+        """Wait for the pending writes of these chunks. Busy: ask another target."""
+        decisions = self.writes.undecided(names)
+        if decisions:
+            await self.writes.wait_to_read(decisions, deadline_s)
+
+    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int) -> int:
+        """See ChunkStore.cut."""
+        if not self.shares or self.writes is None:
+            return await self._store.cut(inode, size, cut, chunk_bits, end)
+        await self.writes.begin_cut([inode], cut)
+        try:
+            return await self._store.cut(inode, size, cut, chunk_bits, end)
+        finally:
+            self.writes.end_cut([inode], cut)
+
+    async def remove(self, inodes: list[int]) -> tuple[int, int]:
+        """See ChunkStore.remove."""
+        if not self.shares or self.writes is None:
+            return await self._store.remove(inodes)
+        await self.writes.begin_cut(inodes, 0)
+        try:
+            return await self._store.remove(inodes)
+        finally:
+            self.writes.end_cut(inodes, 0)
+
+    async def close(self) -> None:
+        if self.writes is not None:
+            await self.writes.close()

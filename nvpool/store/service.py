@@ -33,16 +33,18 @@ from nvpool.base.errors import (
     NvpoolError,
     StaleEpoch,
     StaleGrant,
+    StaleVersion,
     WrongTarget,
 )
 from nvpool.base.ids import RequestId
-from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
-from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, MustWait, Placed, ReadBatch
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.lend import encode_said
-from nvpool.store.reads import READ, RESULT
+from nvpool.store.peers import Dialer, peer_write
+from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
+from nvpool.store.writes import WRITE, WriteBatch
 from nvpool.wire.codec import (
     LOCATE_BYTES_MAX,
     LOCATE_ENTRIES_MAX,
@@ -59,26 +61,25 @@ from nvpool.wire.v1.wire_pb2 import Method
 
 log = logging.getLogger(__name__)
 
-WRITE = struct.Struct("<QQQIIIHH")
 EXTENT = struct.Struct("<III")
 GRANTS_KEPT = 65_536
 WAITING_MAX = 8192
 """Calls that wait at once, over all connections; more are told to come later."""
 INODES_LISTED_MAX = 65_536
 TEND_S = 1.0
-BREATH_BYTES = 4 << 20
-"""Written for one call before others have their turn: about 4 ms."""
 
 
 class StoreService:
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
-                 refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None):
+                 refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
+                 dialer: Dialer | None = None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
-        processes of this user, and of the group, are given descriptors for the short cut."""
+        processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
+        no part in chains with others."""
         self.store = store
         self.target = target
         self._secret = grant_secret
-        self._clock = clock
+        self.clock = clock
         self._refresh_map = refresh_map
         self._map: PoolMap | None = None
         self._epoch = 0
@@ -93,12 +94,13 @@ class StoreService:
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
         self._handover: Handover | None = None
-        self.replica = Replica(store)
+        self.replica = Replica(store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None))
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
             Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
+            Method.DATA_PEER_WRITE: self._peer_write,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -149,6 +151,7 @@ class StoreService:
         for task in [*self._tasks, *([self._tending] if self._tending else [])]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self.replica.close()
         await self.store.close()
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -164,7 +167,7 @@ class StoreService:
                 for number, chain in enumerate(table.chains):
                     if old is None or old.chains[number] != chain:
                         self._changed_at[number] = pool_map.epoch
-        self.replica.update_map(pool_map, self.target)
+        self.replica.update_map(pool_map)
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class StoreService:
         method = self._methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
-        if call.deadline_s < self._clock.boottime_s():
+        if call.deadline_s < self.clock.boottime_s():
             raise DeadlineExceeded(may_be_applied=False)
         method(call)
 
@@ -204,7 +207,11 @@ class StoreService:
             raise
         task = asyncio.get_running_loop().create_task(self._answered(call, work))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._later_ended, work))
+
+    def _later_ended(self, work: Coroutine, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        work.close()  # where the task was cancelled before its first step
 
     @staticmethod
     async def _answered(call: Call, work: Coroutine) -> None:
@@ -231,7 +238,7 @@ class StoreService:
 
     # -- grants ------------------------------------------------------------------------------------------------------
 
-    def _grant(self, raw: bytes, now_ms: int) -> grants.Grant | None:
+    def grant(self, raw: bytes, now_ms: int) -> grants.Grant | None:
         """The grant, or None when it is not valid (any more)."""
         found = self._grants.get(raw)
         if found is None:
@@ -245,7 +252,7 @@ class StoreService:
         return found if found.ends_ms + grants.CLOCK_SKEW_S * 1000 >= now_ms else None
 
     def _authority(self, raw: bytes) -> None:
-        grant = self._grant(raw, self._clock.wall_ns() // 1_000_000)
+        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None:
             raise StaleGrant
         if not grant.rights & grants.SERVICE:
@@ -260,14 +267,26 @@ class StoreService:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
-        now_ms = self._clock.wall_ns() // 1_000_000
+        now_ms = self.clock.wall_ns() // 1_000_000
         owners = []
         for raw in rights:
-            grant = self._grant(raw, now_ms)
+            grant = self.grant(raw, now_ms)
             if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
                 owners.append(NO_INODE)
             else:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
+        if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
+            self._later(call, self._read_decided(call, reads, owners, verify))
+        else:
+            self._begin_read(call, reads, owners, verify)
+
+    async def _read_decided(self, call: Call, reads: bytes, owners: list[int], verify: bool) -> None:
+        """What others may have read by now must not be read here as it was before."""
+        await self.replica.decided([fields[:2] for fields in READ.iter_unpack(reads)], call.deadline_s)
+        if not call.cancelled:
+            self._begin_read(call, reads, owners, verify)
+
+    def _begin_read(self, call: Call, reads: bytes, owners: list[int], verify: bool) -> None:
         batch = self.store.read_now(reads, owners, verify)
         if batch.missed:
             self._check_room()
@@ -304,8 +323,8 @@ class StoreService:
             raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
         if request.map_epoch != self._epoch:
             self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
-        now_ms = self._clock.wall_ns() // 1_000_000
-        known = [self._grant(raw, now_ms) for raw in request.grants]
+        now_ms = self.clock.wall_ns() // 1_000_000
+        known = [self.grant(raw, now_ms) for raw in request.grants]
         results, runs, checksums, total = [], [], [], 0
         for inode, index, blocks, number, version in LOCATE_ENTRY.iter_unpack(entries):
             grant = known[number] if number < len(known) else None
@@ -315,7 +334,9 @@ class StoreService:
             # not longer than the right to read: a location outlives no grant
             left_s = (grant.ends_ms - now_ms) / 1000 + grants.CLOCK_SKEW_S
             try:
-                found = self.store.locate(inode, index, blocks, left_s) if total < LOCATE_BYTES_MAX else None
+                found = None
+                if total < LOCATE_BYTES_MAX and (inode, index) not in self.replica.pending:
+                    found = self.store.locate(inode, index, blocks, left_s)
             except CorruptRecord as error:
                 results.append(LOCATE_RESULT.pack(error.wire_code, 0, 0, 0, 0, 0, 0, 0))
                 continue
@@ -342,14 +363,14 @@ class StoreService:
             raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
         if request.map_epoch != self._epoch:
             self._check_epoch(request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes)))
-        work = _Writes(self, request, memoryview(call.payload))
+        work = WriteBatch(self, request, memoryview(call.payload), call.deadline_s)
         until = work.go_on()
         if until is None:
             self._answer_write(call, work)
         else:
             self._later(call, self._finish_write(call, work, until))
 
-    async def _finish_write(self, call: Call, work: _Writes, until) -> None:
+    async def _finish_write(self, call: Call, work: WriteBatch, until) -> None:
         try:
             while until is not None:
                 if call.cancelled:
@@ -357,7 +378,7 @@ class StoreService:
                 await until()
                 if call.cancelled:  # given up, and perhaps written anew by now: it must not come behind that
                     return
-                if call.deadline_s < self._clock.boottime_s():
+                if call.deadline_s < self.clock.boottime_s():
                     work.refuse_rest(DeadlineExceeded.wire_code)
                     break
                 until = work.go_on()
@@ -365,8 +386,36 @@ class StoreService:
             work.drop_placed()
         self._answer_write(call, work)
 
-    def _answer_write(self, call: Call, work: _Writes) -> None:
+    def _answer_write(self, call: Call, work: WriteBatch) -> None:
         call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
+
+    def _peer_write(self, call: Call) -> None:
+        request = self._parse(pb.PeerWriteRequest, call)
+        self._authority(request.authority)
+        offer, write = peer_write(request, call.payload)
+        try:
+            version = self.replica.follow(offer, request.link, write)
+        except NvpoolError as error:
+            self._answer_peer(call, error)
+            return
+        if isinstance(version, int):
+            call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=version).SerializeToString())
+        else:
+            version.add_done_callback(partial(self._peer_decided, call))
+
+    def _peer_decided(self, call: Call, decided: asyncio.Future[int]) -> None:
+        error = decided.exception()
+        if error is None:
+            call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=decided.result()).SerializeToString())
+        else:
+            self._answer_peer(call, error)
+
+    def _answer_peer(self, call: Call, error: BaseException) -> None:
+        if isinstance(error, StaleVersion):
+            call.reply(pb.PeerWriteReply(map_epoch=self._epoch, status=error.wire_code,
+                                         version=error.version).SerializeToString())
+        else:
+            call.fail(error)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -384,7 +433,7 @@ class StoreService:
         self._later(call, self._do_cut(call, request))
 
     async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
-        freed = await self.store.cut(request.inode, request.size, request.cut, request.chunk_bits, request.end)
+        freed = await self.replica.cut(request.inode, request.size, request.cut, request.chunk_bits, request.end)
         call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
 
     def _remove(self, call: Call) -> None:
@@ -395,7 +444,7 @@ class StoreService:
         self._later(call, self._do_remove(call, request))
 
     async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
-        chunks, byte_count = await self.store.remove([inode for inode, in struct.iter_unpack("<Q", request.inodes)])
+        chunks, byte_count = await self.replica.remove([inode for inode, in struct.iter_unpack("<Q", request.inodes)])
         call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
 
     def _describe(self, call: Call) -> None:
@@ -417,7 +466,7 @@ class StoreService:
 
     def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
         """The grant, which must be valid, of this inode, and have one of these rights. StaleGrant."""
-        grant = self._grant(raw, self._clock.wall_ns() // 1_000_000)
+        grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
         if grant is None or not grant.rights & (rights | grants.SERVICE) or \
                 not grant.rights & grants.SERVICE and grant.inode != inode:
             raise StaleGrant
@@ -437,7 +486,7 @@ class StoreService:
 
     async def _do_copy(self, call: Call, request: pb.CopyRequest, table: int) -> None:
         def given_up() -> bool:
-            return call.cancelled or call.deadline_s < self._clock.boottime_s()
+            return call.cancelled or call.deadline_s < self.clock.boottime_s()
 
         name = RequestId(request.session, request.slot, request.sequence) if request.session else None
         source = request.from_inode, request.from_index, request.from_offset
@@ -471,102 +520,3 @@ class StoreService:
         reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
                                    bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
         call.reply(reply.SerializeToString())
-
-
-async def _breathe() -> None:
-    await asyncio.sleep(0)
-
-
-class _Writes:
-    """A batch of writes and how far it has come. Once a write to a chunk is refused, the later ones of the batch to that chunk
-    are refused for the same reason: what is done of a chunk's writes is always a beginning of them."""
-
-    def __init__(self, service: StoreService, request: pb.WriteRequest, payload: memoryview):
-        self._service = service
-        self._request = request
-        self._payload = payload
-        self._headers = list(WRITE.iter_unpack(request.writes))
-        if request.versions and len(request.versions) != len(self._headers):
-            raise InvalidRequest("a version is missing")
-        places, pieces, at, piece = [], [], 0, 0
-        for _, _, _, _, offset, length, _, _ in self._headers:
-            places.append((at, at + length))
-            at += length
-            last = piece + ((offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0)
-            pieces.append((piece * 4, last * 4))
-            piece = last
-        if at != len(payload) or piece * 4 != len(request.checksums):
-            raise InvalidRequest(f"{len(payload)} bytes and {len(request.checksums)} of checksums came for writes of {at} and "
-                                 f"{piece * 4}")
-        self._places, self._pieces = places, pieces
-        self._done = 0
-        self._placed: Placed | None = None
-        self._placed_for = -1
-        self._refused: dict[tuple[int, int], int] = {}
-        self._session = request.session
-        now_ms = service._clock.wall_ns() // 1_000_000
-        self._grants = [service._grant(raw, now_ms) for raw in request.grants]
-        self.results = bytearray(RESULT.size * len(self._headers))
-
-    def go_on(self):
-        """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
-        request, replica = self._request, self._service.replica
-        session, slot = request.session, request.slot
-        versions = request.versions
-        written = 0
-        while self._done < len(self._headers):
-            if written > BREATH_BYTES:
-                return _breathe
-            number = self._done
-            inode, cut, sequence, index, offset, _, grant_number, _ = self._headers[number]
-            status = version = 0
-            try:
-                refused = self._refused.get((inode, index))
-                if refused:
-                    status = refused
-                else:
-                    table = self._check_grant(grant_number, inode, cut)
-                    begin, end = self._places[number]
-                    first, last = self._pieces[number]
-                    if self._placed_for != number and self._service.store.places_first(offset, end - begin):
-                        return partial(self._place, number)
-                    version = replica.write_now(inode, index, offset, self._payload[begin:end], request.checksums[first:last],
-                                                cut=cut, request=RequestId(session, slot, sequence) if session else None,
-                                                version=versions[number] if versions else 0, placed=self._placed, table=table)
-            except MustWait as wait:
-                return wait.until
-            except NvpoolError as error:
-                status = self._refused[inode, index] = error.wire_code
-            self.drop_placed()
-            RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
-            self._done += 1
-            written += self._headers[number][5]
-        return None
-
-    async def _place(self, number: int) -> None:
-        self._placed_for = number
-        inode, _, _, index, offset, *_ = self._headers[number]
-        begin, end = self._places[number]
-        try:
-            self._placed = await self._service.store.place(inode, index, offset, self._payload[begin:end])
-        except NvpoolError as error:
-            self._refused[inode, index] = error.wire_code
-
-    def drop_placed(self) -> None:
-        placed, self._placed = self._placed, None
-        if placed is not None:
-            self._service.store.drop_placed(placed)
-
-    def refuse_rest(self, code: int) -> None:
-        for number in range(self._done, len(self._headers)):
-            RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
-
-    def _check_grant(self, number: int, inode: int, cut: int) -> int:
-        """The chain table that it names, 0 for none. StaleGrant."""
-        grant = self._grants[number] if number < len(self._grants) else None
-        if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
-            raise StaleGrant
-        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
-                                                  grant.session != self._session != 0):
-            raise StaleGrant
-        return 0 if grant.rights & grants.SERVICE else grant.table

@@ -18,13 +18,14 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, encode_map
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Greeting
+from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 
 SHARD = 1
 _numbers = count(1)
@@ -35,7 +36,7 @@ class LocalPool:
 
     def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
                  chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
-                 endpoints=None, make_store=None):
+                 endpoints=None, make_store=None, replicas: int = 1):
         self.directory = None if directory is None else os.fspath(directory)
         self.clock = clock
         self.grant_secret = bytes(range(32))
@@ -43,7 +44,7 @@ class LocalPool:
         self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
-        self.pool_map = self._map(capacities, chunk_bytes)
+        self.pool_map = self._map(capacities, chunk_bytes, replicas)
         self.meta: MetaService | None = None
         self.stores: dict[int, object] = {}
         self.kv = None
@@ -52,12 +53,15 @@ class LocalPool:
         self._clients: list[Client] = []
         self._memory: dict[tuple[str, int], object] = {}
 
-    def _map(self, capacities: tuple[int, ...], chunk_bytes: int) -> PoolMap:
+    def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int) -> PoolMap:
         targets = tuple(Target(number, number, 1, capacity, (self._endpoints("target", number),))
                         for number, capacity in enumerate(capacities, 1))
         drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
-        return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1, settings=Settings(chunk_bytes, 1),
-                       nodes=(Node(1, "here", "", ()),), drives=drives, targets=targets, tables=(build_table(targets, 1),),
+        return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1,
+                       settings=Settings(chunk_bytes, replicas),
+                       nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if replicas > 1 else ()),), drives=drives,
+                       targets=targets,
+                       tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
                        shards=(Shard(SHARD, 1, (self._endpoints("meta", SHARD),)),),
                        partitions=(PartitionRange(0, 4096, SHARD),))
 
@@ -67,6 +71,8 @@ class LocalPool:
     # -- life ------------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> LocalPool:
+        if self.pool_map.nodes[0].endpoints:
+            await self._listen("node", 1, self._tell_map)
         for target in self.pool_map.targets:
             await self.start_store(target.id)
         await self.start_shard()
@@ -79,6 +85,8 @@ class LocalPool:
             await self.stop_store(target)
         if self.meta is not None:
             await self.stop_shard()
+        if ("node", 1) in self._listeners:
+            await self._hang_up("node", 1, 0.0)
         for dialer in self._dialers:
             await dialer.close()
         for closing in self._memory.values():
@@ -161,7 +169,27 @@ class LocalPool:
             store = await open_chunk_store(path, target=target, clock=pool.clock)
         endpoint = pool._endpoints("target", target)
         path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
-        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path)
+        dialer = pool._dialer(f"target {target}")
+        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path,
+                            dialer=dialer, refresh_map=lambda: pool._give_map(target))
+
+    def _give_map(self, target: int) -> None:
+        if target in self.stores:
+            self.stores[target].update_map(self.pool_map)
+
+    def _tell_map(self, call) -> None:
+        """As a supervisor does, but that it never waits."""
+        newer = self.pool_map.epoch > MapRequest.FromString(bytes(call.message)).newer_than
+        call.reply(MapReply(map=encode_map(self.pool_map) if newer else b"").SerializeToString())
+
+    async def change_map(self, change) -> PoolMap:
+        """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
+        self.pool_map = change(self.pool_map)
+        if self.meta is not None:
+            self.meta.update_map(self.pool_map)
+        for target in list(self.stores):
+            self._give_map(target)
+        return self.pool_map
 
 
 def _exists(path: str) -> bool:

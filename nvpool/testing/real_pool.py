@@ -46,8 +46,10 @@ SIZES = (64 * MIB, 96 * MIB)
 class RealPool:
     """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself."""
 
-    def __init__(self, directory: Path, *, sizes: tuple[int, ...] = SIZES, config: str = "", drives: tuple[str, ...] = ()):
+    def __init__(self, directory: Path, *, sizes: tuple[int, ...] = SIZES, config: str = "", drives: tuple[str, ...] = (),
+                 replicas: int = 1):
         self.directory = PoolDirectory(directory)
+        self._replicas = replicas
         self.path = self.directory.path
         self._sizes, self._config, self._drives = sizes, config, drives
         self._connected: list[FileSystem] = []
@@ -71,7 +73,7 @@ class RealPool:
         drives: list[dict] = [{"path": path} for path in self._drives]
         drives += [{"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
                    for number, size in enumerate(self._sizes, 1)]
-        return {"verb": "pool", "directory": str(self.path), "name": "faulty", "chunk_bytes": MIB, "replicas": 1,
+        return {"verb": "pool", "directory": str(self.path), "name": "faulty", "chunk_bytes": MIB, "replicas": self._replicas,
                 "config": self._config, "drives": drives, "throw_away": True}
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:

@@ -66,6 +66,11 @@ def messages() -> dict[str, str]:
         "WriteRequest": data_pb2.WriteRequest(map_epoch=epoch, target=2, grants=[a_grant()], writes=writes, checksums=b"cccc",
                                               session=SESSION, slot=63, versions=[ids.version(7, 10)]),
         "WriteReply": data_pb2.WriteReply(map_epoch=epoch, results=b"r"),
+        "PeerWriteRequest": data_pb2.PeerWriteRequest(
+            map_epoch=epoch, target=2, authority=a_grant(), sender=1, link=3 << 32 | 4, table=2, chain_epoch=7,
+            version=ids.version(7, 10), base=ids.version(7, 9), inode=INODE, index=3, offset=4095, cut=6, session=SESSION,
+            slot=63, sequence=1 << 40, checksums=b"cccc"),
+        "PeerWriteReply": data_pb2.PeerWriteReply(map_epoch=epoch, status=210, version=ids.version(7, 10)),
         "FlushRequest": data_pb2.FlushRequest(map_epoch=epoch, target=2), "FlushReply": data_pb2.FlushReply(map_epoch=epoch),
         "CutRequest": data_pb2.CutRequest(map_epoch=epoch, target=2, authority=a_grant(), inode=INODE, size=1 << 33, cut=6,
                                           chunk_bits=20),

@@ -84,6 +84,54 @@ class WriteReply(_message.Message):
     results: bytes
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ...) -> None: ...
 
+class PeerWriteRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    sender: int
+    link: int
+    table: int
+    chain_epoch: int
+    version: int
+    base: int
+    inode: int
+    index: int
+    offset: int
+    cut: int
+    session: int
+    slot: int
+    sequence: int
+    checksums: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class PeerWriteReply(_message.Message):
+    __slots__ = ("map_epoch", "status", "version")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    status: int
+    version: int
+    def __init__(self, map_epoch: _Optional[int] = ..., status: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class FlushRequest(_message.Message):
     __slots__ = ("map_epoch", "target")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]

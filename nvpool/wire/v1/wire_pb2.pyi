@@ -22,6 +22,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_LOCATE: _ClassVar[Method]
     DATA_EXTENTS: _ClassVar[Method]
     DATA_COPY: _ClassVar[Method]
+    DATA_PEER_WRITE: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -74,6 +75,7 @@ DATA_STATUS: Method
 DATA_LOCATE: Method
 DATA_EXTENTS: Method
 DATA_COPY: Method
+DATA_PEER_WRITE: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method

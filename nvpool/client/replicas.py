@@ -1,0 +1,102 @@
+"""Which of the targets that hold a chunk is asked: those that answer before those that did not lately, this host's before
+others, the one with fewer of our reads on their way before the busier; among equals each client takes the same for the same
+chunk, so that one of them has it in memory. Called by chunkclient. Asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import StaleEpoch
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.client.cache import OpenInode
+from nvpool.client.flushing import WrittenAt
+from nvpool.client.lanes import Lane
+from nvpool.client.poolview import PoolView
+from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import Chain, ChainTable, PoolMap, Target
+
+SHUN_S = 2.0
+"""A target that did not answer is asked last for so long: a restart takes less, and a map without it comes sooner."""
+BUSIER = 4
+"""Reads on their way more than with another replica, from which on that one is the better one."""
+
+
+class Replicas:
+    def __init__(self, view: PoolView, clock: Clock, host_id: str, lane: Callable[[int], Lane]):
+        self._view = view
+        self._now_s = clock.boottime_s
+        self._host_id = host_id
+        self._lane = lane
+        self.several = False
+        """Whether any chunk has more than one."""
+        self.use_map(view.map)
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self.several = any(len(chain.targets) > 1 for table in pool_map.tables for chain in table.chains)
+
+    # -- who holds what ----------------------------------------------------------------------------------------------------
+
+    def _table(self, file: OpenInode) -> ChainTable:
+        table = self._view.map.table_by_id.get(file.layout.table)
+        if table is None:
+            raise StaleEpoch(f"the pool map does not know chain table {file.layout.table}")
+        return table
+
+    def chain(self, file: OpenInode, index: int) -> Chain:
+        """Of the chunk. StaleEpoch."""
+        return self._table(file).chains[chain_of(file.inode, index)]
+
+    def holders(self, file: OpenInode, chunks: range, silent: Collection[int]) -> dict[int, int]:
+        """Of each chain that has some of these chunks one target that holds them; not one of `silent`, where there is another.
+        StaleEpoch."""
+        chains = self._table(file).chains
+        numbers: Collection[int] = range(CHAINS_PER_TABLE)
+        if len(chunks) < CHAINS_PER_TABLE:
+            numbers = {chain_of(file.inode, index) for index in chunks}
+        found = {}
+        for number in numbers:
+            targets = chains[number].targets
+            found[number] = next((target for target in targets if target not in silent), targets[0])
+        return found
+
+    def written_at(self, file: OpenInode, index: int) -> WrittenAt:
+        """What to flush after a write of the chunk."""
+        return _written_at(file.layout.table, chain_of(file.inode, index), self.chain(file, index))
+
+    def all_places(self) -> set[WrittenAt]:
+        """What to flush after any write."""
+        return {_written_at(table.id, number, chain) for table in self._view.map.tables
+                for number, chain in enumerate(table.chains)}
+
+    # -- whom to ask -------------------------------------------------------------------------------------------------------
+
+    def is_near(self, target: Target) -> bool:
+        """Whether the target is on this host."""
+        return bool(self._host_id) and any(node.id == target.node and node.host_id == self._host_id
+                                           for node in self._view.map.nodes)
+
+    def best(self, targets: Sequence[int], tried: Collection[Lane], turn: int) -> Lane:
+        """The lane to ask, not one of `tried` where there is another. `turn`: the same number, the same order of equals."""
+        now_s, known = self._now_s(), self._view.map.target_by_id
+        found = None
+        for number in range(len(targets)):
+            target = targets[(turn + number) % len(targets)]
+            lane = self._lane(target)
+            rank = (lane in tried, known[target].state not in ("up", "draining"), lane.shunned_s > now_s, not lane.near,
+                    (lane.in_flight + len(lane.pending)) // BUSIER)
+            if found is None or rank < found[0]:
+                found = rank, lane
+        return found[1]
+
+    def failed(self, lane: Lane) -> bool:
+        """It did not answer; whether that is news."""
+        now_s = self._now_s()
+        news = lane.shunned_s <= now_s
+        lane.shunned_s = now_s + SHUN_S
+        return news
+
+
+def _written_at(table: int, number: int, chain: Chain) -> WrittenAt:
+    return chain.targets[0] if len(chain.targets) == 1 and not chain.joining else (table, number)

@@ -1,0 +1,157 @@
+"""What one member of a chain decides: which version a write gets, what to do with one that comes from the member before it, and
+with those that wait when the chain changes. Values and functions, nothing else; store/chain acts.
+
+The protocol (van Renesse and Schneider: Chain Replication for Supporting High Throughput and Availability, OSDI 2004; reads at
+each member as Terrace and Freedman: Object Storage on CRAQ, USENIX 2009, but that a member with a pending write waits):
+
+* The head gives a write of a chunk the next version (chain epoch, counter) and *offers* it to its successor, who offers it to
+  his. Until it is decided it is *pending* with each of them, and no other write of that chunk begins. The last of targets and
+  joining commits it, and is the one who decides; the word travels back, and each commits what the last one has committed.
+* Who refuses an offer has not applied it, and neither has anybody behind him; so each before him forgets it. Where the answer
+  is missing nothing is known, and the write stays pending until the successor says, or the chain changes.
+* An offer names the chain's epoch: only members of the same chain, in the same order, take part in one. When the chain changes,
+  who has a pending write offers it again to the successor that it has then, under the new epoch, or commits it when it is the
+  last one now. Who stands before another has each pending write that the other has, since it came through it; so what anybody
+  who is gone may have committed, each that stays before his place has pending or has committed too.
+* An offer names the version that it builds on. Whose chunk has another one brings it in line with its predecessor's first.
+
+So, of a chunk: no version has two contents; what was read or acknowledged is with each target that goes on living.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from nvpool.base.errors import ChecksumMismatch, InvalidRequest, NoSpace, NvpoolError, StaleCut, StaleVersion
+from nvpool.base.ids import RequestId, version, version_parts
+from nvpool.logic.poolmap import Chain
+
+
+class Place(NamedTuple):
+    """Where a target stands in a chain, at one epoch of it. `members` get each write, in this order; behind the first `full`
+    of them are those that join."""
+
+    epoch: int
+    members: tuple[int, ...]
+    full: int
+    number: int
+
+    @property
+    def is_head(self) -> bool:
+        return not self.number
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.members) - 1
+
+    @property
+    def successor(self) -> int:
+        """Not of the last one."""
+        return self.members[self.number + 1]
+
+    @property
+    def predecessor(self) -> int:
+        """0: of the head."""
+        return self.members[self.number - 1] if self.number else 0
+
+
+def place_in(chain: Chain, target: int) -> Place | None:
+    """Of a target in a chain; None when it is no part of it."""
+    members = (*chain.targets, *chain.joining)
+    return Place(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
+
+
+class Offer(NamedTuple):
+    """A write as one member names it to the next: `epoch` is that of the chain as the sender knows it, `version` what the chunk
+    has after the write and `base` what it has before; 0: there is no such chunk."""
+
+    sender: int
+    epoch: int
+    version: int
+    base: int
+    cut: int
+    request: RequestId
+
+
+class Held(NamedTuple):
+    """What a member has of a chunk. `floor`: versions up to it were given to chunks of the inode that are gone; `cut`: of the
+    inode, the newest known, or that waits for pending writes to be decided; `requests`: the last that were done to it, as
+    (session, slot, sequence); `pending`: the version of the write that is not decided, or 0."""
+
+    version: int
+    floor: int = 0
+    cut: int = 0
+    requests: tuple[tuple[int, int, int], ...] = ()
+    pending: int = 0
+
+
+class Answer(Enum):
+    TAKE = auto()           # apply it, or keep it and offer it to the successor
+    FETCH = auto()          # as TAKE, when the chunk has been brought in line with the predecessor's
+    DONE = auto()           # this request was committed here before, as the version that is told
+    SAME = auto()           # it is pending here: who asks gets that one's outcome
+    BUSY = auto()           # another one is pending here: to be offered again
+    TOO_LOW = auto()        # the version that is told was given before: give a higher one
+    CUT = auto()            # the file was cut since
+    OLD_EPOCH = auto()      # the sender's chain is older than ours: he has to learn of the new one
+    NEW_EPOCH = auto()      # ours is the older one: learn of the new one, then judge again
+    NOT_OURS = auto()       # the sender is not our predecessor
+
+
+def was_done(held: Held, request: RequestId) -> bool:
+    """Whether this request, or a later one of its slot, is among the last that were done to the chunk."""
+    session, slot, sequence = request
+    return any(sequence <= last and slot == its_slot and session == its_session
+               for its_session, its_slot, last in held.requests)
+
+
+def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
+    """What a member that stands at `place` and has `held` does with an offer; and the version that goes with the answer, where
+    one does."""
+    if place is None or offer.epoch > place.epoch:
+        return Answer.NEW_EPOCH, 0
+    if offer.epoch < place.epoch:
+        return Answer.OLD_EPOCH, 0
+    if place.predecessor != offer.sender:
+        return Answer.NOT_OURS, 0
+    if held.pending:
+        return (Answer.SAME if held.pending == offer.version else Answer.BUSY), 0
+    if was_done(held, offer.request):  # before all that may have changed since it was
+        return Answer.DONE, held.version
+    if offer.cut < held.cut:
+        return Answer.CUT, 0
+    if offer.version <= max(held.version, held.floor):
+        return Answer.TOO_LOW, max(held.version, held.floor)
+    return (Answer.TAKE if offer.base == held.version else Answer.FETCH), 0
+
+
+def next_version(held: Held, epoch: int, above: int = 0) -> int:
+    """What the head gives: above all that the chunk had, and above `above`. Begins anew with each epoch of the chain."""
+    floor = max(held.version, held.floor, above)
+    at_epoch, counter = version_parts(floor)
+    return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
+
+
+def is_refusal(error: NvpoolError) -> bool:
+    """Whether a successor that answers so has not applied the write, nor has anybody behind it, and will not: it has judged it.
+    Everything else leaves that open: ask again."""
+    return isinstance(error, (NoSpace, StaleCut, StaleVersion, ChecksumMismatch, InvalidRequest))
+
+
+class Next(Enum):
+    COMMIT = auto()
+    OFFER = auto()
+    DROP = auto()
+
+
+def next_step(before: Place, now: Place | None) -> Next:
+    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`: the last one commits
+    it, another one offers it to its successor. Who is no part of the chain any more drops it, for what the others have is not
+    his to know; so does who has left it meanwhile and joins it anew: he would be the last one, or stand behind others than
+    before."""
+    if now is None or before.number < before.full and now.number >= now.full:
+        return Next.DROP
+    if not set(now.members[:now.number]) <= set(before.members[:before.number]):
+        return Next.DROP
+    return Next.COMMIT if now.is_last else Next.OFFER
