@@ -20,6 +20,7 @@ MAP_FORMAT = 2
 _FORMATS_READ = (1, 2)
 
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
+TargetWish = Literal["share", "drain", "remove", "lost"]
 ShardState = Literal["up", "down"]
 
 
@@ -31,12 +32,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """`host_id` tells whether a unix socket of this node can be reached from here (see run/daemon.host_id)."""
+    """`host_id` tells whether a unix socket of this node can be reached from here (see run/daemon.host_id). Nodes with the same
+    `rack` fail together; without one a node fails alone."""
 
     id: int
     name: str
     host_id: str
     endpoints: tuple[str, ...]
+    rack: str = ""
 
 
 class Drive(msgspec.Struct, frozen=True):
@@ -47,7 +50,12 @@ class Drive(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The unit of placement. Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712."""
+    """The unit of placement. Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712.
+
+    `state` is down while it does not answer and others hold what it holds; gone for ever once it is removed (numbers are given
+    once). `wish` is what the operator wants of it: its share of the chains; to hold none (drain), and to leave the pool then
+    (remove); lost: what it held is not to be had any more, and is made again from others.
+    """
 
     id: int
     drive: int
@@ -55,18 +63,27 @@ class Target(msgspec.Struct, frozen=True):
     capacity_bytes: int
     endpoints: tuple[str, ...]
     state: TargetState = "up"
+    wish: TargetWish = "share"
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
     """`targets` hold every committed byte of the chain's chunks, from head to tail; a target that fails leaves, the last one
     stays whatever happens to it. `joining` get every write behind the tail, are not read from, and follow when they hold what
-    the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `epoch` grows with every change of targets
-    or joining, a target's restart included."""
+    the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `leaving` are those of the targets that are
+    not read from any more: they get each write until they, too, know that, and leave then. Never all of them. `epoch` grows
+    with every change of targets, joining or leaving, a target's restart included. Whatever comes and goes, those that stay keep
+    their order: who stands before another has every pending write that the other has."""
 
     epoch: int
     targets: tuple[int, ...]
     joining: tuple[int, ...] = ()
     goal: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """Those that may be read from."""
+        return tuple(t for t in self.targets if t not in self.leaving) if self.leaving else self.targets
 
 
 class ChainTable(msgspec.Struct, frozen=True):
@@ -92,6 +109,14 @@ class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
     shard: int
 
 
+class Moving(msgspec.Struct, frozen=True):
+    """How chains are moved for balance and for drives that are drained. `paused` keeps what begins; copies that are missing are
+    made nevertheless. `limit_bytes_s` of each target that is filled; 0: what serving leaves."""
+
+    paused: bool = False
+    limit_bytes_s: int = 0
+
+
 class PoolMap(msgspec.Struct, frozen=True, dict=True):
     format: int
     pool_id: str
@@ -104,6 +129,7 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     tables: tuple[ChainTable, ...] = ()
     shards: tuple[Shard, ...] = ()
     partitions: tuple[PartitionRange, ...] = ()
+    moving: Moving = Moving()
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:
@@ -175,6 +201,9 @@ def check_map(pool_map: PoolMap) -> list[str]:
             members = (*chain.targets, *chain.joining)
             if not chain.targets or len(set(members)) != len(members) or len(set(chain.goal)) != len(chain.goal):
                 wrong.append(f"chain {number} of table {table.id} has no target, or one twice")
+                break
+            if chain.leaving and not set(chain.leaving) < set(chain.targets):
+                wrong.append(f"chain {number} of table {table.id} is left by all its targets, or by others")
                 break
     covered = sorted((part.first, part.count) for part in pool_map.partitions)
     place = 0
