@@ -40,6 +40,8 @@ class Network(msgspec.Struct, frozen=True):
         description="address to listen on; other hosts can not reach 127.0.0.1")] = "127.0.0.1"
     base_port: Annotated[int, Meta(ge=0, le=65000,
         description="first TCP port; 0 takes free ones below the ephemeral range")] = 0
+    plain_text: Annotated[bool, Meta(
+        description="send all over the network as it is, without certificates: for networks that are nobody else's")] = False
 
 
 class Supervisor(msgspec.Struct, frozen=True):

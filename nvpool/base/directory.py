@@ -4,6 +4,9 @@
     FORMAT             "nvpool pool 1\\n"; written last when a pool is made
     lock               flock of the supervisor; its text is the holder's identity
     secret/grant.key   32 random bytes, mode 0600
+    secret/            authority.crt, member.crt, member.key: who this node is (wire/identity); authority.key on nodes that may
+                       lead
+    node.json          which node of the pool this is; absent: the first
     map/               the embedded coordinator's records
     poolmap.json       the newest pool map, replaced atomically
     meta/shard-N/      records of a metadata shard
@@ -35,6 +38,7 @@ from nvpool.base.units import KIB
 
 FORMAT_TEXT = "nvpool pool 1\n"
 BEING_MADE_TEXT = "nvpool pool being made\n"
+FIRST_NODE = 1
 SOCKET_PATH_BYTES_MAX = 107
 """sockaddr_un, less the ending zero."""
 
@@ -159,7 +163,9 @@ class PoolDirectory:
         self.node_toml = self.path / "node.toml"
         self.format = self.path / "FORMAT"
         self.lock = self.path / "lock"
-        self.grant_key = self.path / "secret" / "grant.key"
+        self.secret = self.path / "secret"
+        self.grant_key = self.secret / "grant.key"
+        self.node_json = self.path / "node.json"
         self.map = self.path / "map"
         self.poolmap = self.path / "poolmap.json"
         self.run = self.path / "run"
@@ -179,6 +185,16 @@ class PoolDirectory:
 
     def exists(self) -> bool:
         return self.format.exists()
+
+    @property
+    def node(self) -> int:
+        """The number of this node in the map."""
+        try:
+            return int(msgspec.json.decode(self.node_json.read_bytes())["node"])
+        except FileNotFoundError:
+            return FIRST_NODE
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+            raise WrongFormat(f"{self.node_json} can not be read: {error}") from None
 
     def check(self) -> None:
         """NotFound when there is no pool, WrongFormat when it is of another version or not finished, each with the remedy."""

@@ -370,6 +370,13 @@ class StaleVersion(Stale):
     """That was given, where it is told."""
 
 
+class StaleIdentity(Stale):
+    """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool anew."""
+
+    errno = errno.EACCES
+    wire_code = 225
+
+
 # -- Unavailable -----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
     directory = directory_of(pool)
     if directory is not None:
         try:
-            return decode_map(directory.poolmap.read_bytes()).nodes[0].endpoints
+            return decode_map(directory.poolmap.read_bytes()).node_by_id[directory.node].endpoints
         except OSError as error:
             raise from_os_error(error, f"read {directory.poolmap}") from error
     if "://" in pool:
@@ -46,6 +46,20 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
     return (f"stream://{pool}", f"grpc://{pool}")
 
 
+def identity_for(pool: str):
+    """What this command shows to the pool: that of its directory; None where `pool` is an address."""
+    from nvpool.base.config import load
+    from nvpool.wire.identity import identity_in
+    directory = directory_of(pool)
+    if directory is None:
+        return None
+    try:
+        pool_id = decode_map(directory.poolmap.read_bytes()).pool_id
+    except OSError as error:
+        raise from_os_error(error, f"read {directory.poolmap}") from error
+    return identity_in(directory.secret, pool_id, load(directory.node_toml).network.plain_text)
+
+
 async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True,
               endpoints: tuple[str, ...] = ()) -> Any:
     """The supervisor's answer, at `endpoints` where they are known better than from `pool`. Unavailable, with the remedy, when
@@ -55,7 +69,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
     from nvpool.wire.transport import Greeting
     endpoints = endpoints or endpoints_of(pool)
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
-    dialer = Dialer(Greeting("nvpool"), host_id=host_id())
+    dialer = Dialer(Greeting("nvpool", identity=identity_for(pool)), host_id=host_id())
     try:
         while True:
             try:
@@ -92,7 +106,9 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
     the pool's, or for who may not open its unix socket."""
     from nvpool.wire.v1 import pool_pb2, wire_pb2
     reply = await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
-    endpoints = decode_map(reply.map).nodes[0].endpoints  # the unix socket is among them
+    directory = directory_of(pool)
+    node = directory.node if directory is not None else 1
+    endpoints = decode_map(reply.map).node_by_id[node].endpoints  # the unix socket is among them
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
     reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,
                       endpoints=endpoints)

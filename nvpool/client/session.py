@@ -22,6 +22,7 @@ from nvpool.client.vfs import Vfs
 from nvpool.logic.poolmap import PoolMap
 from nvpool.wire import registry
 from nvpool.wire.dial import Dialer
+from nvpool.wire.identity import identity_in
 from nvpool.wire.transport import Greeting, Transport
 
 __all__ = ["Client", "ClientOptions"]
@@ -67,7 +68,11 @@ class Client:
                 directory = _directory(os.fspath(where))
                 if directory is not None:
                     pool_map = read_map_file(directory)
-                    options = options or configured(load(PoolDirectory(directory).node_toml).client)
+                    place = PoolDirectory(directory)
+                    config = load(place.node_toml)
+                    options = options or configured(config.client)
+                    greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
+                                                                      config.network.plain_text))
             options = options or ClientOptions()
             dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport))
             if not isinstance(pool_map, PoolMap):
@@ -78,6 +83,9 @@ class Client:
                 await dialer.close()
             raise
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
+        if greeting.identity is not None:
+            greeting.identity.update_members(pool_map.members)
+            view.changed.append(lambda newer: greeting.identity.update_members(newer.members))
         return cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
 
     async def _tick(self) -> None:

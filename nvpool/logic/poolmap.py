@@ -40,6 +40,29 @@ class Node(msgspec.Struct, frozen=True):
     host_id: str
     endpoints: tuple[str, ...]
     rack: str = ""
+    """Where set, replicas are kept apart by it."""
+    member: str = ""
+    """Whom its certificate names."""
+
+
+class JoinToken(msgspec.Struct, frozen=True):
+    """A right to join once. `hash`: SHA-256 of the token's secret in hex digits, so that who reads the map can not use it."""
+
+    hash: str
+    kind: str
+    ends_ms: int
+    used_by: str = ""
+    """Stands for the key of who has used it: the same may ask again when the answer was lost, until the token ends."""
+    member: str = ""
+    """Who that became."""
+
+
+class EtcdMember(msgspec.Struct, frozen=True):
+    """A member of the pool's own etcd on a node: host:port for clients and for its peers."""
+
+    node: int
+    client: str
+    peer: str
 
 
 class Drive(msgspec.Struct, frozen=True):
@@ -130,6 +153,11 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     shards: tuple[Shard, ...] = ()
     partitions: tuple[PartitionRange, ...] = ()
     moving: Moving = Moving()
+    members: tuple[str, ...] = ()
+    """Who is in: whose certificates are good. None at all: all that the authority has signed."""
+    tokens: tuple[JoinToken, ...] = ()
+    etcd: tuple[EtcdMember, ...] = ()
+    """Where the map is kept; empty: in the embedded coordinator of the first node, or in an etcd that is not the pool's own."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:
@@ -149,6 +177,10 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
         for part in self.partitions:
             owners[part.first:part.first + part.count] = [part.shard] * part.count
         return tuple(owners)
+
+    @cached_property
+    def node_by_id(self) -> dict[int, Node]:
+        return {node.id: node for node in self.nodes}
 
     def chain(self, table: int, chain: int) -> Chain:
         return self.table_by_id[table].chains[chain]

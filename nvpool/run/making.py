@@ -28,11 +28,13 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
+from nvpool.base.authority import Authority, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Network, parse
 from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, check_name, sync_directory, write_whole
 from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
 from nvpool.base.host import host_id
+from nvpool.base.identities import new_member
 from nvpool.base.mounts import mounts
 from nvpool.base.units import BLOCK_BYTES, MIB, PARTITION_COUNT, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
@@ -43,6 +45,7 @@ from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMa
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
 from nvpool.wire.endpoint import host_port_url
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE
 
 CAPACITY_BYTES_MIN = 64 * MIB
 MARKER = "being-made"
@@ -220,8 +223,9 @@ async def make_pool(request: dict) -> dict:
                 _remove(directory.path / name)
         for path in (directory.map, directory.shard(1), directory.run, directory.log, directory.path / "targets"):
             path.mkdir(parents=True, exist_ok=True)
-        directory.grant_key.parent.mkdir(mode=0o700)
+        directory.secret.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
+        member = found_authority(directory, pool_id, config.network.host)
         write_whole(directory.node_toml, request["config"].encode())
         if request.get("throw_away"):
             write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
@@ -239,11 +243,11 @@ async def make_pool(request: dict) -> dict:
                         for n, drive in enumerate(made, 1))
         first = PoolMap(
             format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
-            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2])),),
+            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]), member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
             shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4])),),
-            partitions=(PartitionRange(0, PARTITION_COUNT, 1),))
+            partitions=(PartitionRange(0, PARTITION_COUNT, 1),), members=(member,))
         for place in (directory.shard(1), directory.map):
             kv = await LmdbKv.open(place, LmdbOptions())
             if place == directory.map:
@@ -257,6 +261,18 @@ async def make_pool(request: dict) -> dict:
     finally:
         lock.release()
     return {"directory": str(directory.path), "pool_id": pool_id, "drives": made}
+
+
+def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
+    """The pool's certificate authority and this node's own certificate, in secret/; whom that names."""
+    authority = Authority.make(pool_id)
+    member = new_member("node", socket.gethostname())
+    asked = request_certificate()
+    for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),
+                                (KEY_FILE, asked.key, 0o600),
+                                (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, (host,)), 0o644)):
+        write_whole(directory.secret / name, content, mode)
+    return member
 
 
 def _begin(directory: PoolDirectory) -> str:

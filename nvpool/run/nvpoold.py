@@ -90,8 +90,9 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.directory import announcement
     from nvpool.cluster.embedded import EmbeddedCoordinator
     from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-    from nvpool.run.served import listen_on
+    from nvpool.run.served import follow_members, listen_on
     from nvpool.run.supervisor import Supervisor
+    from nvpool.wire.identity import identity_in
     from nvpool.wire.transport import Greeting
 
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,15 +106,18 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=fence)
     coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
     directory.keep_reserve()
-    supervisor = Supervisor(directory, config, coordinator, stop, failed)
+    pool_map = coordinator.pool_map
+    identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
+    greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity)
+    supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting)
     listeners = []
     try:
-        pool_map = coordinator.pool_map
+        follow_members(identity, pool_map)
         directory.make_socket_directory()
-        endpoints = pool_map.nodes[0].endpoints
+        endpoints = pool_map.node_by_id[directory.node].endpoints
         for endpoint in endpoints:
             handle = supervisor.handle if endpoint.startswith("stream+unix") else supervisor.handle_from_afar
-            listeners += await listen_on((endpoint,), Greeting("supervisor", pool_map.fingerprint), handle)
+            listeners += await listen_on((endpoint,), greeting, handle)
         directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
                                                       now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
         await supervisor.run()

@@ -25,6 +25,7 @@ from nvpool.run.awake import Awake
 from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run, start_log
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
@@ -132,7 +133,9 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
 
     async def serve(stop: Stop) -> None:
         pool_map = read_map(directory)
-        dialer = Dialer(Greeting(name, pool_map.fingerprint), host_id=host_id())
+        identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
+        greeting = Greeting(name, pool_map.fingerprint, identity=identity)
+        dialer = Dialer(greeting, host_id=host_id())
         opened = Opened(directory, number, config, pool_map, dialer, read_grant_key(directory))
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
@@ -147,12 +150,13 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             await service.start()
             directory.make_socket_directory()
             own = endpoints(pool_map)
-            listeners = await listen_on(own, Greeting(name, pool_map.fingerprint), handle)
+            follow_members(identity, pool_map)
+            listeners = await listen_on(own, greeting, handle)
             directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
                                                   now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             keep_supervised(directory, stop)
             log.info("serving at %s", ", ".join(own))
-            watching = asyncio.ensure_future(_watch_map(directory, dialer, pool_map, service))
+            watching = asyncio.ensure_future(_watch_map(directory, dialer, pool_map, service, identity))
             asked = asyncio.ensure_future(stop.asked.wait())
             await asyncio.wait([watching, asked, opened.failed], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
@@ -175,13 +179,21 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         lock.release()
 
 
-async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service) -> None:
-    """Give each newer map to the service, from the supervisor, or from poolmap.json while there is none."""
+def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:
+    """Let in who is in the pool by this map, and hang up on who is not any more."""
+    if identity is not None:
+        identity.update_members(pool_map.members)
+
+
+async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
+                     identity: Identity | None) -> None:
+    """Give each newer map to the service, from this node's supervisor, or from poolmap.json while there is none."""
+    node = directory.node
     while True:
         newer = None
         try:
             request = MapRequest(newer_than=pool_map.epoch, wait_s=_MAP_WAIT_S).SerializeToString()
-            reply = await dialer.call(pool_map.nodes[0].endpoints, POOL_MAP, request,
+            reply = await dialer.call(pool_map.node_by_id[node].endpoints, POOL_MAP, request,
                                       deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10)
             raw = MapReply.FromString(bytes(reply.message)).map
             newer = decode_map(raw) if raw else None
@@ -191,4 +203,5 @@ async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap
         if newer is not None and newer.epoch > pool_map.epoch:
             log.info("the pool map has epoch %d now", newer.epoch)
             pool_map = newer
+            follow_members(identity, pool_map)
             service.update_map(pool_map)

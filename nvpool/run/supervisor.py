@@ -37,11 +37,12 @@ from nvpool.base.errors import (
 from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
-from nvpool.cluster.coordinator import Coordinator
+from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map, target_restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
 from nvpool.run.making import endpoints_for, free_ports
+from nvpool.run.served import follow_members
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
@@ -62,7 +63,7 @@ log = logging.getLogger("nvpool.run.supervisor")
 
 class Supervisor:
     def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
-                 failed: asyncio.Future[None], node: int = 1):
+                 failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None):
         """`failed` gets an error when this process can not go on: `run` raises it."""
         self._directory = directory
         self._config = config
@@ -76,7 +77,9 @@ class Supervisor:
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
-        self._dialer = Dialer(Greeting("supervisor", coordinator.pool_map.fingerprint), host_id=host_id())
+        greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
+        self._identity = greeting.identity
+        self._dialer = Dialer(greeting, host_id=host_id())
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
@@ -89,12 +92,16 @@ class Supervisor:
         await self._know_this_host()
         self._start_missing()
         asked = asyncio.ensure_future(self._stop.asked.wait())
+        following = asyncio.ensure_future(self._follow_map())
         ready = asyncio.ensure_future(self._tell_when_ready())
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
-                await asyncio.wait([asked, self._failed, *self._keepers.values()], timeout=_LOOK_S,
+                await asyncio.wait([asked, self._failed, following, *self._keepers.values()], timeout=_LOOK_S,
                                    return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
+                    raise Bug("nobody follows the map any more")
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
@@ -104,8 +111,17 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, *self._keepers.values()):
+            for task in (asked, ready, following, *self._keepers.values()):
                 task.cancel()
+
+    async def _follow_map(self) -> None:
+        """What a new map means for this process."""
+        epoch = -1
+        while True:
+            newest = await self._coordinator.watch(epoch, WATCH_S_MAX)
+            if newest is not None:
+                epoch = newest.epoch
+                follow_members(self._identity, newest)
 
     async def close(self) -> None:
         for task in list(self._answers):

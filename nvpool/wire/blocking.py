@@ -16,6 +16,7 @@ from nvpool.base.errors import CorruptFrame, DeadlineExceeded, Disconnected, Inv
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.frame import HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.greeting import check_hello, encode_hello
+from nvpool.wire.identity import security
 from nvpool.wire.status import decode_error
 from nvpool.wire.stream_transport import set_socket_options
 from nvpool.wire.transport import Greeting
@@ -39,6 +40,8 @@ class BlockingConnection:
         self._reader = FrameReader(lambda *frame: self._frames.append(frame), lambda kind, number, count: None)
         try:
             where = parse_endpoint(endpoint)
+            if security(greeting.identity, where, endpoint) is not None:
+                raise Unreachable(f"{endpoint}: under TLS only by a loop")
             if where.scheme == "stream":
                 self._socket = socket.create_connection((where.host, where.port), patience_s)
             elif where.scheme == "stream+unix":

@@ -19,11 +19,24 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import BadConfiguration, Busy, CorruptFrame, Draining, InUse, NvpoolError, ProtocolMismatch, Unreachable
+from nvpool.base.errors import (
+    AccessDenied,
+    BadConfiguration,
+    Busy,
+    CorruptFrame,
+    Draining,
+    InUse,
+    NvpoolError,
+    ProtocolMismatch,
+    Stale,
+    Unreachable,
+)
+from nvpool.base.identities import dns_of
 from nvpool.wire.endpoint import host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
+from nvpool.wire.identity import Identity, member_at, member_of_uris, refusal_of, security
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Connection, Greeting, Handler, Listener, Peer
 from nvpool.wire.v1 import wire_pb2
@@ -57,6 +70,9 @@ _CLIENT_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enab
 
 _SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000))
 """Without so_reuseport 0 a second daemon on the port would silently take half of the connections."""
+
+_PROTOCOLS = ("h2",)
+"""Of ALPN (RFC 7301); gRPC speaks to nobody who has not named it."""
 
 _PAYLOAD_TAG = b"\x3a"
 """Field 7, length-delimited."""
@@ -140,11 +156,20 @@ class _Sending:
 class GrpcConnection(_Sending, Asker):
     """The asking end: a channel, one stream on it, a task that reads and one that writes."""
 
-    def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock) -> None:
-        Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False), clock)
+    def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock, identity: Identity | None = None,
+                 member: str = "") -> None:
+        """With `identity` over TLS, to `member` and nobody else."""
+        Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock)
         _Sending.__init__(self)
         self._greeting = greeting
-        self._channel = grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
+        if identity is None:
+            self._channel = grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
+        else:
+            shown = identity.shown
+            self._channel = grpc.aio.secure_channel(
+                target, grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate),
+                options=(*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", dns_of(identity.pool_id, member))))
+            identity.watch(self, member)
         self._stream = None
         self._tasks: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None
@@ -219,6 +244,10 @@ class GrpcConnection(_Sending, Asker):
             await asyncio.wait(self._tasks)
         await self._channel.close()
 
+    def revoked(self, error: NvpoolError) -> None:
+        _log.warning("connection with %s ended: %s", self.peer.name, error)
+        self._end(str(error))
+
     async def close(self) -> None:
         self._end("closed here")
         await asyncio.shield(self._ending)
@@ -268,12 +297,13 @@ class _Served(_Sending, Answerer):
             frame, _ = decode_frame(raw)
             if frame.kind != HELLO:
                 raise CorruptFrame(f"a frame of kind {frame.kind} before a greeting")
+            member = self._member()
             hello = check_hello(frame.message, greeting)
             if self._listener.closing:
                 raise Draining()
             if len(self._listener.connections) >= CONNECTIONS_MAX:
                 raise Busy(f"{greeting.name} has {CONNECTIONS_MAX} connections already")
-        except (ProtocolMismatch, Busy, Draining) as error:
+        except (ProtocolMismatch, Busy, Draining, AccessDenied, Stale) as error:
             self._complain(str(error))
             code, message = encode_error(error)
             await self._context.write(encode_frame(HELLO, 0, message, status=code))
@@ -281,9 +311,24 @@ class _Served(_Sending, Answerer):
         except (CorruptFrame, TimeoutError) as error:
             self._complain(str(error) or "no greeting came")
             return False
-        self.peer = self.peer._replace(name=hello.name)
+        self.peer = self.peer._replace(name=hello.name, member=member)
         await self._context.write(encode_frame(HELLO, 0, encode_hello(greeting)))
         return True
+
+    def _member(self) -> str:
+        """Who is at the other end by his certificate, which is watched from now on. AccessDenied, StaleIdentity."""
+        identity = self._listener.identity
+        if identity is None:
+            return ""
+        names = self._context.auth_context().get("x509_subject_alternative_name", ())
+        member = member_of_uris([name.decode(errors="replace") for name in names], identity.pool_id)
+        identity.admit(member)
+        identity.watch(self, member)
+        return member
+
+    def revoked(self, error: NvpoolError) -> None:
+        self._complain(str(error))
+        self._stop()
 
     async def _read_all(self) -> None:
         try:
@@ -327,9 +372,11 @@ class _Served(_Sending, Answerer):
 class GrpcListener:
     """transport.Listener over a grpc.aio server of one service."""
 
-    def __init__(self, greeting: Greeting, handler: Handler, clock: Clock) -> None:
+    def __init__(self, greeting: Greeting, handler: Handler, clock: Clock, identity: Identity | None = None) -> None:
+        """With `identity` over TLS. Strangers are not let in here, whatever the greeting says."""
         self.endpoint = ""
         self.greeting = greeting
+        self.identity = identity
         self.handler = handler
         self.clock = clock
         self.connections: set[_Served] = set()
@@ -344,7 +391,9 @@ class GrpcListener:
     async def start(self, endpoint: str) -> None:
         where = parse_endpoint(endpoint)
         try:
-            port = self._server.add_insecure_port(_target(where.host, where.port))
+            target = _target(where.host, where.port)
+            port = self._server.add_insecure_port(target) if self.identity is None else \
+                self._server.add_secure_port(target, _credentials(self.identity))
         except RuntimeError:  # the only one it raises: no address could be bound
             raise InUse(f"{endpoint}: the address is in use, or not one of this host") from None
         await self._server.start()
@@ -366,7 +415,9 @@ class GrpcTransport:
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
         where = parse_endpoint(endpoint)
-        connection = GrpcConnection(endpoint, _target(where.host, where.port), greeting, self._clock)
+        identity = security(greeting.identity, where, endpoint)
+        member = "" if identity is None else await self._whom(identity, endpoint, deadline_s)
+        connection = GrpcConnection(endpoint, _target(where.host, where.port), greeting, self._clock, identity, member)
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 await connection.start()
@@ -374,7 +425,9 @@ class GrpcTransport:
         except TimeoutError:
             raised: NvpoolError = Unreachable(f"nobody answers at {endpoint} in time")
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raised = Unreachable(f"nobody answers at {endpoint} ({_code_of(error)})")
+            trouble = "" if identity is None else identity.own_trouble()
+            raised = AccessDenied(f"{endpoint} hung up: {trouble}") if trouble else \
+                Unreachable(f"nobody answers at {endpoint} ({_code_of(error)})")
         except CorruptFrame as error:
             raised = Unreachable(f"{endpoint}: {error}")
         except NvpoolError as error:
@@ -386,12 +439,36 @@ class GrpcTransport:
             await connection.close()
         raise raised
 
+    async def _whom(self, identity: Identity, endpoint: str, deadline_s: float) -> str:
+        """Who serves there, and is in the pool."""
+        where = parse_endpoint(endpoint)
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                member = await member_at(identity, where.host, where.port, _PROTOCOLS)
+            identity.admit(member, as_server=True)
+            return member
+        except OSError as error:  # TimeoutError is one
+            if refusal := refusal_of(error):
+                raise AccessDenied(f"{endpoint}: {refusal}") from None
+            raise Unreachable(f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}") from None
+        except (AccessDenied, Stale) as error:
+            raise type(error)(f"{endpoint}: {error}") from None
+
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         if not parse_endpoint(endpoint).host:
             raise BadConfiguration(f"{endpoint!r} names no host")
-        listener = GrpcListener(greeting, handler, self._clock)
+        listener = GrpcListener(greeting, handler, self._clock, security(greeting.identity, parse_endpoint(endpoint), endpoint))
         await listener.start(endpoint)
         return listener
+
+
+def _credentials(identity: Identity) -> grpc.ServerCredentials:
+    """Of a server that shows what `identity` shows at the moment, and demands a certificate of the same authority."""
+    def shown() -> grpc.ServerCertificateConfiguration:
+        now = identity.shown
+        return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authority)
+
+    return grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=True)
 
 
 def _target(host: str, port: int) -> str:

@@ -6,6 +6,10 @@ copy. One frame that is malformed, too long or unknown ends its connection with 
 Both directions are bounded: the asking side keeps requests back while its socket is full, the answering side reads nothing
 while its answers are not taken or too many payload bytes are in work. A peer host that vanished is noticed by keepalive and
 TCP_USER_TIMEOUT within DEAD_PEER_S; a peer process that only hangs is left to the deadlines of requests.
+
+What leaves the host goes through the loop's TLS with both sides' certificates, as the greeting's identity says; frames and all
+else are the same then. The handshake of TLS 1.3 is over for the asking side before its certificate was looked at, so a refusal
+of it comes in place of the greeting; and by the TLS of uvloop and asyncio without a reason.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
+    AccessDenied,
     BadConfiguration,
     Busy,
     CorruptFrame,
@@ -37,6 +42,7 @@ from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.wire.greeting import HELLO_S, check_hello, encode_hello
+from nvpool.wire.identity import Identity, member_of, refusal_of, security
 from nvpool.wire.status import decode_error, encode_error
 from nvpool.wire.transport import Buffer, Connection, Greeting, Handler, Listener, Peer
 
@@ -61,6 +67,9 @@ DEAD_PEER_S = 10
 BACKLOG = 1024
 CONNECTIONS_MAX = 4096
 """Of one listener; each costs a receive buffer of LINEAR_BYTES. Further ones are told Busy."""
+
+TLS_GOODBYE_S = 5.0
+"""For what is still to be sent, and the goodbye of TLS, on a connection that is closed."""
 
 GATHER_IN_FLIGHT = 4
 """With this many requests in flight more are likely in this turn of the loop; their frames leave together at its end."""
@@ -116,6 +125,9 @@ class _End(asyncio.BufferedProtocol):
         self._end("the other side has closed the connection")
 
     def connection_lost(self, error: Exception | None) -> None:
+        refusal = refusal_of(error)
+        if refusal:
+            self._turned_away(AccessDenied(f"{self._who()}: {refusal}"))
         self._end(f"the connection was lost: {error.strerror or error}" if isinstance(error, OSError)
                   else "the connection was lost")
         self._reader.release()
@@ -176,6 +188,21 @@ class _End(asyncio.BufferedProtocol):
             self._transport.abort()
             await self._gone
 
+    def _member(self, identity: Identity, *, as_server: bool) -> str:
+        """Who is at the other end by his certificate, which is watched from now on; nothing where none was shown. AccessDenied,
+        StaleIdentity."""
+        member = member_of(self._transport.get_extra_info("peercert"), identity.pool_id)
+        if member:
+            identity.admit(member, as_server=as_server)
+            identity.watch(self, member)
+        return member
+
+    def revoked(self, error: NvpoolError) -> None:
+        self._end(str(error), logged=True)
+
+    def _turned_away(self, error: NvpoolError) -> None:
+        """One side's certificate was refused."""
+
     def _who(self) -> str:
         raise NotImplementedError
 
@@ -192,15 +219,24 @@ class _End(asyncio.BufferedProtocol):
 class StreamConnection(_End, Asker):
     """The asking end. Made by the transports' `connect`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
+                 identity: Identity | None = None) -> None:
+        """With `identity` over TLS."""
         Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
         _End.__init__(self, loop)
         self._greeting = greeting
+        self._identity = identity
         self.greeted = loop.create_future()
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self._linger(False)
+        if self._identity is not None:
+            try:
+                self.peer = self.peer._replace(member=self._member(self._identity, as_server=True))
+            except NvpoolError as error:
+                self._refused(type(error)(f"{self.peer.address}: {error}"))
+                return
         self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
 
     def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
@@ -221,8 +257,11 @@ class StreamConnection(_End, Asker):
             raise CorruptFrame(f"a frame of kind {kind} out of place")
 
     def _refused(self, error: NvpoolError) -> None:
-        self.greeted.set_exception(error)
+        if not self.greeted.done():
+            self.greeted.set_exception(error)
         self._end(str(error))
+
+    _turned_away = _refused
 
     def _place(self, kind, number, payload_bytes):
         return self._into(number, payload_bytes)
@@ -280,6 +319,12 @@ class _Served(_End, Answerer):
         connections = self._listener.connections
         connections.add(self)
         self._hello_timer = self._stream_loop.call_later(HELLO_S, self._end, "no greeting came", True)
+        if self._listener.identity is not None:
+            try:
+                self.peer = self.peer._replace(member=self._member(self._listener.identity, as_server=False))
+            except NvpoolError as error:
+                self._refuse(error)
+                return
         if len(connections) > CONNECTIONS_MAX:
             self._refuse(Busy(f"{self._listener.greeting.name} has {CONNECTIONS_MAX} connections already"))
 
@@ -347,9 +392,12 @@ class _Served(_End, Answerer):
 class StreamListener:
     """transport.Listener of both stream transports."""
 
-    def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock) -> None:
+    def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock,
+                 identity: Identity | None = None) -> None:
+        """With `identity` over TLS."""
         self.endpoint = ""
         self.greeting = greeting
+        self.identity = identity
         self.handler = handler
         self.local = local
         self.clock = clock
@@ -364,7 +412,8 @@ class StreamListener:
             self._path = (path, os.stat(path).st_ino)
             self._server = await self.loop.create_unix_server(lambda: _Served(self), sock=sock, backlog=BACKLOG)
         else:
-            self._server = await self.loop.create_server(lambda: _Served(self), sock=sock, backlog=BACKLOG)
+            self._server = await self.loop.create_server(lambda: _Served(self), sock=sock, backlog=BACKLOG,
+                                                         **_tls(self.identity, self.greeting, serving=True))
 
     async def close(self, drain_s: float = 0.0) -> None:
         if self._server is not None:
@@ -391,17 +440,22 @@ class StreamTransport:
         where = parse_endpoint(endpoint)
         loop = asyncio.get_running_loop()
         made: list[StreamConnection] = []
+        identity = security(greeting.identity, where, endpoint)
 
         def protocol() -> StreamConnection:
-            made.append(StreamConnection(loop, greeting, endpoint, self.scheme == "stream+unix", self._clock))
+            made.append(StreamConnection(loop, greeting, endpoint, self.scheme == "stream+unix", self._clock, identity))
             return made[0]
 
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
-                await self._open(loop, protocol, where)
+                await self._open(loop, protocol, where, _tls(identity, greeting, serving=False))
                 await asyncio.shield(made[0].greeted)
         except OSError as error:  # TimeoutError is one
             raise _as_ours(error, endpoint) from None
+        except Unreachable:
+            if identity is not None and (trouble := identity.own_trouble()):
+                raise AccessDenied(f"{endpoint} hung up: {trouble}") from None
+            raise
         finally:
             if made and not (made[0].greeted.done() and made[0].greeted.exception() is None):
                 if made[0]._transport is not None:
@@ -410,12 +464,13 @@ class StreamTransport:
                     made[0].greeted.exception()
         return made[0]
 
-    async def _open(self, loop, protocol, where: Endpoint) -> None:
-        await loop.create_connection(protocol, where.host, where.port)
+    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
+        await loop.create_connection(protocol, where.host, where.port, **tls)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         where = parse_endpoint(endpoint)
         loop = asyncio.get_running_loop()
+        identity = security(greeting.identity, where, endpoint)
         try:
             family, kind, protocol, _, address = (await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM,
                                                                          flags=socket.AI_PASSIVE))[0]
@@ -430,7 +485,7 @@ class StreamTransport:
                 raise
         except OSError as error:
             raise _listen_error(error, endpoint) from None
-        listener = StreamListener(greeting, handler, False, self._clock)
+        listener = StreamListener(greeting, handler, False, self._clock, identity)
         await listener.start(sock, host_port_url(self.scheme, where.host, sock.getsockname()[1]))
         return listener
 
@@ -441,7 +496,7 @@ class UnixStreamTransport(StreamTransport):
     scheme = "stream+unix"
     rank = 40
 
-    async def _open(self, loop, protocol, where: Endpoint) -> None:
+    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
         await loop.create_unix_connection(protocol, where.path)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
@@ -492,10 +547,22 @@ def set_socket_options(sock) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
 
 
+def _tls(identity: Identity | None, greeting: Greeting, *, serving: bool) -> dict:
+    """What the loop's create_connection and create_server want for it."""
+    if identity is None:
+        return {}
+    return {"ssl": identity.context(serving=serving, strangers=greeting.strangers), "ssl_handshake_timeout": HELLO_S,
+            "ssl_shutdown_timeout": TLS_GOODBYE_S}
+
+
 def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
+    if refusal := refusal_of(error):
+        return AccessDenied(f"{endpoint}: {refusal}")
     known = from_os_error(error, endpoint)
     if isinstance(known, TooManyOpen):
         return known
+    if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
+        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text)?")
     return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 

@@ -12,7 +12,10 @@ the receiver; the transport does not touch it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from nvpool.wire.identity import Identity
 
 Buffer = bytes | bytearray | memoryview
 
@@ -61,6 +64,8 @@ class Peer(NamedTuple):
     address: str
     local: bool
     """On this host (unix socket or in-process)."""
+    member: str = ""
+    """Who that is by his certificate, like node/alpha; nothing in plain text, and for a stranger where those are let in."""
 
 
 Handler = Callable[[Call], None]
@@ -118,6 +123,10 @@ class Greeting(NamedTuple):
     """Of the pool (PoolMap.fingerprint); empty on either side: not compared (a client that has no map yet)."""
     host_id: str = ""
     """Of the host that speaks; for transports that only work within one."""
+    identity: Identity | None = None
+    """Not said, but shown: our certificate, and whom we let in. Without one nothing leaves this host."""
+    strangers: bool = False
+    """Of who listens: who shows no certificate is served too, as a peer without a `member`. The handler decides what it may."""
 
 
 class Transport(Protocol):
@@ -127,7 +136,8 @@ class Transport(Protocol):
     """The higher is preferred when both ends have it."""
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
-        """Unreachable when nobody answers there by deadline_s; ProtocolMismatch as the other side says."""
+        """Unreachable when nobody answers there by deadline_s; ProtocolMismatch as the other side says. AccessDenied when one
+        side's certificate is refused, or plain text would leave the host; StaleIdentity when one side's is not in the pool."""
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         """InUse when the address is taken."""

@@ -28,6 +28,7 @@ from nvpool.base.errors import (
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
 from nvpool.wire import greeting, registry, stream_transport
 from nvpool.wire.frame import CANCEL, HEADER, HELLO, REPLY, REQUEST, pack_head
+from nvpool.wire.identity import PLAIN_TEXT
 from nvpool.wire.transport import IN_FLIGHT_MAX, Greeting
 from nvpool.wire.v1 import wire_pb2
 
@@ -436,7 +437,7 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
 @pytest.mark.parametrize("endpoint", ["stream://192.0.2.1:1", "carrier-pigeon://coop:1"])
 @on_a_loop
 async def test_an_address_that_is_none_of_this_host_is_a_mistake_in_the_configuration(endpoint):
-    await refused(BadConfiguration, registry.listen(endpoint, US, echo))
+    await refused(BadConfiguration, registry.listen(endpoint, US._replace(identity=PLAIN_TEXT), echo))
 
 
 @on_a_loop

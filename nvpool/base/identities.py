@@ -1,0 +1,44 @@
+"""The names of the members of a pool: node/NAME, client/NAME, bridge/NAME, and how certificates write them.
+
+Called by whoever makes certificates (base/authority) and whoever looks at them (wire/). A name is given once in the life of a
+pool, so that one that was taken away never comes back with somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import InvalidRequest
+
+_MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
+
+
+def check_member(member: str) -> None:
+    """InvalidRequest unless it is KIND/NAME."""
+    if not _MEMBER.fullmatch(member):
+        raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
+
+
+def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK) -> str:
+    """A member that never was: `name`, as far as a certificate takes it, and random digits behind it."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48] or kind
+    return f"{kind}/{plain}.{clock.secret(4).hex()}"
+
+
+def uri_of(pool_id: str, member: str) -> str:
+    return f"nvpool://{pool_id}/{member}"
+
+
+def dns_of(pool_id: str, member: str) -> str:
+    """The name that gRPC and etcd look for: a label has at most 63 letters, and a member may have more."""
+    label = hashlib.sha256(member.encode()).hexdigest()[:32]
+    return f"{label}.{pool_id[:32]}.nvpool"
+
+
+def member_in(uri: str) -> tuple[str, str] | None:
+    """(pool, member) of what uri_of makes, None for any other URI."""
+    scheme, _, rest = uri.partition("://")
+    pool_id, _, member = rest.partition("/")
+    return (pool_id, member) if scheme == "nvpool" and pool_id and _MEMBER.fullmatch(member) else None

@@ -1,0 +1,309 @@
+"""Transports under TLS: the whole contract, and everybody who must not come in does not, over real connections."""
+
+import asyncio
+import logging
+import socket
+
+import pytest
+import uvloop
+
+from nvpool.base.authority import Authority, request_certificate
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
+from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, Kept, Subject, echo, refused, soon, until
+from nvpool.wire import registry
+from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.identity import PLAIN_TEXT, Identity, Shown, authority_known, leaves_host
+
+POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+AUTHORITY, STRANGE = Authority.make(POOL), Authority.make(POOL)
+SCHEMES = ("stream", "grpc")
+ENDING_S = 5.0
+
+
+def shown(member: str, *, pool: str = POOL, authority: Authority = AUTHORITY, knows: Authority | None = None,
+          lives_s: float = 3600.0) -> Shown:
+    made = request_certificate()
+    return Shown((knows or authority).certificate, authority.sign(made.request, pool, member, lives_s=lives_s), made.key)
+
+
+def identity(member: str, **other) -> Identity:
+    return Identity(POOL, shown(member, **other), on_loopback=True)
+
+
+NODE, CLIENT_ID = identity("node/alpha"), identity("client/ws1")
+
+
+class Secured:
+    """A transport that greets with certificates, for checks that know of none."""
+
+    def __init__(self, scheme: str) -> None:
+        self._transport = registry.transport(scheme)
+
+    async def connect(self, endpoint, greeting, *, deadline_s):
+        return await self._transport.connect(endpoint, greeting._replace(identity=CLIENT_ID), deadline_s=deadline_s)
+
+    async def listen(self, endpoint, greeting, handler):
+        return await self._transport.listen(endpoint, greeting._replace(identity=NODE), handler)
+
+
+def run(main) -> None:
+    async def whole():
+        async with asyncio.timeout(60):
+            await main
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, left = await asyncio.wait(left, timeout=ENDING_S)
+        assert not left, f"left behind: {left}"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(whole())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_transport_keeps_the_contract_under_tls(scheme, check):
+    run(check(Subject(Secured(scheme), f"{scheme}://127.0.0.1:0")))
+
+
+async def _serve(scheme: str, server: Identity, handler=echo, strangers: bool = False):
+    return await registry.transport(scheme).listen(f"{scheme}://127.0.0.1:0",
+                                                   SERVER._replace(identity=server, strangers=strangers), handler)
+
+
+async def _meet(scheme: str, listener, client: Identity | None):
+    greeting = CLIENT._replace(identity=client)
+    return await registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
+
+
+async def _ask(scheme: str, listener, client: Identity | None):
+    connection = await _meet(scheme, listener, client)
+    reply = await connection.call(1, b"hello", deadline_s=soon())
+    assert reply.message == b"hello"
+    return connection
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_each_side_knows_whom_it_has_met(scheme):
+    async def main():
+        kept = Kept()
+        listener = await _serve(scheme, NODE, kept)
+        connection = await _meet(scheme, listener, CLIENT_ID)
+        task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
+        call, = await kept.count(1)
+        assert call.peer.member == "client/ws1" and connection.peer.member == "node/alpha"
+        call.reply()
+        await task
+        await connection.close()
+        await listener.close()
+
+    run(main())
+
+
+STRANGERS = {
+    "another authority's": (lambda: _unchecked("client/x", authority=STRANGE, knows=AUTHORITY), "not signed by"),
+    "one that has ended": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
+    "another pool's": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
+}
+
+
+def _unchecked(member: str, **other) -> Identity:
+    """With a certificate that it would not take for its own."""
+    found = identity(member)
+    found.replace(shown(member, **other))
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("which", STRANGERS)
+def test_a_client_with_a_wrong_certificate_is_told_why_and_is_not_served(scheme, which):
+    async def main():
+        make, words = STRANGERS[which]
+        served = []
+        listener = await _serve(scheme, NODE, lambda call: served.append(call) or echo(call))
+        assert words in str(await refused(AccessDenied, _ask(scheme, listener, make())))
+        assert not served
+        good = await _ask(scheme, listener, CLIENT_ID)
+        await good.close()
+        await listener.close()
+
+    run(main())
+
+
+SERVERS = {
+    "another authority's": (lambda: _unchecked("node/x", authority=STRANGE, knows=AUTHORITY), "not signed by"),
+    "one that has ended": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
+    "another pool's": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
+    "a client's": (lambda: identity("client/x"), ""),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("which", SERVERS)
+def test_a_server_with_a_wrong_certificate_is_sent_nothing(scheme, which):
+    async def main():
+        make, words = SERVERS[which]
+        served = []
+        listener = await _serve(scheme, make(), lambda call: served.append(call) or echo(call))
+        error = await refused(AccessDenied, _ask(scheme, listener, CLIENT_ID))
+        assert words in str(error) and not served
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_who_is_not_in_the_map_is_refused_by_either_side(scheme):
+    async def main():
+        server, client = identity("node/alpha"), identity("client/ws1")
+        listener = await _serve(scheme, server)
+        server.update_members(["node/alpha"])
+        assert "client/ws1" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        server.update_members(["node/alpha", "client/ws1"])
+        client.update_members(["client/ws1", "node/beta"])
+        assert "node/alpha" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        client.update_members(["client/ws1", "node/alpha"])
+        await (await _ask(scheme, listener, client)).close()
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_connection_ends_when_the_other_side_leaves_the_map(scheme, side):
+    async def main():
+        server, client, other = identity("node/alpha"), identity("client/ws1"), identity("client/ws2")
+        kept = Kept()
+        listener = await _serve(scheme, server, kept)
+        connections = [await _meet(scheme, listener, who) for who in (client, other)]
+        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections]
+        calls = {call.peer.member: call for call in await kept.count(2)}
+        if side == "server":
+            server.update_members(["node/alpha", "client/ws2"])
+        else:
+            client.update_members(["client/ws1"])
+        await refused(Disconnected, tasks[0])
+        await until(lambda: connections[0].closed and calls["client/ws1"].cancelled)
+        calls["client/ws2"].reply(b"still here")
+        assert (await tasks[1]).message == b"still here"
+        for connection in connections:
+            await connection.close()
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_plain_text_and_tls_do_not_mix(scheme):
+    async def main():
+        listener = await _serve(scheme, NODE)
+        await refused((Unreachable, AccessDenied), _ask(scheme, listener, None))
+        await listener.close()
+        listener = await _serve(scheme, PLAIN_TEXT)
+        assert "plain text" in str(await refused((AccessDenied, Unreachable), _ask(scheme, listener, CLIENT_ID)))
+        await listener.close()
+
+    run(main())
+
+
+def test_without_a_certificate_a_stranger_is_let_in_only_where_that_is_wanted(caplog):
+    async def main():
+        kept = Kept()
+        joiner = identity("client/none")
+        joiner._asking = authority_known(AUTHORITY.certificate)
+        listener = await _serve("stream", NODE, kept)
+        await refused(Unreachable, _ask("stream", listener, joiner))
+        assert not kept.calls
+        await listener.close()
+        listener = await _serve("stream", NODE, kept, strangers=True)
+        task = asyncio.ensure_future(_ask("stream", listener, joiner))
+        call, = await kept.count(1)
+        assert call.peer.member == "" and not call.peer.local
+        call.reply(b"hello")
+        await (await task).close()
+        # a wrong certificate is worse than none
+        wrong = _unchecked("client/x", authority=STRANGE, knows=AUTHORITY)
+        await refused(AccessDenied, _ask("stream", listener, wrong))
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_renewed_certificate_is_shown_from_the_next_connection_on(scheme):
+    async def main():
+        server, client = _unchecked("node/alpha", lives_s=-60), identity("client/ws1")
+        listener = await _serve(scheme, server)
+        await refused(AccessDenied, _ask(scheme, listener, client))
+        server.replace(shown("node/alpha"))
+        first = await _ask(scheme, listener, client)
+        await first.close()
+        await listener.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\x16\x03\x01\x02\x00" + bytes(512)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
+    async def main():
+        listener = await _serve(scheme, NODE)
+        where = parse_endpoint(listener.endpoint)
+        socks = [socket.create_connection((where.host, where.port)) for _ in range(5)]
+        for sock in socks:
+            sock.sendall(noise)
+        for sock in socks[1:]:
+            sock.close()
+        async with asyncio.timeout(PATIENCE_S):
+            connection = await _ask(scheme, listener, CLIENT_ID)
+        socks[0].close()
+        await connection.close()
+        await listener.close()
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_leaves_the_host_in_plain_text_unless_that_was_said(scheme):
+    async def main():
+        away = f"{scheme}://192.0.2.1:9"  # TEST-NET-1 (RFC 5737)
+        transport = registry.transport(scheme)
+        error = await refused(AccessDenied, transport.connect(away, CLIENT, deadline_s=soon()))
+        assert "plain_text" in str(error)
+        await refused(AccessDenied, transport.listen(f"{scheme}://0.0.0.0:0", SERVER, echo))
+        listener = await transport.listen(f"{scheme}://0.0.0.0:0", SERVER._replace(identity=PLAIN_TEXT), echo)
+        await listener.close()
+        await refused(Unreachable, transport.connect(away, CLIENT._replace(identity=PLAIN_TEXT),
+                                                     deadline_s=SYSTEM_CLOCK.boottime_s() + 0.1))
+
+    run(main())
+
+
+@pytest.mark.parametrize(("url", "leaves"), [
+    ("stream://127.0.0.1:1", False), ("stream://127.8.0.1:1", False), ("stream://[::1]:1", False),
+    ("stream://localhost:1", False),
+    ("stream://10.0.0.1:1", True), ("grpc://[fe80::1]:1", True), ("stream://alpha:1", True), ("stream://0.0.0.0:1", True),
+    ("stream+unix:///run/x", False), ("inproc://x", False), ("stream://127.0.0.1.example.org:1", True)])
+def test_what_leaves_the_host(url, leaves):
+    assert leaves_host(parse_endpoint(url)) is leaves
+
+
+def test_the_authority_signs_only_what_is_asked_for_properly():
+    made = request_certificate()
+    for member in ("node/", "admin/x", "node/a b", "node/../x", "client/" + "x" * 81):
+        with pytest.raises(InvalidRequest):
+            AUTHORITY.sign(made.request, POOL, member)
+    for wrong in (b"", b"x", made.request.replace(b"A", b"B", 1), made.key):
+        with pytest.raises(InvalidRequest):
+            AUTHORITY.sign(wrong, POOL, "client/x")
+
+
+def test_an_own_certificate_that_nobody_would_take_is_found_out_at_once():
+    with pytest.raises(BadConfiguration, match="has ended"):
+        identity("client/x", lives_s=-60)
+    with pytest.raises(BadConfiguration, match="can not be used"):
+        Identity(POOL, shown("client/x")._replace(key=request_certificate().key))
+    with pytest.raises(AccessDenied, match="for the pool"):
+        identity("client/x", pool=OTHER)
