@@ -13,14 +13,14 @@ import msgspec
 from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleLease
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, changed
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, changed
 
 Make = Callable[[], Awaitable[Coordinator]]
 
 
 def first_map() -> PoolMap:
     targets = tuple(Target(n, n, 1, n << 30, (f"inproc://target-{n}",)) for n in (1, 2))
-    return PoolMap(1, "pool-of-the-contract", "test", 1, Settings(), (Node(1, "here", "host", ("inproc://node",)),),
+    return PoolMap(MAP_FORMAT, "pool-of-the-contract", "test", 1, Settings(), (Node(1, "here", "host", ("inproc://node",)),),
                    tuple(Drive(n, 1, f"/drive/{n}", n << 30) for n in (1, 2)), targets, (build_table(targets, 1),),
                    (Shard(1, 1, ("inproc://meta-1",)),), (PartitionRange(0, 4096, 1),))
 
