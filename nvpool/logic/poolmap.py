@@ -40,7 +40,6 @@ class Node(msgspec.Struct, frozen=True):
     host_id: str
     endpoints: tuple[str, ...]
     rack: str = ""
-    """Where set, replicas are kept apart by it."""
     member: str = ""
     """Whom its certificate names."""
 
