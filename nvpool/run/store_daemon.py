@@ -40,7 +40,8 @@ async def _open(opened: Opened) -> StoreService:
     service = StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
                            refresh_map=lambda: service.update_map(read_map(opened.directory)),
                            handover_path=path_beside(paths[0]) if paths else "",
-                           handover_group=_group(configured.short_cut_group), dialer=opened.dialer)
+                           handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
+                           resync_bytes_per_s=configured.resync_rate, on_fail=opened.fail)
     return service
 
 

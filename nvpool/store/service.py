@@ -40,10 +40,12 @@ from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
+from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
+from nvpool.store.upkeep import RESYNC_BYTES_PER_S, Upkeep
 from nvpool.store.writes import WRITE, WriteBatch
 from nvpool.wire.codec import (
     LOCATE_BYTES_MAX,
@@ -72,10 +74,11 @@ TEND_S = 1.0
 class StoreService:
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
-                 dialer: Dialer | None = None):
+                 dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
+                 on_fail: Callable[[str], None] = lambda reason: None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
         processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
-        no part in chains with others."""
+        no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
         self.store = store
         self.target = target
         self._secret = grant_secret
@@ -95,12 +98,17 @@ class StoreService:
         self._handover_path, self._handover_group = handover_path, handover_group
         self._handover: Handover | None = None
         self.replica = Replica(store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None))
+        self._giving = giving = Giving(store, self.replica, target, parse=self._parse, authority=self._authority,
+                                       later=self._later, busy=lambda: self.waiting)
+        self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
+                                                         bytes_per_s=resync_bytes_per_s, busy=lambda: self.waiting)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
             Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
             Method.DATA_PEER_WRITE: self._peer_write,
+            Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -148,6 +156,8 @@ class StoreService:
         reads, self._reads = self._reads, set()
         for call in reads:
             call.fail(Draining())
+        if self.upkeep is not None:
+            await self.upkeep.close()
         for task in [*self._tasks, *([self._tending] if self._tending else [])]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -168,6 +178,9 @@ class StoreService:
                     if old is None or old.chains[number] != chain:
                         self._changed_at[number] = pool_map.epoch
         self.replica.update_map(pool_map)
+        self._giving.update_map(pool_map)
+        if self.upkeep is not None:
+            self.upkeep.update_map(pool_map)
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -235,6 +248,11 @@ class StoreService:
             for inode, index in chunks():
                 if self._changed_at.get(chain_of(inode, index), 0) > epoch:
                     raise StaleEpoch
+
+    @property
+    def waiting(self) -> bool:
+        """Whether requests wait here that are no other target's who catches up."""
+        return bool(self._reads) or len(self._tasks) > self._giving.active
 
     # -- grants ------------------------------------------------------------------------------------------------------
 
@@ -433,7 +451,11 @@ class StoreService:
         self._later(call, self._do_cut(call, request))
 
     async def _do_cut(self, call: Call, request: pb.CutRequest) -> None:
-        freed = await self.replica.cut(request.inode, request.size, request.cut, request.chunk_bits, request.end)
+        what = request.inode, request.size, request.cut, request.chunk_bits, request.end
+        if self.upkeep is not None:
+            self.upkeep.resync.guard.cut(*what)
+        with self._giving.cutting(request.inode):
+            freed = await self.replica.cut(*what)
         call.reply(pb.CutReply(map_epoch=self._epoch, bytes=freed).SerializeToString())
 
     def _remove(self, call: Call) -> None:
@@ -444,7 +466,10 @@ class StoreService:
         self._later(call, self._do_remove(call, request))
 
     async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
-        chunks, byte_count = await self.replica.remove([inode for inode, in struct.iter_unpack("<Q", request.inodes)])
+        inodes = [inode for inode, in struct.iter_unpack("<Q", request.inodes)]
+        if self.upkeep is not None:
+            self.upkeep.resync.guard.removed(inodes)
+        chunks, byte_count = await self.replica.remove(inodes)
         call.reply(pb.RemoveReply(map_epoch=self._epoch, chunks=chunks, bytes=byte_count).SerializeToString())
 
     def _describe(self, call: Call) -> None:

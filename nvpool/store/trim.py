@@ -232,7 +232,8 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
             whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
             segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
             if segments:
-                head = Head(store.next_version(chunk, store.index.inode(inode), 0, 0), chunk.cut, chunk.requests, chunk.table)
+                # The next one, whatever the floor is: other targets that cut the chunk give it the same.
+                head = Head(chunk.version + 1, chunk.cut, chunk.requests, chunk.table)
                 store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:

@@ -246,7 +246,7 @@ class WholeChunks:
             except asyncio.CancelledError:
                 await asyncio.wait([writing])
                 raise
-            self._written += len(copy.content)
+            self.written += len(copy.content)
         else:
             self.write_runs(runs, [copy.content])
 

@@ -44,6 +44,7 @@ DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.
         wire_pb2.DATA_REMOVE: data_pb2.RemoveRequest, wire_pb2.DATA_DESCRIBE: data_pb2.DescribeRequest,
         wire_pb2.DATA_LIST: data_pb2.ListRequest, wire_pb2.DATA_SCRUB: data_pb2.ScrubRequest,
         wire_pb2.DATA_EXTENTS: data_pb2.ExtentsRequest, wire_pb2.DATA_COPY: data_pb2.CopyRequest,
+        wire_pb2.DATA_VERSIONS: data_pb2.VersionsRequest, wire_pb2.DATA_FETCH: data_pb2.FetchRequest,
         wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
 POOL = {wire_pb2.POOL_MAP: pool_pb2.MapRequest, wire_pb2.POOL_STATUS: pool_pb2.PoolStatusRequest,
         wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest}

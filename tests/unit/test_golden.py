@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nvpool.base import grants, ids
 from nvpool.base.ids import RequestId
+from nvpool.logic.chainset import ChainSet, encode_chains
 from nvpool.logic.layout import Layout
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import (
@@ -22,6 +23,8 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
+from nvpool.store.chunkstore import ChunkCopy, InodeCut
+from nvpool.store.fetching import CHUNK_VERSION, INODE_CUT, WANTED, encode_copy
 from nvpool.store.service import EXTENT
 from nvpool.wire import codec
 from nvpool.wire.entries import pack_entry
@@ -30,7 +33,7 @@ from nvpool.wire.v1 import data_pb2, meta_pb2
 GOLDEN = Path(__file__).parents[1] / "golden"
 INODE = ids.inode_number(0x123, 0x4_5678_9ABC_DEF0)
 SESSION = 0x0001_0000_0000_0005
-NAMED_WITHOUT_EPOCH = {"ChunkDescription", "BadBlock", "DataStatusRequest", "DataStatusReply"}
+NAMED_WITHOUT_EPOCH = {"ChunkDescription", "BadBlock", "FetchedChunk", "DataStatusRequest", "DataStatusReply"}
 """Parts of messages; and the status of a process, which has none of the pool in it."""
 
 
@@ -84,6 +87,19 @@ def messages() -> dict[str, str]:
         "CopyRequest": data_pb2.CopyRequest(map_epoch=epoch, target=2, read_grant=a_grant(), write_grant=a_grant(),
                                             from_inode=INODE, from_index=7, from_offset=4096, inode=1, index=2, offset=8192,
                                             length=12288, cut=5, session=SESSION, slot=63, sequence=77),
+        "VersionsRequest": data_pb2.VersionsRequest(map_epoch=epoch, target=2, authority=a_grant(),
+                                                    chains=encode_chains(ChainSet([(1, 0), (2, 9), (2, 1023)])), begun=True,
+                                                    after_inode=INODE, after_index=7, limit=100),
+        "VersionsReply": data_pb2.VersionsReply(map_epoch=epoch, more=True,
+                                                chunks=CHUNK_VERSION.pack(INODE, 7, 3, ids.version(7, 9), 5, 2),
+                                                inodes=INODE_CUT.pack(INODE, 6, ids.version(6, 1), 20),
+                                                end_inode=INODE, end_index=7, busy=True, used_bytes=1 << 40),
+        "FetchRequest": data_pb2.FetchRequest(map_epoch=epoch, target=2, authority=a_grant(),
+                                              chunks=WANTED.pack(INODE, 7, 2, 1024, 512)),
+        "FetchReply": data_pb2.FetchReply(map_epoch=epoch, busy=True, chunks=[encode_copy(
+            ChunkCopy(INODE, 7, ids.version(7, 9), 2, 5, ((SESSION, 63, 77),), InodeCut(INODE, 6, ids.version(6, 1), 20),
+                      ((0, 1), (5, 2)), b"aaaabbbbcccc", bytes(3 * 4096), (5,), True), True),
+            data_pb2.FetchedChunk(inode=1, index=2, status=402)]),
         "CopyReply": data_pb2.CopyReply(map_epoch=epoch, version=ids.version(7, 10), bytes=8192),
         "AllocateRequest": meta_pb2.AllocateRequest(change=change, inode=INODE, offset=4096, length=8192, punch=True, grow=True,
                                                     rights=3),

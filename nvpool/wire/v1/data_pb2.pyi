@@ -374,6 +374,102 @@ class ScrubReply(_message.Message):
     mended: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., blocks: _Optional[int] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., map_epoch: _Optional[int] = ..., mended: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class VersionsRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "chains", "begun", "after_inode", "after_index", "limit")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_INODE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    chains: bytes
+    begun: bool
+    after_inode: int
+    after_index: int
+    limit: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., chains: _Optional[bytes] = ..., begun: _Optional[bool] = ..., after_inode: _Optional[int] = ..., after_index: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class VersionsReply(_message.Message):
+    __slots__ = ("map_epoch", "chunks", "inodes", "more", "end_inode", "end_index", "busy", "used_bytes")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    END_INODE_FIELD_NUMBER: _ClassVar[int]
+    END_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    chunks: bytes
+    inodes: bytes
+    more: bool
+    end_inode: int
+    end_index: int
+    busy: bool
+    used_bytes: int
+    def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[bytes] = ..., inodes: _Optional[bytes] = ..., more: _Optional[bool] = ..., end_inode: _Optional[int] = ..., end_index: _Optional[int] = ..., busy: _Optional[bool] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "chunks")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    chunks: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., chunks: _Optional[bytes] = ...) -> None: ...
+
+class FetchedChunk(_message.Message):
+    __slots__ = ("inode", "index", "status", "pending", "version", "table", "cut", "requests", "inode_cut", "floor", "chunk_bits", "runs", "checksums", "bad", "more")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    INODE_CUT_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    index: int
+    status: int
+    pending: bool
+    version: int
+    table: int
+    cut: int
+    requests: bytes
+    inode_cut: int
+    floor: int
+    chunk_bits: int
+    runs: bytes
+    checksums: bytes
+    bad: _containers.RepeatedScalarFieldContainer[int]
+    more: bool
+    def __init__(self, inode: _Optional[int] = ..., index: _Optional[int] = ..., status: _Optional[int] = ..., pending: _Optional[bool] = ..., version: _Optional[int] = ..., table: _Optional[int] = ..., cut: _Optional[int] = ..., requests: _Optional[bytes] = ..., inode_cut: _Optional[int] = ..., floor: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., runs: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., bad: _Optional[_Iterable[int]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("map_epoch", "chunks", "busy")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    chunks: _containers.RepeatedCompositeFieldContainer[FetchedChunk]
+    busy: bool
+    def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FetchedChunk, _Mapping]]] = ..., busy: _Optional[bool] = ...) -> None: ...
+
 class DataStatusRequest(_message.Message):
     __slots__ = ("target",)
     TARGET_FIELD_NUMBER: _ClassVar[int]

@@ -23,6 +23,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_EXTENTS: _ClassVar[Method]
     DATA_COPY: _ClassVar[Method]
     DATA_PEER_WRITE: _ClassVar[Method]
+    DATA_VERSIONS: _ClassVar[Method]
+    DATA_FETCH: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -76,6 +78,8 @@ DATA_LOCATE: Method
 DATA_EXTENTS: Method
 DATA_COPY: Method
 DATA_PEER_WRITE: Method
+DATA_VERSIONS: Method
+DATA_FETCH: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method

@@ -1,0 +1,37 @@
+"""What a store does for its chains beside serving: it catches up with those that it joins.
+
+Made by store/service; what it tells goes to whoever reports to the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.units import MIB
+from nvpool.logic.poolmap import PoolMap
+from nvpool.store.chunkstore import ChunkStore
+from nvpool.store.others import OtherTargets
+from nvpool.store.resync import Resync
+from nvpool.store.throttle import Throttle
+from nvpool.store.peers import Dialer
+
+RESYNC_BYTES_PER_S = 128 * MIB
+"""A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_rate."""
+
+
+class Upkeep:
+    def __init__(self, store: ChunkStore, target: int, dialer: Dialer, secret: bytes, clock: Clock, *,
+                 bytes_per_s: float = RESYNC_BYTES_PER_S, busy: Callable[[], bool] = bool,
+                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+        """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself."""
+        self.others = OtherTargets(dialer, secret, clock)
+        self.throttle = Throttle(bytes_per_s, clock, busy)
+        self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        self.others.update_map(pool_map)
+        self.resync.update_map(pool_map)
+
+    async def close(self) -> None:
+        await self.resync.close()
