@@ -51,6 +51,9 @@ class Guard:
         return not any(number > copy.known.cut and first <= copy.index <= last
                        for number, first, last in self._cuts.get(copy.inode, ()))
 
+    def has_cut(self, inode: int) -> bool:
+        return inode in self._cuts
+
     def forget(self) -> None:
         self._cuts.clear()
         self._removed.clear()

@@ -262,7 +262,7 @@ class Resync:
         there: list[ChunkVersion] = []
         while one.page and (end is None or one.page[0][:2] <= end):
             there.append(one.page.popleft())
-        copies, removals = _differing(there, here.chunks)
+        copies, removals = _differing(there, here.chunks, self.guard.has_cut)
         one.differing.extend(copies)
         one.differing.extendleft(removals)  # first, since they make room
         one.seen_blocks += sum([chunk.blocks for chunk in there])
@@ -343,9 +343,10 @@ class Resync:
             log.error("target %d can not copy %s", self._target, one.damaged[chunk])
             return False
         now = self._store.state(chunk.inode, chunk.index)
-        if now.version == found.copy.version:
+        allowed = self.guard.allows(found.copy)
+        if now.version == found.copy.version and allowed:
             return False  # it has come meanwhile
-        if found.pending or now != before or not self.guard.allows(found.copy):
+        if found.pending or now != before or not allowed:
             one.again.append(chunk)
             return False
         return True
@@ -394,9 +395,10 @@ class Resync:
             if found.damage is not None:
                 raise found.damage
             now = self._store.state(inode, index)
-            if now.version == found.copy.version:
+            allowed = self.guard.allows(found.copy)
+            if now.version == found.copy.version and allowed:
                 return now.version
-            if now == before and self.guard.allows(found.copy) and (await self._store.install([(found.copy, before)]))[0]:
+            if now == before and allowed and (await self._store.install([(found.copy, before)]))[0]:
                 return found.copy.version
             if now.version > before.version:
                 return now.version
@@ -436,12 +438,14 @@ class Resync:
         return max(0, one.used_bytes * len(one.chains) // max(1, held) - one.seen_blocks * BLOCK_BYTES)
 
 
-def _differing(there: Iterable[ChunkVersion], here: Iterable[ChunkVersion]) -> tuple[list[_Differing], list[_Differing]]:
-    """The chunks whose versions differ or are missing here, and those that are missing there; version 0 is like none."""
+def _differing(there: Iterable[ChunkVersion], here: Iterable[ChunkVersion],
+               has_cut: Callable[[int], bool]) -> tuple[list[_Differing], list[_Differing]]:
+    """The chunks whose versions differ or are missing here, and those that are missing there; version 0 is like none. A cut
+    makes the next version of whatever it meets, so those of inodes that were cut here tell nothing yet."""
     ours = {chunk[:2]: chunk for chunk in here}
     found = []
     for chunk in there:
         own = ours.pop(chunk[:2], None)
-        if own is None or own.version != chunk.version or not chunk.version:
+        if own is None or own.version != chunk.version or not chunk.version or has_cut(chunk.inode):
             found.append(_Differing(chunk.inode, chunk.index, chunk.table or (own.table if own else 1), chunk.blocks))
     return found, [_Differing(chunk.inode, chunk.index, chunk.table or 1, 0) for chunk in ours.values()]

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from test_store_damage import leak, mended, unmark
 
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import Fenced, NoSpace
-from nvpool.base.ids import RequestId
+from nvpool.base.ids import RequestId, version
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.store.allocator import Waiting
 from nvpool.store.block_chunkstore import BlockChunkStore
-from nvpool.store.chunkstore import StoreOptions
+from nvpool.store.chunkstore import InodeCut, StoreOptions
 from nvpool.store.device import MemoryDevice
 from nvpool.store.reads import READ
 from nvpool.store.records import segment_key
@@ -359,9 +360,14 @@ async def _history(seed, turns):
     model = _Model()
     inodes, chunk_blocks = 4, 100
     cuts = dict.fromkeys(range(1, inodes + 1), 0)
+    contents, epoch = {}, 1
     one.remember_journal()
     try:
         for turn in range(1, turns):
+            for number in cuts:  # what each version is; a cut makes the next one of whatever it meets, in no epoch of its own
+                found = await get(store, number, 0, 0, chunk_blocks * BLOCK)
+                if found.version:
+                    contents[number, found.version] = found.data
             inode = chance.randint(1, inodes)
             what = chance.random()
             if what < 0.15:
@@ -369,13 +375,24 @@ async def _history(seed, turns):
                 first, from_ = chance.randrange(chunk_blocks - length), chance.randrange(chunk_blocks - length)
                 try:
                     await store.copy((other, 0, from_ * BLOCK), inode, 0, first * BLOCK, length * BLOCK, cut=cuts[inode],
-                                     request=RequestId(5, turn % 8, turn))
+                                     request=RequestId(5, turn % 8, turn), epoch=epoch)
                 except NoSpace:
                     assert store.status()["used_bytes"] > 400 * BLOCK
                     continue
                 blocks = [model.now((other, from_ + at)) for at in range(length)]
                 if any(map(any, blocks)) or any(any(model.now((inode, first + at))) for at in range(length)):
                     model.write(turn, inode, first, blocks, True)
+            elif what < 0.22:
+                other = chance.randint(1, inodes)
+                source = await store.fetch(other, 0)
+                copy = replace(source, inode=inode, version=version(epoch + 1, turn), cut=cuts[inode],
+                               known=InodeCut(inode, cuts[inode], 0, 20))
+                try:
+                    assert await store.install([(copy, store.state(inode, 0))]) == [True]
+                except NoSpace:
+                    assert store.status()["used_bytes"] > 400 * BLOCK
+                    continue
+                model.write(turn, inode, 0, [model.now((other, at)) for at in range(chunk_blocks)], True)
             elif what < 0.70:
                 offset = chance.randrange(chunk_blocks * BLOCK - 1)
                 length = chance.choice([1, 700, BLOCK, 5 * BLOCK, 40 * BLOCK])
@@ -388,7 +405,7 @@ async def _history(seed, turns):
                 joined = bytearray(b"".join(model.now((inode, block)) for block in range(first, last + 1)))
                 joined[offset - first * BLOCK:offset - first * BLOCK + length] = data
                 try:
-                    await put(store, inode, 0, offset, data, cut=cuts[inode], request=RequestId(5, turn % 8, turn))
+                    await put(store, inode, 0, offset, data, cut=cuts[inode], request=RequestId(5, turn % 8, turn), epoch=epoch)
                 except NoSpace:
                     assert store.status()["used_bytes"] > 400 * BLOCK
                     continue
@@ -443,8 +460,11 @@ async def _history(seed, turns):
                 else:
                     store = await one.die(power, keep)
                 one.remember_journal()
+                epoch += 2
                 found = {}
                 for number in cuts:
+                    now = await get(store, number, 0, 0, chunk_blocks * BLOCK)
+                    assert contents.get((number, now.version), now.data) == now.data, "one version has two contents"
                     whole = await content(store, number, 0, chunk_blocks * BLOCK)
                     found |= {(number, block): whole[block * BLOCK:][:BLOCK] for block in range(chunk_blocks)}
                 model.settle(found)

@@ -5,27 +5,29 @@ the joining target first, which pulls what it is based on, and then to the sourc
 """
 
 import asyncio
-import logging
+import contextlib
+import os
 import random
 import shutil
 import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nvpool.base import errors
 from nvpool.base.checksum import piece_checksums
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.ids import RequestId, version
+from nvpool.base.ids import RequestId, version, version_parts
 from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
+from nvpool.logic.chainset import ChainSet
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
 from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
-from nvpool.testing.contracts.chunkstore import content, is_sound, put, some_bytes
+from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, some_bytes
 from nvpool.testing.contracts.wholechunks import everything
 from nvpool.wire.dial import Dialer
 from nvpool.wire.registry import listen
@@ -35,6 +37,7 @@ SECRET = b"k" * 32
 CAPACITY = 64 * MIB
 SOURCE, JOINER, THIRD = 1, 2, 3
 FAST = 1 << 40
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 class Stores:
@@ -44,6 +47,7 @@ class Stores:
         self.directory, self.scheme, self.memory, self.rate = directory, scheme, memory, rate
         self.stores, self.services, self.listeners, self.dialers, self.endpoints = {}, {}, {}, {}, {}
         self.failed = []
+        self.has_bad_blocks = False
         self.map = None
 
     async def start(self, target):
@@ -107,7 +111,7 @@ class Stores:
 
 @asynccontextmanager
 async def stores(*targets, **named):
-    directory = Path(tempfile.mkdtemp(prefix="resync-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    directory = Path(tempfile.mkdtemp(prefix="resync-", dir=IN_MEMORY))
     one = Stores(directory, **named)
     try:
         for target in targets or (SOURCE, JOINER):
@@ -115,7 +119,7 @@ async def stores(*targets, **named):
         yield one
         assert not one.failed
         for target, store in one.stores.items():
-            if target in one.services:
+            if target in one.services and not one.has_bad_blocks:
                 await is_sound(store)
     finally:
         for target in list(one.services):
@@ -134,12 +138,12 @@ async def same(one, target=JOINER, source=SOURCE):
         assert replace(ours[name], known=copy.known) == copy, name
 
 
-async def fill(store, seed=1, count=60):
+async def fill(store, seed=1, count=60, epoch=3):
     chance = random.Random(seed)
     for number in range(count):
         inode, index = chance.randrange(1, 30), chance.randrange(4)
         await put(store, inode, index, chance.randrange(MIB), some_bytes(chance.choice((10, 4096, 70_000)), number),
-                  epoch=3, request=RequestId(9, chance.randrange(5), number))
+                  epoch=epoch, request=RequestId(9, chance.randrange(5), number))
 
 
 @pytest.mark.parametrize("named", [{"scheme": "stream"}, {"scheme": "grpc"}, {"scheme": "inproc"},
@@ -154,5 +158,335 @@ def test_an_empty_target_becomes_what_its_source_is(named):
             progress = one.resync().progress
             assert progress.chains == progress.chains_equal == CHAINS_PER_TABLE and progress.seconds_left == 0
             assert progress.chunks_copied == len(await everything(one.stores[SOURCE])) and not progress.waits_for
+
+    asyncio.run(run())
+
+
+def test_a_returning_target_gives_up_what_its_source_does_not_have():
+    """Older versions, higher ones that were never committed, chunks too many, and cuts that it missed."""
+    async def run():
+        async with stores() as one:
+            ours, theirs = one.stores[JOINER], one.stores[SOURCE]
+            for store in (ours, theirs):
+                await fill(store)
+            for inode in range(1, 30, 3):
+                await put(theirs, inode, 0, 5000, some_bytes(9000, inode), epoch=4)
+                await put(ours, inode, 1, 5000, some_bytes(9000, inode), epoch=5)
+            for inode in range(2, 30, 3):
+                await theirs.cut(inode, 300_000, 7, 20)
+            await theirs.remove([5, 6])
+            for index in range(200):
+                await put(ours, 40, index, 0, b"of nobody")
+            one.use(joins())
+            await one.equal(epoch=7)
+            await same(one)
+            assert one.resync().progress.chunks_removed >= 200
+            with pytest.raises(errors.StaleCut):
+                await put(ours, 8, 0, 0, b"late", cut=6)
+            copied = one.resync().progress.chunks_copied
+            one.use(joins(8))
+            await one.equal(epoch=8)
+            assert one.resync().progress.chunks_copied == copied, "what is equal is not copied"
+
+    asyncio.run(run())
+
+
+def test_only_the_chains_that_it_joins_are_compared_each_with_its_own_tail():
+    def chains(table, number):
+        if table == 2:
+            return Chain(9, (JOINER, SOURCE))
+        return (Chain(7, (THIRD, SOURCE), (JOINER,)), Chain(8, (SOURCE, THIRD), (JOINER,)), Chain(5, (JOINER,)))[number % 3]
+
+    async def run():
+        async with stores(SOURCE, JOINER, THIRD) as one:
+            for inode in range(1, 60):
+                table = 1 + inode % 2
+                for target, store in one.stores.items():
+                    await put(store, inode, 0, 0, some_bytes(5000, inode * 10 + target), epoch=target, table=table)
+            before = {target: await everything(store) for target, store in one.stores.items()}
+            one.use(chains, tables=(1, 2))
+            joined = sum(number % 3 < 2 for number in range(CHAINS_PER_TABLE))
+            await one.equal(count=joined)
+            assert {epoch for epoch in one.resync().equal.values()} == {7, 8} and len(one.resync().equal) == joined
+            after = await everything(one.stores[JOINER])
+            for name, copy in after.items():
+                kind = chain_of(*name) % 3
+                source = JOINER if copy.table == 2 or kind == 2 else SOURCE if kind == 0 else THIRD
+                assert copy.content == before[source][name].content
+            assert before[SOURCE] == await everything(one.stores[SOURCE])
+
+    asyncio.run(run())
+
+
+def test_large_chunks_come_in_pieces_and_whole():
+    async def run():
+        async with stores() as one:
+            big = some_bytes(16 * MIB)
+            await put(one.stores[SOURCE], 1, 0, 0, big[:9 * MIB])
+            await put(one.stores[SOURCE], 1, 0, 11 * MIB, big[11 * MIB:])
+            await put(one.stores[SOURCE], 1, 1, 15 * MIB, b"at the end")
+            one.use(joins())
+            await one.equal()
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_a_source_that_does_not_know_the_map_yet_is_asked_again():
+    async def run():
+        async with stores() as one:
+            await fill(one.stores[SOURCE])
+            one.use(joins(6))
+            await one.equal(epoch=6)
+            await put(one.stores[SOURCE], 50, 0, 0, b"new")
+            one.use(joins(7), only=[JOINER])
+            await until(lambda: "not yet" in one.resync().progress.waits_for)
+            assert not one.resync().equal
+            one.services[SOURCE].update_map(one.map)
+            await one.equal(epoch=7)
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_a_target_answers_only_for_chains_that_it_holds_and_only_to_the_pool():
+    async def run():
+        async with stores(SOURCE, JOINER, THIRD) as one:
+            await fill(one.stores[SOURCE])
+            one.use(lambda table, number: Chain(3, (SOURCE,), (JOINER,)))
+            others = one.services[JOINER].upkeep.others
+            for asked in (others.versions(THIRD, ChainSet([(1, 5)]), None), others.fetch(THIRD, [(1, 0, 1)]),
+                          others.versions(SOURCE, ChainSet([(2, 5)]), None), others.fetch(SOURCE, [(1, 0, 2)])):
+                with pytest.raises(errors.WrongTarget):
+                    await asked
+            others._secret = b"z" * 32
+            others._authority_ends_ms = 0
+            for asked in (others.versions(SOURCE, ChainSet([(1, 5)]), None), others.fetch(SOURCE, [(1, 0, 1)])):
+                with pytest.raises(errors.StaleGrant):
+                    await asked
+
+    asyncio.run(run())
+
+
+async def until(condition, within_s=20):
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.005)
+
+
+class Load:
+    """Writes, cuts and removals of what the chain would do with them: the joining target first, then its source."""
+
+    def __init__(self, one, seed, inodes=8):
+        self.one, self.chance, self.inodes = one, random.Random(seed), inodes
+        self.pending = set()
+        self.locks = [asyncio.Lock() for _ in range(inodes + 1)]
+        self.cuts = dict.fromkeys(range(1, inodes + 1), 0)
+        self.epoch = 7
+        self.done = 0
+        self.tasks = []
+
+    def begin(self, tasks=4):
+        self.one.services[SOURCE].replica.is_pending = lambda names: any(name in self.pending for name in names)
+        self.tasks = [asyncio.ensure_future(self.run()) for _ in range(tasks)]
+
+    async def end(self):
+        tasks, self.tasks = self.tasks, []
+        await asyncio.gather(*tasks)
+
+    async def run(self):
+        while self.tasks:
+            inode = self.chance.randint(1, self.inodes)
+            async with self.locks[inode]:
+                await (self.write(inode) if self.chance.random() < 0.9 else self.cut(inode))
+            self.done += 1
+            await asyncio.sleep(self.chance.choice((0, 0, 0.001)))
+
+    async def write(self, inode):
+        source, index = self.one.stores[SOURCE], self.chance.randrange(3)
+        offset, data = self.chance.randrange(MIB), self.chance.randbytes(self.chance.choice((100, 20_000)))
+        base = source.state(inode, index).version
+        epoch, counter = version_parts(max(base, source.index.inode(inode).floor))
+        new = version(self.epoch, 1) if self.epoch > epoch else version(epoch, counter + 1)
+        named = {"version": new, "cut": self.cuts[inode], "request": RequestId(1, index, self.done)}
+        self.pending.add((inode, index))
+        try:
+            with contextlib.suppress(errors.NvpoolError, KeyError):  # it is dead, and no member any more
+                joiner, resync = self.one.stores[JOINER], self.one.resync()
+                while joiner.state(inode, index).version != base:
+                    await resync.pull(inode, index)
+                await put(joiner, inode, index, offset, data, **named)
+                await asyncio.sleep(self.chance.choice((0, 0, 0.002)))
+            await put(source, inode, index, offset, data, **named)
+        finally:
+            self.pending.discard((inode, index))
+
+    async def cut(self, inode):
+        self.cuts[inode] += 1
+        size = self.chance.choice((0, self.chance.randrange(3 * MIB)))
+        orders = [partial(self.cut_at, target, inode, size) for target in (SOURCE, JOINER)]
+        self.chance.shuffle(orders)
+        for order in orders:
+            await order()
+            await asyncio.sleep(self.chance.choice((0, 0.005)))
+
+    async def cut_at(self, target, inode, size):
+        with contextlib.suppress(errors.Fenced, KeyError):
+            service = self.one.services[target]
+            service.upkeep.resync.guard.cut(inode, size, self.cuts[inode], 20, 0)
+            with service._giving.cutting(inode):
+                await self.one.stores[target].cut(inode, size, self.cuts[inode], 20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_called_equal_is_so_while_writes_and_cuts_go_on(seed):
+    async def run():
+        async with stores() as one:
+            await fill(one.stores[SOURCE], seed, 150)
+            await fill(one.stores[JOINER], seed + 1, 100, epoch=4)
+            load = Load(one, seed)
+            one.use(joins())
+            load.begin()
+            await one.equal(epoch=7)
+            assert load.done
+            before = load.done
+            await until(lambda: load.done > before + 50)
+            assert len(one.resync().equal) == CHAINS_PER_TABLE
+            await load.end()
+            await same(one)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deaths_of_either_side_only_delay_it(seed):
+    async def run():
+        chance = random.Random(seed)
+        async with stores() as one:
+            await fill(one.stores[SOURCE], seed, 200)
+            await fill(one.stores[JOINER], seed + 1, 200, epoch=4)
+            load = Load(one, seed)
+            one.use(joins())
+            for turn in range(1, 7):
+                load.begin(2)
+                await asyncio.sleep(chance.random() * 0.1)
+                await load.end()
+                dies = chance.choice((SOURCE, JOINER))
+                await one.stop(dies, kill=True)
+                await asyncio.sleep(chance.choice((0, 0.1)))
+                await one.start(dies)
+                load.epoch = 7 + turn
+                one.use(joins(7 + turn))
+            load.begin(2)
+            await one.equal(epoch=13)
+            await load.end()
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_it_goes_on_where_it_was_when_its_source_is_away_for_a_while():
+    async def run():
+        async with stores(rate=4 * MIB) as one:
+            for inode in range(1, 21):
+                await put(one.stores[SOURCE], inode, 0, 0, some_bytes(300_000, inode))
+            one.use(joins())
+            await until(lambda: one.resync().progress.chunks_copied >= 2)
+            await one.stop(SOURCE)
+            await until(lambda: one.resync().progress.waits_for)
+            assert not one.resync().equal
+            one.services[JOINER].upkeep.throttle.bytes_per_s = FAST
+            await one.start(SOURCE)
+            await one.equal(epoch=7)
+            assert one.resync().progress.chunks_copied == 20, "none is copied twice"
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_a_map_in_which_it_joins_nothing_ends_it():
+    async def run():
+        async with stores(rate=MIB) as one:
+            for inode in range(1, 40):
+                await put(one.stores[SOURCE], inode, 0, 0, some_bytes(300_000, inode))
+            one.use(joins())
+            await until(lambda: one.resync().progress.chunks_copied >= 1)
+            one.use(lambda table, number: Chain(8, (SOURCE,)))
+            await until(lambda: not one.resync()._tasks)
+            assert not one.resync().equal and one.resync().progress.chains == 0
+
+    asyncio.run(run())
+
+
+def test_a_full_target_says_so_loses_nothing_and_goes_on_when_there_is_room():
+    async def run():
+        async with stores() as one:
+            ours, theirs = one.stores[JOINER], one.stores[SOURCE]
+            await ours.write(90, 0, 0, memoryview(some_bytes(MIB)), piece_checksums(some_bytes(MIB), 0), table=3)
+            for inode in range(100, 144):
+                await put(ours, inode, 0, 0, some_bytes(MIB, 3), table=3)
+            for inode in range(1, 31):
+                await put(theirs, inode, 0, 0, some_bytes(MIB, inode))
+            one.use(joins())
+            await until(lambda: "full" in one.resync().progress.waits_for)
+            assert not one.resync().equal
+            for inode, copy in (await everything(ours)).items():
+                if copy.table == 1:
+                    assert bytes(copy.content) == some_bytes(MIB, inode[0])
+            assert await content(ours, 90, 0) == some_bytes(MIB)
+            await ours.remove(list(range(90, 144)))
+            await one.equal()
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_a_bad_block_at_the_source_is_a_bad_block_here():
+    async def run():
+        async with stores(memory=True, scheme="inproc") as one:
+            await put(one.stores[SOURCE], 1, 0, 0, some_bytes(40_960))
+            await put(one.stores[SOURCE], 2, 0, 0, some_bytes(40_960))
+            one.stores[SOURCE].flip(1, 0, 3)
+            one.has_bad_blocks = True
+            one.use(joins())
+            await one.equal()
+            assert one.resync().progress.bad_blocks == 1
+            assert [bad[:3] for bad in one.stores[JOINER].bad_blocks()] == [(1, 0, 3)]
+            ours = one.stores[JOINER]
+            assert (await get(ours, 1, 0, 3 * BLOCK_BYTES, BLOCK_BYTES)).status == errors.ChecksumMismatch.wire_code
+            assert (await get(ours, 1, 0, 4 * BLOCK_BYTES, BLOCK_BYTES)).data == some_bytes(40_960)[16_384:20_480]
+
+    asyncio.run(run())
+
+
+def test_a_chunk_is_pulled_when_a_write_needs_it():
+    async def run():
+        async with stores(rate=1) as one:
+            await put(one.stores[SOURCE], 1, 0, 0, b"here", epoch=3)
+            await put(one.stores[JOINER], 1, 0, 0, b"never committed", epoch=4)
+            one.use(joins())
+            assert await one.resync().pull(1, 0) == version(3, 1)
+            assert await content(one.stores[JOINER], 1, 0, 4) == b"here"
+            assert await one.resync().pull(1, 1) == 0
+            await one.stop(SOURCE)
+            with pytest.raises(errors.Unavailable):
+                await one.resync().pull(1, 0)
+
+    asyncio.run(run())
+
+
+def test_a_removal_that_comes_here_first_is_not_undone_by_a_copy():
+    async def run():
+        async with stores(rate=1) as one:
+            await put(one.stores[SOURCE], 1, 0, 0, b"to be removed")
+            one.use(joins())
+            one.resync().guard.removed([1])
+            await one.stores[JOINER].remove([1])
+            one.services[JOINER].upkeep.throttle.bytes_per_s = FAST
+            pulling = asyncio.ensure_future(one.resync().pull(1, 0))
+            await asyncio.sleep(0.1)
+            assert not pulling.done() and not one.stores[JOINER].state(1, 0).version
+            await one.stores[SOURCE].remove([1])
+            assert await pulling == 0
 
     asyncio.run(run())
