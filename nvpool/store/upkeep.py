@@ -12,9 +12,9 @@ from nvpool.base.units import MIB
 from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ChunkStore
 from nvpool.store.others import OtherTargets
+from nvpool.store.peers import Dialer
 from nvpool.store.resync import Resync
 from nvpool.store.throttle import Throttle
-from nvpool.store.peers import Dialer
 
 RESYNC_BYTES_PER_S = 128 * MIB
 """A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_rate."""
