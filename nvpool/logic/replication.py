@@ -117,7 +117,9 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
         return Answer.NOT_OURS, 0
     if held.pending:
         return (Answer.SAME if held.pending == offer.version else Answer.BUSY), 0
-    if was_done(held, offer.request):  # before all that may have changed since it was
+    if was_done(held, offer.request) and held.version > offer.base:
+        # Before all that may have changed since it was. What has a version below the sender's is no part of what the chain
+        # has: it was done here alone, by one that joins anew, and is brought in line first.
         return Answer.DONE, held.version
     if offer.cut < held.cut:
         return Answer.CUT, 0

@@ -57,7 +57,9 @@ READ_BATCH_BYTES_MAX = 32 * MIB
 NO_INODE = -2
 """As an owner in read_now: the grant is not valid."""
 CHUNK_BLOCKS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES
-_REQUESTS_MAX, _TABLE_MAX = 16, 8
+_REQUESTS_MAX = 16
+TABLE_MAX = 8
+"""Chain tables that a chunk can be of."""
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
 
@@ -213,7 +215,7 @@ def check_copy(copy: ChunkCopy) -> None:
         end = first + blocks
         count += blocks
     if end > CHUNK_BLOCKS_MAX or count * 4 != len(copy.checksums) or count * BLOCK_BYTES != len(copy.content) or \
-            not 1 <= copy.table <= _TABLE_MAX or copy.more or len(copy.requests) > _REQUESTS_MAX or \
+            not 1 <= copy.table <= TABLE_MAX or copy.more or len(copy.requests) > _REQUESTS_MAX or \
             not 0 <= copy.index <= 0xFFFFFFFF or not copy.version and count or copy.known.inode not in (0, copy.inode):
         raise InvalidRequest("a copied chunk contradicts itself")
     bad = set(copy.bad)
@@ -379,6 +381,16 @@ class ChunkStore(Protocol):
 
     async def discard(self, inode: int, index: int) -> int:
         """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed."""
+
+    on_bad: Callable[[], None] | None
+    """Called for each block that is found to be bad, when it is noted; None at first."""
+
+    def table_of(self, inode: int, index: int) -> int:
+        """The chain table that is kept with the chunk, 0 where there is none."""
+
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
+        """Write a block of the chunk anew with these bytes, if they fit the checksum that it has; whether they did. The chunk's
+        version stays. Survives what an install survives. NoSpace, Busy, DriveFailed: nothing was done."""
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
         """Know these cuts, where they are newer than what is known; for writes that were not told of them."""

@@ -61,6 +61,7 @@ class _Chunk(NamedTuple):
 
 class MemoryChunkStore:
     lender = None
+    on_bad = None
 
     def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):
         self._block_count = capacity_bytes // BLOCK_BYTES
@@ -442,6 +443,22 @@ class MemoryChunkStore:
         self._used -= len(chunk.blocks) if chunk else 0
         return len(chunk.blocks) * BLOCK_BYTES if chunk else 0
 
+    def table_of(self, inode: int, index: int) -> int:
+        chunk = self._chunks.get((inode, index))
+        return chunk.table if chunk else 0
+
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
+        self._refuse_when_fenced()
+        chunk = self._chunks.get((inode, index))
+        if chunk is None or block not in chunk.blocks or crc32c(content) != chunk.blocks[block][1]:
+            return False
+        if self.fail_writes:
+            raise self.fail_writes.pop(0)
+        blocks = {**chunk.blocks, block: (bytes(content), chunk.blocks[block][1])}
+        self._chunks[inode, index] = chunk._replace(blocks=blocks)
+        self._bad.pop((inode, index, block), None)
+        return True
+
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
         self._refuse_when_fenced()
         for known in inodes:
@@ -466,7 +483,10 @@ class MemoryChunkStore:
         return ScrubStep(b"", True, checked, bad, [], [])
 
     def _note_bad(self, inode: int, index: int, block: int, text: str) -> None:
-        self._bad.setdefault((inode, index, block), text)
+        if (inode, index, block) not in self._bad:
+            self._bad[inode, index, block] = text
+            if self.on_bad is not None:
+                self.on_bad()
 
     def _forget_bad(self) -> None:
         self._bad = {name: text for name, text in self._bad.items()

@@ -6,6 +6,7 @@ Called by the block store, its readers and its scrub.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from nvpool.base.errors import NvpoolError
 from nvpool.kv.contract import Kv
@@ -26,6 +27,8 @@ class Quarantine:
         self._kv = kv
         self._where = where
         self._texts: dict[BadName, str] = {}
+        self.on_bad: Callable[[], None] | None = None
+        """Told of each one that is new."""
         self.chunks: set[tuple[int, int]] = set()
         """Chunks with bad blocks: all their blocks are checked when read."""
         for key, text in kv.scan(b"b", b"c", KEPT_MAX):
@@ -43,6 +46,8 @@ class Quarantine:
             return
         self._texts[name] = text
         self.chunks.add(name[:2])
+        if self.on_bad is not None:
+            self.on_bad()
         try:
             self._kv.apply([(bad_key(*name), text.encode())])
         except NvpoolError as error:  # the list in memory has it; the next scrub finds it again

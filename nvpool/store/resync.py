@@ -377,17 +377,18 @@ class Resync:
 
     # -- one chunk now ---------------------------------------------------------------------------------------------------
 
-    async def pull(self, inode: int, index: int, table: int = 1) -> int:
-        """Make the chunk what its chain's tail has committed, now: for a write that is based on a version which is not here.
-        Returns the version that is here then, 0 for none: the tail's, or what another write made of it meanwhile.
+    async def pull(self, table: int, inode: int, index: int, asked: int = 0) -> int:
+        """Make the chunk what its chain has committed, now: for a write that is based on a version which is not here. `asked`
+        is who sent that; asked is he, if he holds the chain, else its tail. Returns the version that is here then, 0 for none.
 
-        Unavailable, Stale: the tail could not be asked; nothing was done. Damaged, NoSpace: likewise, and repeating will not
-        help soon.
+        Unavailable, Stale: nobody could be asked; nothing was done. Damaged, NoSpace: likewise, and repeating will not help
+        soon.
         """
         for _ in range(PULL_TRIES):
             if self._map is None or table not in self._map.table_by_id:
                 raise WrongTarget(f"the pool map does not know chain table {table}")
-            source = self._map.chain(table, chain_of(inode, index)).targets[-1]
+            holders = self._map.chain(table, chain_of(inode, index)).targets
+            source = asked if asked in holders else holders[-1]
             if source == self._target:
                 return self._store.state(inode, index).version
             before = await self._state(inode, index)

@@ -102,6 +102,8 @@ class StoreService:
                                        later=self._later, busy=lambda: self.waiting)
         self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
                                                          bytes_per_s=resync_bytes_per_s, busy=lambda: self.waiting)
+        if self.upkeep is not None and self.replica.writes is not None:
+            self.replica.writes.fetch = self.upkeep.resync.pull
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
@@ -531,6 +533,10 @@ class StoreService:
 
     async def _do_scrub(self, call: Call, request: pb.ScrubRequest) -> None:
         step = await self.store.scrub(request.cursor, request.blocks, request.repair)
+        if request.repair and step.bad and self.upkeep is not None:
+            good = await self.upkeep.repair.repaired(step.bad)
+            step = step._replace(bad=[one for one in step.bad if one not in good], mended=[*step.mended, *[
+                f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is written anew" for one in good]])
         reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
                               mended=step.mended, map_epoch=self._epoch,
                               bad=[pb.BadBlock(**one._asdict()) for one in step.bad])

@@ -1,4 +1,5 @@
-"""What a store does for its chains beside serving: it catches up with those that it joins.
+"""What a store does for its chains beside serving: it catches up with those that it joins, gives up the chunks of those that it
+left, and has its bad blocks repaired by the others.
 
 Made by store/service; what it tells goes to whoever reports to the manager.
 """
@@ -13,7 +14,9 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ChunkStore
 from nvpool.store.others import OtherTargets
 from nvpool.store.peers import Dialer
+from nvpool.store.repair import Repair
 from nvpool.store.resync import Resync
+from nvpool.store.strays import Strays
 from nvpool.store.throttle import Throttle
 
 RESYNC_BYTES_PER_S = 128 * MIB
@@ -28,10 +31,16 @@ class Upkeep:
         self.others = OtherTargets(dialer, secret, clock)
         self.throttle = Throttle(bytes_per_s, clock, busy)
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
+        self.strays = Strays(store, target, clock, self.throttle, on_fail)
+        self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
 
     def update_map(self, pool_map: PoolMap) -> None:
         self.others.update_map(pool_map)
         self.resync.update_map(pool_map)
+        self.strays.update_map(pool_map)
+        self.repair.update_map(pool_map)
 
     async def close(self) -> None:
         await self.resync.close()
+        await self.strays.close()
+        await self.repair.close()

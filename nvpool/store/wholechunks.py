@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM, first_bad_block
 from nvpool.base.errors import Busy, CorruptRecord
@@ -49,8 +49,8 @@ from nvpool.store.records import (
     state_of,
 )
 
-STEP_RECORDS = 2048
-"""Looked at in one step, some 4 ms; more than the segments of the largest chunk."""
+STEP_RECORDS = 512
+"""Looked at in one step, 1 to 2 ms; more than the segments of the largest chunk."""
 _SCAN_RECORDS = 256
 _TRIES_MAX = 1000
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
@@ -246,7 +246,7 @@ class WholeChunks:
             except asyncio.CancelledError:
                 await asyncio.wait([writing])
                 raise
-            self.written += len(copy.content)
+            self.note_written(len(copy.content))
         else:
             self.write_runs(runs, [copy.content])
 
@@ -284,6 +284,52 @@ class WholeChunks:
     async def discard(self, inode: int, index: int) -> int:
         self.refuse_when_fenced()
         return (await trim.drop(self, inode, index, None, index + 1))[1] * BLOCK_BYTES
+
+    def table_of(self, inode: int, index: int) -> int:
+        chunk = self.index.chunk(inode, index)
+        return chunk.table if chunk.version else 0
+
+    @property
+    def on_bad(self) -> Callable[[], None] | None:
+        return self.quarantine.on_bad
+
+    @on_bad.setter
+    def on_bad(self, told: Callable[[], None] | None) -> None:
+        self.quarantine.on_bad = told
+
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
+        for _ in range(_TRIES_MAX):
+            self.refuse_when_fenced()
+            if self.kv.full:
+                await self.kv.room()
+            chunk = self.index.chunk(inode, index)
+            version, places = chunk.version, self.index.places(chunk, block, 1)
+            within = (block & SEGMENT_BLOCKS - 1) * 4
+            checksum = self.index.segment(chunk, block >> SEGMENT_BITS).crcs[within:within + 4]
+            if not version or not places[0] or len(content) != BLOCK_BYTES or first_bad_block(content, checksum) >= 0:
+                return False
+            transaction = Transaction()
+            try:
+                runs = self.allocator.allocate(transaction, 1, grows=False)
+            except Waiting:
+                await self.make_room()
+                continue
+            try:
+                self.write_runs(runs, [content])
+                await self.sync_data()  # it must not be lost, and the bad one come back for it
+                if self.index.chunk(inode, index) is not chunk or chunk.version != version or self.kv.full or \
+                        self.index.places(chunk, block, 1) != places:
+                    self.allocator.drop(transaction)
+                    continue
+                transaction.free_places(places)
+                head = Head(version, chunk.cut, chunk.requests, chunk.table)
+                segments = self.segments_at(chunk, block, array("Q", [runs[0][0]]), checksum)
+                self.apply_segments(transaction, chunk, segments, head, range(block, block + 1))
+            except BaseException:
+                self.allocator.drop(transaction)
+                raise
+            return True
+        raise Busy("the store did not find room for the block")
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
         at = 0

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base import errors
+from nvpool.base import errors, grants
 from nvpool.base.checksum import piece_checksums
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.ids import RequestId, version, version_parts
 from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE, MIB
 from nvpool.logic.chainset import ChainSet
@@ -26,12 +27,16 @@ from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
 from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.reads import RESULT
 from nvpool.store.service import StoreService
+from nvpool.store.writes import WRITE
 from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, some_bytes
 from nvpool.testing.contracts.wholechunks import everything
 from nvpool.wire.dial import Dialer
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import Method
 
 SECRET = b"k" * 32
 CAPACITY = 64 * MIB
@@ -314,7 +319,7 @@ class Load:
             with contextlib.suppress(errors.NvpoolError, KeyError):  # it is dead, and no member any more
                 joiner, resync = self.one.stores[JOINER], self.one.resync()
                 while joiner.state(inode, index).version != base:
-                    await resync.pull(inode, index)
+                    await resync.pull(1, inode, index)
                 await put(joiner, inode, index, offset, data, **named)
                 await asyncio.sleep(self.chance.choice((0, 0, 0.002)))
             await put(source, inode, index, offset, data, **named)
@@ -465,12 +470,12 @@ def test_a_chunk_is_pulled_when_a_write_needs_it():
             await put(one.stores[SOURCE], 1, 0, 0, b"here", epoch=3)
             await put(one.stores[JOINER], 1, 0, 0, b"never committed", epoch=4)
             one.use(joins())
-            assert await one.resync().pull(1, 0) == version(3, 1)
+            assert await one.resync().pull(1, 1, 0) == version(3, 1)
             assert await content(one.stores[JOINER], 1, 0, 4) == b"here"
-            assert await one.resync().pull(1, 1) == 0
+            assert await one.resync().pull(1, 1, 1) == 0
             await one.stop(SOURCE)
             with pytest.raises(errors.Unavailable):
-                await one.resync().pull(1, 0)
+                await one.resync().pull(1, 1, 0)
 
     asyncio.run(run())
 
@@ -483,10 +488,139 @@ def test_a_removal_that_comes_here_first_is_not_undone_by_a_copy():
             one.resync().guard.removed([1])
             await one.stores[JOINER].remove([1])
             one.services[JOINER].upkeep.throttle.bytes_per_s = FAST
-            pulling = asyncio.ensure_future(one.resync().pull(1, 0))
+            pulling = asyncio.ensure_future(one.resync().pull(1, 1, 0))
             await asyncio.sleep(0.1)
             assert not pulling.done() and not one.stores[JOINER].state(1, 0).version
             await one.stores[SOURCE].remove([1])
             assert await pulling == 0
+
+    asyncio.run(run())
+
+
+class ChainLoad(Load):
+    """The same through the services, whose chains decide."""
+
+    def begin(self, tasks=4):
+        self.dialer = Dialer(Greeting("client"))
+        self.tasks = [asyncio.ensure_future(self.run()) for _ in range(tasks)]
+
+    async def end(self):
+        await super().end()
+        await self.dialer.close()
+
+    def ask(self, target, method, request, payload=()):
+        request.target, request.map_epoch = target, self.one.map.epoch
+        return self.dialer.call((self.one.endpoints[target],), method, request.SerializeToString(), payload,
+                                deadline_s=SYSTEM_CLOCK.boottime_s() + 20)
+
+    async def write(self, inode):
+        index, offset = self.chance.randrange(3), self.chance.randrange(MIB)
+        data = self.chance.randbytes(self.chance.choice((100, 20_000, 200_000)))[:MIB - offset]
+        self.sequence = getattr(self, "sequence", 0) + 1
+        ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
+        right = grants.sign(grants.Grant(grants.WRITE, 0, 10, inode, self.cuts[inode], ends_ms), SECRET)
+        request = pb.WriteRequest(grants=[right], session=10, slot=inode, checksums=piece_checksums(data, offset),
+                                  writes=WRITE.pack(inode, self.cuts[inode], self.sequence, index, offset, len(data), 0, 0))
+        reply = await self.ask(SOURCE, Method.DATA_WRITE, request, [data])
+        (status, *_), = RESULT.iter_unpack(pb.WriteReply.FromString(bytes(reply.message)).results)
+        assert status in (0, errors.Busy.wire_code), status
+
+    async def cut_at(self, target, inode, size):
+        ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
+        authority = grants.sign(grants.Grant(grants.SERVICE, 0, 0, 0, 0, ends_ms), SECRET)
+        await self.ask(target, Method.DATA_CUT, pb.CutRequest(authority=authority, inode=inode, size=size, cut=self.cuts[inode],
+                                                              chunk_bits=20))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_called_equal_is_so_while_a_chain_takes_writes(seed):
+    async def run():
+        async with stores(SOURCE, JOINER) as one:
+            await fill(one.stores[SOURCE], seed, 150)
+            await fill(one.stores[JOINER], seed + 1, 100, epoch=4)
+            load = ChainLoad(one, seed)
+            one.use(joins())
+            load.begin()
+            await one.equal(epoch=7)
+            before = load.done
+            await until(lambda: load.done > before + 50)
+            await load.end()
+            await same(one)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_only_the_joining_target_had_done_is_done_again_by_all():
+    """It was passed to a member that died with it; the others never had it, and the client repeats it after other writes."""
+    async def run():
+        async with stores(rate=1) as one:
+            await put(one.stores[JOINER], 1, 0, 0, b"mine", epoch=4, request=RequestId(10, 1, 1))
+            await put(one.stores[SOURCE], 1, 0, 4, b"others", epoch=5)
+            one.use(joins())
+            load = ChainLoad(one, 1)
+            load.dialer = Dialer(Greeting("client"))
+            ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
+            right = grants.sign(grants.Grant(grants.WRITE, 0, 10, 1, 0, ends_ms), SECRET)
+            request = pb.WriteRequest(grants=[right], session=10, slot=1, checksums=piece_checksums(b"mine", 0),
+                                      writes=WRITE.pack(1, 0, 1, 0, 0, 4, 0, 0))
+            reply = await load.ask(SOURCE, Method.DATA_WRITE, request, [b"mine"])
+            await load.dialer.close()
+            (status, _, _, its_version), = RESULT.iter_unpack(pb.WriteReply.FromString(bytes(reply.message)).results)
+            assert status == 0 and its_version == version(7, 1)
+            await same(one)
+            assert await content(one.stores[JOINER], 1, 0, 10) == b"mineothers"
+
+    asyncio.run(run())
+
+
+def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more(monkeypatch):
+    def chains(table, number):
+        return Chain(7, (SOURCE,), (), (JOINER,) if number % 4 == 1 else ()) if number % 2 else Chain(7, (JOINER,))
+
+    async def run():
+        async with stores(memory=True, scheme="inproc") as one:
+            store = one.stores[JOINER]
+            for inode in range(1, 200):
+                await put(store, inode, 0, 0, some_bytes(100), epoch=9 if inode % 50 == 3 else 5)
+            one.use(chains)
+            strays = one.services[JOINER].upkeep.strays
+            assert await strays.run_once() == 0, "too early"
+            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
+            await strays.run_once()
+            left = {inode for inode, _ in await everything(store)}
+            ours = {inode for inode in range(1, 200) if chain_of(inode, 0) % 4 != 3}
+            newer = {inode for inode in range(1, 200) if inode % 50 == 3}
+            assert left == ours | newer and len(left) < 199
+            one.use(lambda table, number: Chain(10, (SOURCE,)))
+            await until(lambda: not store._chunks)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_bad_block_is_written_anew_from_another_member(asked):
+    async def run():
+        async with stores(SOURCE, JOINER, THIRD, scheme="inproc", memory=True) as one:
+            for store in one.stores.values():
+                await put(store, 1, 0, 0, some_bytes(40_960), epoch=3)
+                await put(store, 2, 0, 0, some_bytes(40_960), epoch=3)
+            one.use(lambda table, number: Chain(7, (JOINER, SOURCE, THIRD)))
+            ours = one.stores[JOINER]
+            for target, block in ((JOINER, 4), (THIRD, 4), (JOINER, 6), (THIRD, 6), (SOURCE, 6)):
+                one.stores[target].flip(1, 0, block)
+            one.has_bad_blocks = True
+            version_before = ours.state(1, 0)
+            if asked:
+                repair = one.services[JOINER].upkeep.repair
+                bad = (await ours.scrub(b"", 1 << 14)).bad
+                assert [one.block for one in bad] == [4, 6]
+                assert [one.block for one in await repair.repaired(bad)] in ([4], [])  # the background may have been before
+            assert (await get(ours, 1, 0, 4 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).status in (
+                (0,) if asked else (errors.ChecksumMismatch.wire_code,))
+            await until(lambda: {one[:3] for one in ours.bad_blocks()} <= {(1, 0, 6)})
+            assert (await get(ours, 1, 0, 4 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).data == some_bytes(40_960)[16_384:20_480]
+            assert ours.state(1, 0) == version_before
+            left = await get(ours, 1, 0, 6 * BLOCK_BYTES, BLOCK_BYTES, verify=True)
+            assert left.status == errors.ChecksumMismatch.wire_code
 
     asyncio.run(run())

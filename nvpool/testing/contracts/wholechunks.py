@@ -303,3 +303,31 @@ async def a_discarded_chunk_is_gone_and_its_neighbours_are_not(subject: Subject)
     assert [one.index for one in listed(subject.store)[0]] == [0, 2]
     assert await content(subject.store, 1, 2, 500 * KIB) == some_bytes(500 * KIB, 2)
     await is_sound(subject.store)
+
+
+@check
+async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(subject: Subject) -> None:
+    store = subject.store
+    data = some_bytes(40_960)
+    request = RequestId(1, 1, 1)
+    await put(store, 1, 0, 0, data, request=request, table=2, epoch=4)
+    await store.flush()
+    subject.flip(1, 0, 3)
+    told: list[int] = []
+    store.on_bad = lambda: told.append(1)
+    assert (await get(store, 1, 0, verify=True)).status == errors.ChecksumMismatch.wire_code
+    assert told and store.table_of(1, 0) == 2 and store.table_of(1, 1) == 0
+    block = data[3 * BLOCK_BYTES:4 * BLOCK_BYTES]
+    assert not await store.mend(1, 0, 3, data[:BLOCK_BYTES])
+    assert not await store.mend(1, 0, 3, block[1:]) and not await store.mend(1, 0, 77, block)
+    assert not await store.mend(1, 1, 3, block)
+    assert (await get(store, 1, 0, verify=True)).status == errors.ChecksumMismatch.wire_code
+    assert await store.mend(1, 0, 3, block)
+    for _ in range(2):
+        store = subject.store
+        found = await get(store, 1, 0, verify=True)
+        assert (found.status, found.version, found.data) == (0, version(4, 1), data) and not store.bad_blocks()
+        copy = await store.fetch(1, 0)
+        assert copy.requests == (tuple(request),) and copy.table == 2
+        await is_sound(store)
+        await subject.lose_power()

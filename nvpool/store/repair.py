@@ -1,0 +1,124 @@
+"""Blocks that do not fit their checksums any more are fetched from another member of their chain and written anew.
+
+The checksum that this store has for the block decides, not a version: bytes that fit it are the block. Readers go to another
+target meanwhile; the block is never shown. What no other member has either stays bad, and is asked for again later and later.
+
+Made by store/upkeep; woken by the quarantine, whoever found the block: a scrub, a reader, a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import CorruptRecord, Fenced, NvpoolError
+from nvpool.base.units import BLOCK_BYTES
+from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import PoolMap
+from nvpool.store.chunkstore import BadBlock, ChunkStore
+from nvpool.store.others import OtherTargets
+from nvpool.store.throttle import Throttle
+
+log = logging.getLogger(__name__)
+
+RETRY_S, RETRY_S_MAX = 1.0, 300.0
+
+
+class Repair:
+    def __init__(self, store: ChunkStore, target: int, others: OtherTargets, clock: Clock, throttle: Throttle,
+                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+        self._store = store
+        self._target = target
+        self._others = others
+        self._clock = clock
+        self._throttle = throttle
+        self._on_fail = on_fail
+        self._map: PoolMap | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task | None = None
+        self.repaired_blocks = 0
+        store.on_bad = self._wake.set
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("target %d: the repair of blocks failed", self._target, exc_info=task.exception())
+            self._on_fail(f"the repair of blocks failed: {task.exception()!r}")
+
+    async def _run(self) -> None:
+        delay_s = RETRY_S
+        while True:
+            self._wake.clear()
+            left = 0
+            try:
+                bad = self._store.bad_blocks()
+                left = len(bad) - len(await self.repaired(bad)) if bad else 0
+            except Fenced:
+                return
+            except NvpoolError as error:
+                log.warning("target %d: bad blocks are left for now: %s", self._target, error)
+                left = 1
+            if not left:
+                delay_s = RETRY_S
+            try:
+                async with asyncio.timeout(delay_s if left else None):
+                    await self._wake.wait()
+                await asyncio.sleep(min(delay_s, RETRY_S) if left else 0)
+            except TimeoutError:
+                delay_s = min(delay_s * 2, RETRY_S_MAX)
+
+    async def repaired(self, bad: Iterable[BadBlock]) -> list[BadBlock]:
+        """Those of the blocks that are good now. Fenced, NoSpace, DriveFailed of this store."""
+        found = []
+        for one in bad:
+            for source in self._sources(one):
+                if await self._mend(one, source):
+                    found.append(one)
+                    break
+        return found
+
+    def _sources(self, one: BadBlock) -> list[tuple[int, int]]:
+        """(target, table) to ask: the other holders of the chunk's chain, nearest to the tail first."""
+        if self._map is None:
+            return []
+        try:
+            table = self._store.table_of(one.inode, one.index)
+        except CorruptRecord:  # nobody knows what the block was
+            return []
+        if table not in self._map.table_by_id:
+            return []
+        chain = self._map.chain(table, chain_of(one.inode, one.index))
+        return [(target, table) for target in reversed(chain.targets) if target != self._target]
+
+    async def _mend(self, one: BadBlock, source: tuple[int, int]) -> bool:
+        target, table = source
+        await self._throttle.take(BLOCK_BYTES)
+        try:
+            fetched = await self._others.blocks(target, (one.inode, one.index, table), one.block, 1)
+        except NvpoolError as error:
+            log.info("target %d: block %d of chunk %d of inode %d is not to be had from target %d: %s", self._target, one.block,
+                     one.index, one.inode, target, error)
+            return False
+        copy = fetched.copy
+        if fetched.damage is not None or copy.bad or copy.runs != ((one.block, 1),):
+            return False
+        if not await self._store.mend(one.inode, one.index, one.block, copy.content):
+            return False
+        self.repaired_blocks += 1
+        log.warning("target %d: block %d of chunk %d of inode %d is good again, by a copy of target %d", self._target,
+                    one.block, one.index, one.inode, target)
+        return True
+
+    async def close(self) -> None:
+        self._store.on_bad = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,143 @@
+"""Chunks of chains that this target has nothing to do with any more: removed, late and slowly.
+
+A chain is ours while the map names us anywhere in it, also in its goal. Nothing of it is removed before STAY_S have passed
+since it was not: by then no client uses a map or a location that leads here. A chunk with a version of a later epoch than our
+map knows of its chain says that our map is old: it stays. Chains are told apart by their number alone, in all tables at once,
+so that a chunk is never removed for a wrong idea of its table.
+
+Made by store/upkeep; `run_once` is what its task does, for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import Fenced, NvpoolError
+from nvpool.base.ids import version_parts
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.logic.chainset import ChainSet
+from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import PoolMap
+from nvpool.store.chunkstore import TABLE_MAX, ChunkStore
+from nvpool.store.throttle import Throttle
+
+log = logging.getLogger(__name__)
+
+STAY_S = 60.0
+"""Longer than a location lives (5 s), and than a client waits before it asks for the map again."""
+CHUNK_COST_BYTES = 64 << 10
+"""Of a removal, for the throttle: two thousand a second at its default."""
+_STEP = 256
+_RETRY_S = 5.0
+
+
+class Strays:
+    def __init__(self, store: ChunkStore, target: int, clock: Clock, throttle: Throttle,
+                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+        self._store = store
+        self._target = target
+        self._clock = clock
+        self._throttle = throttle
+        self._on_fail = on_fail
+        self._epochs: list[int] = []
+        """Of each chain by its number, the highest of all tables."""
+        self._lost_s: dict[int, float] = {}
+        """Chains that are not ours, by number, and since when."""
+        self._open: set[int] = set()
+        """Of those the ones that may have chunks here still."""
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task | None = None
+        self.removed_chunks = 0
+        self.removed_bytes = 0
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        ours: set[int] = set()
+        epochs = [0] * CHAINS_PER_TABLE
+        for table in pool_map.tables:
+            for number, chain in enumerate(table.chains):
+                epochs[number] = max(epochs[number], chain.epoch)
+                if self._target in chain.targets or self._target in chain.joining or self._target in chain.goal:
+                    ours.add(number)
+        self._epochs = epochs
+        now_s = self._clock.boottime_s()
+        for number in range(CHAINS_PER_TABLE if pool_map.tables else 0):
+            if number in ours:
+                self._lost_s.pop(number, None)
+                self._open.discard(number)
+            elif number not in self._lost_s:
+                self._lost_s[number] = now_s
+                self._open.add(number)
+        self._changed.set()
+        if self._open and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("target %d: removing strays failed", self._target, exc_info=task.exception())
+            self._on_fail(f"removing strays failed: {task.exception()!r}")
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            wait_s: float | None = None
+            if self._open:
+                wait_s = max(0.0, min([self._lost_s[number] for number in self._open]) + STAY_S - self._clock.boottime_s())
+                if not wait_s:
+                    try:
+                        await self.run_once()
+                        wait_s = _RETRY_S if self._open else None
+                    except Fenced:
+                        return
+                    except NvpoolError as error:
+                        log.warning("target %d: strays are left for now: %s", self._target, error)
+                        wait_s = _RETRY_S
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def run_once(self) -> int:
+        """Remove the chunks of chains that were lost long enough ago; how many there were."""
+        due = {number for number in self._open if self._is_due(number)}
+        before = self.removed_chunks
+        skipped: set[int] = set()
+        after = None
+        wanted = ChainSet([(table, number) for table in range(1, TABLE_MAX + 1) for number in due])
+        while due:
+            step = self._store.versions(after, _STEP, wanted)
+            for chunk in step.chunks:
+                number = chain_of(chunk.inode, chunk.index)
+                if not self._is_due(number):
+                    continue
+                if version_parts(chunk.version)[0] > self._epochs[number]:
+                    skipped.add(number)
+                    continue
+                await self._throttle.take(CHUNK_COST_BYTES)
+                if not self._is_due(number):  # while we waited
+                    continue
+                began_s = self._clock.boottime_s()
+                self.removed_bytes += await self._store.discard(chunk.inode, chunk.index)
+                self.removed_chunks += 1
+                await self._throttle.leave(self._clock.boottime_s() - began_s)
+            after = step.end
+            if after is None:
+                break
+            await self._throttle.take(CHUNK_COST_BYTES)
+        self._open -= {number for number in due - skipped if number in self._lost_s}
+        if self.removed_chunks > before:
+            log.info("target %d: %d chunks of chains that it left are removed", self._target, self.removed_chunks - before)
+        return self.removed_chunks - before
+
+    def _is_due(self, number: int) -> bool:
+        lost_s = self._lost_s.get(number)
+        return lost_s is not None and lost_s + STAY_S <= self._clock.boottime_s()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
