@@ -548,6 +548,8 @@ class StoreService:
         if self._draining:
             status["state"] = "draining"
         status["chunks"] = max(0, status["chunks"])
+        if self.upkeep is not None:
+            status["counters"] |= self.upkeep.counters()
         reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
                                    bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
         call.reply(reply.SerializeToString())

@@ -7,6 +7,7 @@ Made by store/service; what it tells goes to whoever reports to the manager.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from nvpool.base.clock import Clock
 from nvpool.base.units import MIB
@@ -39,6 +40,14 @@ class Upkeep:
         self.resync.update_map(pool_map)
         self.strays.update_map(pool_map)
         self.repair.update_map(pool_map)
+
+    def counters(self) -> dict[str, float]:
+        """For the status: of what there is to tell."""
+        progress = self.resync.progress
+        found = {"repaired_blocks": self.repair.repaired_blocks, "strays_removed": self.strays.removed_chunks}
+        if progress.chains:
+            found |= {f"resync_{name}": value for name, value in asdict(progress).items() if name != "waits_for"}
+        return {name: float(value) for name, value in found.items()}
 
     async def close(self) -> None:
         await self.resync.close()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from test_store_durability import Forgetful
 
 from nvpool.base import errors, grants
 from nvpool.base.checksum import piece_checksums
@@ -56,14 +57,7 @@ class Stores:
         self.map = None
 
     async def start(self, target):
-        if self.memory:
-            store = self.stores.get(target) or MemoryChunkStore(CAPACITY)
-        else:
-            path = self.directory / str(target)
-            if not path.exists():
-                create_chunk_store(path, target, "pool", CAPACITY)
-            store = await open_chunk_store(path, target, StoreOptions())
-        self.stores[target] = store
+        store = self.stores[target] = await self.open(target)
         dialer = self.dialers[target] = Dialer(Greeting(f"target {target}"))
         service = self.services[target] = StoreService(store, target=target, grant_secret=SECRET, dialer=dialer,
                                                        resync_bytes_per_s=self.rate, on_fail=self.failed.append)
@@ -76,6 +70,17 @@ class Stores:
         listener = self.listeners[target] = await listen(endpoint, Greeting(f"target {target}"), service.handle)
         self.endpoints[target] = listener.endpoint
         return store
+
+    async def open(self, target):
+        if self.memory:
+            return self.stores.get(target) or MemoryChunkStore(CAPACITY)
+        path = self.directory / str(target)
+        if not path.exists():
+            create_chunk_store(path, target, "pool", CAPACITY)
+        return await open_chunk_store(path, target, StoreOptions())
+
+    async def close(self):
+        pass
 
     async def stop(self, target, kill=False):
         await self.listeners.pop(target).close()
@@ -115,9 +120,9 @@ class Stores:
 
 
 @asynccontextmanager
-async def stores(*targets, **named):
+async def stores(*targets, kind=Stores, **named):
     directory = Path(tempfile.mkdtemp(prefix="resync-", dir=IN_MEMORY))
-    one = Stores(directory, **named)
+    one = kind(directory, **named)
     try:
         for target in targets or (SOURCE, JOINER):
             await one.start(target)
@@ -129,6 +134,7 @@ async def stores(*targets, **named):
     finally:
         for target in list(one.services):
             await one.stop(target, kill=True)
+        await one.close()
         shutil.rmtree(directory)
 
 
@@ -143,12 +149,12 @@ async def same(one, target=JOINER, source=SOURCE):
         assert replace(ours[name], known=copy.known) == copy, name
 
 
-async def fill(store, seed=1, count=60, epoch=3):
+async def fill(store, seed=1, count=60, epoch=3, cut=0):
     chance = random.Random(seed)
     for number in range(count):
         inode, index = chance.randrange(1, 30), chance.randrange(4)
         await put(store, inode, index, chance.randrange(MIB), some_bytes(chance.choice((10, 4096, 70_000)), number),
-                  epoch=epoch, request=RequestId(9, chance.randrange(5), number))
+                  epoch=epoch, cut=cut, request=RequestId(9, chance.randrange(5), number))
 
 
 @pytest.mark.parametrize("named", [{"scheme": "stream"}, {"scheme": "grpc"}, {"scheme": "inproc"},
@@ -622,5 +628,64 @@ def test_a_bad_block_is_written_anew_from_another_member(asked):
             assert ours.state(1, 0) == version_before
             left = await get(ours, 1, 0, 6 * BLOCK_BYTES, BLOCK_BYTES, verify=True)
             assert left.status == errors.ChecksumMismatch.wire_code
+
+    asyncio.run(run())
+
+
+class PowerStores(Stores):
+    """The joining target loses its power with each death: of what was not synced some blocks reached the drive."""
+
+    chance = random.Random(1)
+
+    async def start(self, target):
+        if target != JOINER:
+            return await super().start(target)
+        if not hasattr(self, "forgetful"):
+            self.forgetful = Forgetful(blocks=CAPACITY // BLOCK_BYTES)
+            self.opened = await self.forgetful.begin()
+        return await super().start(target)
+
+    async def open(self, target):
+        return self.opened if target == JOINER else await super().open(target)
+
+    async def stop(self, target, kill=False):
+        await super().stop(target, kill)
+        if target == JOINER:
+            share = self.chance.choice((0, 0.5, 0.9, 1))
+            self.opened = await self.forgetful.die(keep=lambda number: self.chance.random() < share)
+
+    async def close(self):
+        await self.forgetful.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_of_power_only_delay_it_and_what_was_called_equal_outlasts_them(seed):
+    async def run():
+        chance = PowerStores.chance = random.Random(seed)
+        async with stores(kind=PowerStores) as one:
+            await fill(one.stores[SOURCE], seed, 300)
+            await fill(one.stores[JOINER], seed + 1, 200, epoch=4)
+            load = ChainLoad(one, seed)
+            for turn in range(6):
+                load.epoch = 7 + turn
+                one.use(joins(7 + turn))
+                await asyncio.sleep(chance.random() * 0.05)
+                await one.stop(JOINER, kill=True)
+                await one.start(JOINER)
+            one.use(joins(20))
+            load.begin(2)
+            await one.equal(epoch=20)
+            await load.end()
+            await one.stores[JOINER].flush()
+            await same(one)
+            await one.stop(JOINER, kill=True)
+            await one.start(JOINER)
+            await same(one)
+            await fill(one.stores[SOURCE], seed + 5, 50, epoch=21, cut=1000)
+            one.use(joins(22))
+            await one.equal(epoch=22)
+            await one.stop(JOINER, kill=True)
+            await one.start(JOINER)
+            await same(one)
 
     asyncio.run(run())
