@@ -46,6 +46,16 @@ def request_certificate(name: str = "nvpool") -> MemberRequest:
     return MemberRequest(_key_pem(key), made.public_bytes(serialization.Encoding.PEM))
 
 
+def request_again(key: bytes, name: str = "nvpool") -> MemberRequest:
+    """Another request of the same key. CorruptRecord."""
+    try:
+        loaded = serialization.load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:
+        raise CorruptRecord(f"our own key can not be read: {error}") from None
+    made = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(loaded, hashes.SHA256())
+    return MemberRequest(key, made.public_bytes(serialization.Encoding.PEM))
+
+
 def key_of_request(request: bytes) -> str:
     """Hex digits that stand for the public key of a request. InvalidRequest when it is none, or not signed with that key."""
     return hashlib.sha256(_public(_request(request).public_key())).hexdigest()
@@ -74,6 +84,11 @@ class Authority:
             raise CorruptRecord(f"the authority's key can not be read: {error}") from None
         if _public(self._key.public_key()) != _public(self._certificate.public_key()):
             raise CorruptRecord("the authority's key is not that of its certificate")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate."""
+        return self._certificate.fingerprint(hashes.SHA256())
 
     @classmethod
     def make(cls, pool_id: str, clock: Clock = SYSTEM_CLOCK) -> Authority:

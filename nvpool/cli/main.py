@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
     "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
+    "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, remove them."),
+    "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
     "drive": ("nvpool.cli.drive:drive", "List drives and add them to a running pool."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import click
+from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
@@ -45,10 +46,12 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk; fixed.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
+@click.option("--host", help="Address of this machine under which others reach it; default: network.host of the configuration. "
+                             "Nobody can join 127.0.0.1.")
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, config_file: str | None,
-           force: bool, as_json: bool) -> None:
+           host: str | None, force: bool, as_json: bool) -> None:
     """Make a pool of one node, with its directory at DIR.
 
     DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
@@ -56,6 +59,8 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
     """
     from nvpool.cli.pool_life import make
     config = configuration.load(config_file) if config_file else configuration.Config()
+    if host:
+        config = replace(config, network=replace(config.network, host=host))
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
                  "config": configuration.sample(config), "force": force})
@@ -66,6 +71,9 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
     for drive in made["drives"]:
         click.echo(f"drive {drive['path']}: {format_bytes(drive['capacity_bytes'])}")
     say(f"start it with: nvpool serve {directory}")
+    if made["join"]:
+        from nvpool.cli.node import join_command
+        say(f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}")
 
 
 def name_of(directory: str) -> str:

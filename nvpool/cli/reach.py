@@ -13,7 +13,16 @@ from typing import Any
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import DeadlineExceeded, InvalidRequest, NvpoolError, Unavailable, Unreachable, from_os_error
+from nvpool.base.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    NvpoolError,
+    Unavailable,
+    Unreachable,
+    from_os_error,
+)
 from nvpool.logic.poolmap import decode_map
 
 REACH_S = 10.0
@@ -34,9 +43,11 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
     directory = directory_of(pool)
     if directory is not None:
         try:
-            return decode_map(directory.poolmap.read_bytes()).node_by_id[directory.node].endpoints
+            pool_map, node = decode_map(directory.poolmap.read_bytes()), directory.node
         except OSError as error:
             raise from_os_error(error, f"read {directory.poolmap}") from error
+        nodes = [pool_map.node_by_id[node]] if node in pool_map.node_by_id else pool_map.nodes
+        return tuple(endpoint for one in nodes for endpoint in one.endpoints)
     if "://" in pool:
         return (pool,)
     host, _, port = pool.rpartition(":")
@@ -44,6 +55,21 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
         raise InvalidRequest(f"{pool!r} is neither a pool directory nor the address of a node (HOST:PORT, as `nvpool "
                              f"status` shows it)")
     return (f"stream://{pool}", f"grpc://{pool}")
+
+
+def own_host(address: str) -> str:
+    """The address of this host from which it reaches `address`. NotFound, InvalidRequest."""
+    import socket
+    host, _, port = address.removeprefix("stream://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit():
+        raise InvalidRequest(f"{address!r} is not the address of a node; write HOST:PORT, as `nvpool node token` prints it")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # sends nothing
+        except OSError as error:
+            raise NotFound(f"{host} can not be reached from here: {error.strerror or error}") from None
+        return probe.getsockname()[0]
 
 
 def identity_for(pool: str):
@@ -108,6 +134,8 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
     reply = await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     directory = directory_of(pool)
     node = directory.node if directory is not None else 1
+    if node == 0:
+        raise AccessDenied("a pool is changed on its nodes; this directory is a client's")
     endpoints = decode_map(reply.map).node_by_id[node].endpoints  # the unix socket is among them
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
     reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,

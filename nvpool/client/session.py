@@ -82,6 +82,8 @@ class Client:
             if dialer is not None:
                 await dialer.close()
             raise
+        if directory is not None and not PoolDirectory(directory).node:
+            directory = None  # of a client: nobody keeps the map in it, so the nodes are asked
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
         if greeting.identity is not None:
             greeting.identity.update_members(pool_map.members)

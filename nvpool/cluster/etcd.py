@@ -82,6 +82,15 @@ class EtcdCoordinator:
         await calls.close()
         return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock)
 
+    @staticmethod
+    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        """On return a member, and most of them, have answered. Unavailable when none does in a second or two."""
+        calls = EtcdCalls(members, clock, certificates)
+        try:
+            await calls.range(rpc.RangeRequest(key=b"nvpool/"), 2 * BEAT_S)
+        finally:
+            await calls.close()
+
     @classmethod
     async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:

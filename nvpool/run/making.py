@@ -8,7 +8,8 @@ starts a process of the pool.
 
     {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text,
      "force"}
-        -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}]}
+        -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}], "join": {"address", "token", "ends_ms"} or null}
+    {"verb": "join", …} as run/entering has it
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
     {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
         -> {"path", "capacity_bytes"}
@@ -42,10 +43,11 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.run.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
-from nvpool.wire.endpoint import host_port_url
-from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE
+from nvpool.wire.endpoint import host_port_url, parse_endpoint
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, leaves_host
 
 CAPACITY_BYTES_MIN = 64 * MIB
 MARKER = "being-made"
@@ -226,6 +228,7 @@ async def make_pool(request: dict) -> dict:
         directory.secret.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
         member = found_authority(directory, pool_id, config.network.host)
+        token, kept = new_token(read_authority(directory), "node", TOKEN_S)
         write_whole(directory.node_toml, request["config"].encode())
         if request.get("throw_away"):
             write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
@@ -247,7 +250,7 @@ async def make_pool(request: dict) -> dict:
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
             shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4])),),
-            partitions=(PartitionRange(0, PARTITION_COUNT, 1),), members=(member,))
+            partitions=(PartitionRange(0, PARTITION_COUNT, 1),), members=(member,), tokens=(kept,))
         for place in (directory.shard(1), directory.map):
             kv = await LmdbKv.open(place, LmdbOptions())
             if place == directory.map:
@@ -260,18 +263,23 @@ async def make_pool(request: dict) -> dict:
         (directory.path / MARKER).unlink(missing_ok=True)
     finally:
         lock.release()
-    return {"directory": str(directory.path), "pool_id": pool_id, "drives": made}
+    address = address_of(first.nodes[0])
+    return {"directory": str(directory.path), "pool_id": pool_id, "drives": made,
+            "join": {"address": address, "token": token.text(), "ends_ms": kept.ends_ms}
+            if leaves_host(parse_endpoint(address)) else None}
 
 
 def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
-    """The pool's certificate authority and this node's own certificate, in secret/; whom that names."""
-    authority = Authority.make(pool_id)
+    """The pool's certificate authority, that of its etcd, and this node's own certificates, in secret/; whom those name."""
     member = new_member("node", socket.gethostname())
     asked = request_certificate()
-    for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),
-                                (KEY_FILE, asked.key, 0o600),
-                                (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, (host,)), 0o644)):
-        write_whole(directory.secret / name, content, mode)
+    for place in (directory.secret, directory.secret / "etcd"):
+        place.mkdir(mode=0o700, exist_ok=True)
+        authority = Authority.make(pool_id)
+        for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),
+                                    (KEY_FILE, asked.key, 0o600),
+                                    (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, (host,)), 0o644)):
+            write_whole(place / name, content, mode)
     return member
 
 
@@ -332,6 +340,11 @@ def _erase_head(path: str, pool_id: str) -> None:
 async def _answer(request: dict) -> dict:
     if request["verb"] == "pool":
         return await make_pool(request)
+    if request["verb"] == "join":
+        from nvpool.run.entering import join
+        directory = PoolDirectory(request["directory"])
+        return await join(request, lambda config: endpoints_for(directory, "node", config.network.host,
+                                                                free_ports(2, config.network, set())))
     if request["verb"] == "erase":
         _erase_head(request["path"], request["pool_id"])
         return {}

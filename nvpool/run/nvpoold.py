@@ -72,8 +72,11 @@ def check_formats(directory: PoolDirectory) -> None:
     except NvpoolError:
         return  # it is published anew from the coordinator's records
     paths = {drive.id: drive.path for drive in pool_map.drives}
-    stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets if target.state != "gone"]
-    parts = [(directory.map, FORMAT), *((directory.shard(shard.id), FORMAT) for shard in pool_map.shards),
+    node = directory.node
+    stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
+              if target.node == node and target.state != "gone"]
+    shards = [directory.shard(shard.id) for shard in pool_map.shards if shard.node == node]
+    parts = [(directory.map, FORMAT), *((shard, FORMAT) for shard in shards),
              *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]
     for path, known in parts:
         try:
@@ -88,10 +91,10 @@ def check_formats(directory: PoolDirectory) -> None:
 async def _serve(directory: PoolDirectory, config, stop) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
     from nvpool.base.directory import announcement
-    from nvpool.cluster.embedded import EmbeddedCoordinator
-    from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+    from nvpool.run.keeping import MapKeeper
     from nvpool.run.served import follow_members, listen_on
     from nvpool.run.supervisor import Supervisor
+    from nvpool.wire.endpoint import parse_endpoint
     from nvpool.wire.identity import identity_in
     from nvpool.wire.transport import Greeting
 
@@ -103,21 +106,24 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             failed.set_exception(Fenced(reason))
             failed.exception()  # seen, also where the end comes from elsewhere
 
-    kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=fence)
-    coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
+    keeper = await MapKeeper.open(directory, config, fence)
+    coordinator = keeper.relay
     directory.keep_reserve()
     pool_map = coordinator.pool_map
     identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
     greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity)
-    supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting)
+    supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting, keeper)
     listeners = []
     try:
         follow_members(identity, pool_map)
         directory.make_socket_directory()
         endpoints = pool_map.node_by_id[directory.node].endpoints
         for endpoint in endpoints:
-            handle = supervisor.handle if endpoint.startswith("stream+unix") else supervisor.handle_from_afar
-            listeners += await listen_on((endpoint,), greeting, handle)
+            where = parse_endpoint(endpoint)
+            secured = identity is not None and identity.covers(where)
+            handle = supervisor.handle if not where.host else \
+                supervisor.handle_secured if secured else supervisor.handle_from_afar
+            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured), handle)
         directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
                                                       now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
         await supervisor.run()
@@ -126,7 +132,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
         await supervisor.close()
         for listener in listeners:
             await listener.close(0.0)
-        await coordinator.close()
+        await keeper.close(config.supervisor.drain_s, stop.hurry, stop=stop.asked.is_set())
 
 
 if __name__ == "__main__":

@@ -38,11 +38,15 @@ from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.poolmap import Drive, PoolMap, Target, changed, encode_map, target_restarted
+from nvpool.logic.joining import node_removed
+from nvpool.logic.poolmap import Drive, Node, PoolMap, Target, changed, encode_map, target_restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
+from nvpool.run.joining import Reception
+from nvpool.run.keeping import MapKeeper, used_ports
 from nvpool.run.making import endpoints_for, free_ports
 from nvpool.run.served import follow_members
+from nvpool.run.tokens import TOKEN_S, address_of
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
@@ -63,7 +67,8 @@ log = logging.getLogger("nvpool.run.supervisor")
 
 class Supervisor:
     def __init__(self, directory: PoolDirectory, config: Config, coordinator: Coordinator, stop: Stop,
-                 failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None):
+                 failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
+                 keeper: MapKeeper | None = None):
         """`failed` gets an error when this process can not go on: `run` raises it."""
         self._directory = directory
         self._config = config
@@ -80,6 +85,7 @@ class Supervisor:
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
+        self._reception = Reception(directory, keeper, self._change) if keeper is not None else None
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
@@ -155,7 +161,10 @@ class Supervisor:
         """Replace the map by what `decide` makes of the newest; the new one. Decided again when somebody else was first."""
         for _ in range(_CHANGE_TRIES_MAX):
             try:
-                new = decide(self._coordinator.pool_map)
+                now = self._coordinator.pool_map
+                new = decide(now)
+                if new is now:
+                    return now
                 await self._coordinator.replace(new)
                 return new
             except StaleEpoch:
@@ -179,14 +188,17 @@ class Supervisor:
         if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
             nodes = tuple(msgspec.structs.replace(node, host_id=host_id()) if node.id == self._node else node
                           for node in pool_map.nodes)
-            await self._change(lambda newest: changed(newest, nodes=nodes))
+            try:
+                await self._change(lambda newest: changed(newest, nodes=nodes))
+            except Unavailable as error:
+                log.warning("the map does not know yet that this node is on another host now: %s", error)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
         answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
                    wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop}
-        answer = answers.get(call.method)
+        answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
         if answer is None:
             call.fail(InvalidRequest(f"a supervisor does not know method {call.method}"))
             return
@@ -197,6 +209,13 @@ class Supervisor:
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         call.on_cancel(task.cancel)
+
+    def handle_secured(self, call: Call) -> None:
+        """As `handle_from_afar`, for what comes over TLS: a stranger, who has no certificate yet, may join and no more."""
+        if call.peer.member or call.method in (wire_pb2.POOL_AUTHORITY, wire_pb2.POOL_JOIN):
+            self.handle_from_afar(call)
+        else:
+            call.fail(AccessDenied("nothing is told to strangers but how to join; show a certificate of this pool"))
 
     def handle_from_afar(self, call: Call) -> None:
         """As `handle`, for what comes over a network, where nobody knows who asks: it changes and stops nothing. Changes make
@@ -235,19 +254,45 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        if request.verb != "drive-add":
-            raise InvalidRequest(f"no change is called {request.verb!r}; there is: drive-add")
+        verbs = {"drive-add": self._change_drive_add, "token": self._change_token, "node-remove": self._change_node_remove}
+        if request.verb not in verbs:
+            raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
         try:
             arguments = json.loads(request.arguments)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{request.verb} wants a JSON object")
+        # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
+        result = await asyncio.shield(asyncio.ensure_future(verbs[request.verb](arguments)))
+        return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+
+    async def _change_token(self, arguments: dict) -> dict:
+        if self._reception is None:
+            raise InvalidRequest("nobody can join here")
+        try:
+            kind, lives_s = str(arguments.get("kind", "node")), float(arguments.get("lives_s", TOKEN_S))
+        except (TypeError, ValueError):
+            raise InvalidRequest("token wants a kind and lives_s") from None
+        return await self._reception.make_token(kind, lives_s)
+
+    async def _change_node_remove(self, arguments: dict) -> dict:
+        try:
+            number = int(arguments["node"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidRequest("node-remove wants a node") from None
+        new = await self._change(lambda newest: node_removed(newest, number))
+        return {"node": number, "epoch": new.epoch}
+
+    async def _change_drive_add(self, arguments: dict) -> dict:
+        try:
             path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
             force = bool(arguments.get("force", False))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes and force") from None
         if not os.path.isabs(path):
             raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
-        # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
-        result = await asyncio.shield(asyncio.ensure_future(self._add_drive(path, capacity_bytes, force)))
-        return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
+        return await self._add_drive(path, capacity_bytes, force)
 
     async def _add_drive(self, path: str, capacity_bytes: int, force: bool) -> dict:
         """Make a chunk store at `path` and a target on it, and start its process.
@@ -261,8 +306,7 @@ class Supervisor:
             target_id = max((target.id for target in pool_map.targets), default=0) + 1
             made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map,
                                            force)
-            used = {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
-                    for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
+            used = used_ports(pool_map)
             endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
                                       free_ports(2, self._config.network, used))
             drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
@@ -281,7 +325,8 @@ class Supervisor:
         pool_map = self._coordinator.pool_map
         shards = [self._shard_status(shard) for shard in pool_map.shards]
         targets = [self._target_status(target) for target in pool_map.targets]
-        answers = await asyncio.gather(*shards, *targets)
+        nodes, answers = await asyncio.gather(asyncio.gather(*(self._node_status(node) for node in pool_map.nodes)),
+                                              asyncio.gather(*shards, *targets))
         metas, stores = answers[:len(shards)], answers[len(shards):]
         bad_blocks = [bad for store in stores for bad in store["bad_blocks"]]
         look_s = min(LOOK_S, until_s - SYSTEM_CLOCK.boottime_s())
@@ -310,12 +355,15 @@ class Supervisor:
                            "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting") or p.get("reason")]
+        problems += [f"node {one['node']} ({one['name']}) does not answer: {one['reason']}" for one in nodes
+                     if one.get("reason")]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
                      f"umount {state.mountpoint}" for state in dead.values()]
-        return {"pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
+        return {"nodes": nodes,
+                "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
                          "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
@@ -324,8 +372,11 @@ class Supervisor:
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
         return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
 
-    def _seen(self, name: str, role: str, endpoints: tuple[str, ...]) -> dict:
+    def _seen(self, name: str, role: str, endpoints: tuple[str, ...], node: int) -> dict:
         child = self._children.get(name)
+        if child is None and node != self._node:
+            return {"role": role, "name": name, "node": node, "pid": None, "state": "serving", "restarts": None, "since_ms": 0,
+                    "endpoints": endpoints, "counters": {}}  # unless it does not answer
         if child is None:
             return {"role": role, "name": name, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
                     "endpoints": endpoints, "counters": {}}
@@ -333,8 +384,17 @@ class Supervisor:
                 "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
                 "counters": {}} | ({"reason": child.reason} if child.reason else {})
 
+    async def _node_status(self, node: Node) -> dict:
+        pool_map = self._coordinator.pool_map
+        seen = {"node": node.id, "name": node.name, "address": address_of(node), "member": node.member, "state": "serving",
+                "endpoints": node.endpoints, "drives": sum(drive.node == node.id for drive in pool_map.drives),
+                "shards": sum(shard.node == node.id for shard in pool_map.shards)}
+        if node.id != self._node:
+            await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply)
+        return seen
+
     async def _shard_status(self, shard) -> dict:
-        seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints) | {"shard": shard.id}
+        seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints, shard.node) | {"shard": shard.id}
         reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
@@ -342,7 +402,7 @@ class Supervisor:
         return seen
 
     async def _target_status(self, target: Target) -> dict:
-        seen = self._seen(f"target-{target.id}", "store", target.endpoints)
+        seen = self._seen(f"target-{target.id}", "store", target.endpoints, target.node)
         drive = next(drive for drive in self._coordinator.pool_map.drives if drive.id == target.drive)
         seen |= {"target": target.id, "drive": target.drive, "path": drive.path, "capacity_bytes": target.capacity_bytes,
                  "used_bytes": None, "bad_blocks": []}

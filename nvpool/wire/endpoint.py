@@ -50,5 +50,9 @@ def parse_endpoint(url: str) -> Endpoint:
     return Endpoint(scheme, host, port, parts.path, host_id)
 
 
+def host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def host_port_url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_port(host, port)}"

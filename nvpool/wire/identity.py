@@ -102,6 +102,8 @@ class Identity:
     def own_trouble(self) -> str:
         """Why others refuse what we show, as far as we can see ourselves; else nothing. For a connection that ended between the
         handshake and the greeting: the loops' TLS and gRPC hang up on a certificate that they refuse, and say nothing."""
+        if self.shown is None:
+            return ""
         try:
             self._own_name()
         except BadConfiguration as error:
@@ -140,6 +142,15 @@ class Identity:
         for connection, member in list(self._watched.items()):
             if member not in members:
                 connection.revoked(StaleIdentity(f"{member} is not in the pool any more"))
+
+
+class Stranger(Identity):
+    """Of who wants to join: shows nothing, and knows the authority or only how to recognize it once it is there."""
+
+    def __init__(self, pool_id: str = "", authority: bytes = b""):
+        super().__init__(pool_id, None)
+        self.secured = True
+        self._asking = authority_known(authority) if authority else authority_unseen()
 
 
 PLAIN_TEXT = Identity("", None)

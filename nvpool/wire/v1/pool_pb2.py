@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14nvpool/v1/pool.proto\x12\tnvpool.v1\"0\n\nMapRequest\x12\x12\n\nnewer_than\x18\x01 \x01(\x06\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"\x17\n\x08MapReply\x12\x0b\n\x03map\x18\x01 \x01(\x0c\"\x13\n\x11PoolStatusRequest\"!\n\x0fPoolStatusReply\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"4\n\x11PoolChangeRequest\x12\x0c\n\x04verb\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\x0c\"!\n\x0fPoolChangeReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"\"\n\x0fPoolStopRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x0f\n\rPoolStopReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14nvpool/v1/pool.proto\x12\tnvpool.v1\"0\n\nMapRequest\x12\x12\n\nnewer_than\x18\x01 \x01(\x06\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"\x17\n\x08MapReply\x12\x0b\n\x03map\x18\x01 \x01(\x0c\"\x13\n\x11PoolStatusRequest\"!\n\x0fPoolStatusReply\x12\x0e\n\x06status\x18\x01 \x01(\x0c\"4\n\x11PoolChangeRequest\x12\x0c\n\x04verb\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\x0c\"!\n\x0fPoolChangeReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"\"\n\x0fPoolStopRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x0f\n\rPoolStopReply\"\x12\n\x10\x41uthorityRequest\"6\n\x0e\x41uthorityReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x0f\n\x07pool_id\x18\x02 \x01(\t\"|\n\x0bJoinRequest\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x11\n\tendpoints\x18\x07 \x03(\t\"\x1b\n\tJoinReply\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x0c\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,4 +47,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSTOPREQUEST']._serialized_end=289
   _globals['_POOLSTOPREPLY']._serialized_start=291
   _globals['_POOLSTOPREPLY']._serialized_end=306
+  _globals['_AUTHORITYREQUEST']._serialized_start=308
+  _globals['_AUTHORITYREQUEST']._serialized_end=326
+  _globals['_AUTHORITYREPLY']._serialized_start=328
+  _globals['_AUTHORITYREPLY']._serialized_end=382
+  _globals['_JOINREQUEST']._serialized_start=384
+  _globals['_JOINREQUEST']._serialized_end=508
+  _globals['_JOINREPLY']._serialized_start=510
+  _globals['_JOINREPLY']._serialized_end=537
+  _globals['_RENEWREQUEST']._serialized_start=539
+  _globals['_RENEWREQUEST']._serialized_end=570
+  _globals['_RENEWREPLY']._serialized_start=572
+  _globals['_RENEWREPLY']._serialized_end=605
 # @@protoc_insertion_point(module_scope)

@@ -64,6 +64,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
     POOL_STOP: _ClassVar[Method]
+    POOL_AUTHORITY: _ClassVar[Method]
+    POOL_JOIN: _ClassVar[Method]
+    POOL_RENEW: _ClassVar[Method]
 METHOD_NONE: Method
 DATA_READ: Method
 DATA_WRITE: Method
@@ -119,6 +122,9 @@ POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method
 POOL_STOP: Method
+POOL_AUTHORITY: Method
+POOL_JOIN: Method
+POOL_RENEW: Method
 
 class Hello(_message.Message):
     __slots__ = ("version", "version_min", "name", "fingerprint", "software", "transports", "host_id")

@@ -1,0 +1,72 @@
+"""Who comes into a pool and who leaves it, as maps: tokens given, used once, ended; nodes and members added and removed.
+
+Pure functions of a map, the time and a request; called by run/joining. What is refused makes no map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from nvpool.base.errors import AccessDenied, InvalidRequest
+from nvpool.logic.poolmap import JoinToken, Node, PoolMap, changed
+
+TOKENS_MAX = 1000
+NODES_MAX = 1000
+
+
+def token_given(pool_map: PoolMap, token: JoinToken, now_ms: int) -> PoolMap:
+    """With `token`, and without those that have ended."""
+    tokens = tuple(one for one in pool_map.tokens if one.ends_ms > now_ms)
+    if len(tokens) >= TOKENS_MAX:
+        raise InvalidRequest(f"{TOKENS_MAX} tokens are out already; wait until some end")
+    return changed(pool_map, tokens=(*tokens, token))
+
+
+def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int) -> JoinToken:
+    """The token that is shown. AccessDenied for one that is unknown, over, used by another key, or for something else."""
+    found = next((one for one in pool_map.tokens if one.hash == hash), None)
+    if found is None:
+        raise AccessDenied("this token is not one of this pool, or has ended long ago; make a new one with: nvpool node token")
+    if found.ends_ms <= now_ms:
+        raise AccessDenied("this token has ended; make a new one with: nvpool node token")
+    if found.used_by and found.used_by != used_by:
+        raise AccessDenied("this token was used already, and works once; make a new one with: nvpool node token")
+    if found.kind != kind:
+        raise AccessDenied(f"this token lets in a {found.kind}, not a {kind}")
+    return found
+
+
+def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, now_ms: int,
+           node: Callable[[int], Node] | None = None) -> PoolMap:
+    """With `member`, in exchange for the token; for a node also the Node that `node` makes of its number. The same map where
+    this key has joined with this token before: its answer was lost. AccessDenied as token_for."""
+    token = token_for(pool_map, hash, kind, used_by, now_ms)
+    if token.used_by:
+        return pool_map
+    tokens = tuple(replace(one, used_by=used_by, member=member) if one.hash == hash else one for one in pool_map.tokens)
+    nodes = pool_map.nodes
+    if node is not None:
+        if len(nodes) >= NODES_MAX:
+            raise InvalidRequest(f"the pool has {NODES_MAX} nodes already")
+        nodes = (*nodes, node(max((one.id for one in nodes), default=0) + 1))
+    return changed(pool_map, tokens=tokens, members=(*pool_map.members, member), nodes=nodes)
+
+
+def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
+    """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it."""
+    node = pool_map.node_by_id.get(number)
+    if node is None:
+        raise InvalidRequest(f"there is no node {number}")
+    drives = [drive.id for drive in pool_map.drives if drive.node == number]
+    shards = [shard.id for shard in pool_map.shards if shard.node == number]
+    if drives:
+        raise InvalidRequest(f"node {number} has drives of the pool ({', '.join(map(str, drives))}); drain and remove them "
+                             f"first")
+    if shards:
+        raise InvalidRequest(f"node {number} serves metadata (shard {', '.join(map(str, shards))}), which has to move first")
+    if any(one.node == number for one in pool_map.etcd):
+        raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
+    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
+                   members=tuple(one for one in pool_map.members if one != node.member))

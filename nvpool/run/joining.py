@@ -1,0 +1,120 @@
+"""The side of a pool that lets others in: tokens, joining, certificates renewed.
+
+Called by run/supervisor of a node that has the authority's key. A token is looked at before anything else is done for whoever
+shows it, and used in the same change of the map that takes its holder in: so it works once, whatever is lost on the way, and
+for the same key again where the answer was. Never sends a key but the authority's, to nodes that may lead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base.authority import key_of_request
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import AccessDenied, InvalidRequest, from_os_error
+from nvpool.base.identities import new_member
+from nvpool.base.tokens import hash_of
+from nvpool.logic.joining import joined, token_for, token_given
+from nvpool.logic.poolmap import Node, PoolMap, encode_map
+from nvpool.run.keeping import ETCD_SECRET, MapKeeper
+from nvpool.run.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
+from nvpool.wire.endpoint import parse_endpoint
+from nvpool.wire.identity import AUTHORITY_FILE
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+LEADERS_MAX = 3
+"""So many nodes, the first ones, may lead: they have the authority's key."""
+
+log = logging.getLogger("nvpool.run.joining")
+
+
+class Reception:
+    """`change` is Supervisor._change."""
+
+    def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
+                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]):
+        self._directory = directory
+        self._keeper = keeper
+        self._change = change
+        self.answers = {wire_pb2.POOL_AUTHORITY: self._answer_authority, wire_pb2.POOL_JOIN: self._answer_join,
+                        wire_pb2.POOL_RENEW: self._answer_renew}
+
+    async def make_token(self, kind: str, lives_s: float) -> dict:
+        """A token, and where it is good for joining."""
+        if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
+            raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
+        token, kept = new_token(read_authority(self._directory), kind, lives_s)
+        new = await self._change(lambda newest: token_given(newest, kept, now_ms()))
+        return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms,
+                "address": address_of(new.node_by_id[self._directory.node])}
+
+    async def _answer_authority(self, call: Call) -> bytes:
+        try:
+            certificate = (self._directory.secret / AUTHORITY_FILE).read_bytes()
+        except OSError as error:
+            raise from_os_error(error, f"read {error.filename}") from error
+        return pool_pb2.AuthorityReply(certificate=certificate, pool_id=self._keeper.relay.pool_map.pool_id).SerializeToString()
+
+    async def _answer_join(self, call: Call) -> bytes:
+        request = _read(pool_pb2.JoinRequest, call)
+        kind, hash, used_by = request.kind, hash_of(request.secret), key_of_request(request.request)
+        authority = read_authority(self._directory)
+        relay = self._keeper.relay
+        token_for(relay.pool_map, hash, kind, used_by, now_ms())
+        node = None
+        if kind == "node":
+            endpoints = tuple(request.endpoints)
+            if not endpoints or len(endpoints) > 8 or not request.host or not request.host_id:
+                raise InvalidRequest("a node says what others call it by and where its supervisor listens")
+            for endpoint in endpoints:
+                parse_endpoint(endpoint)
+            await self._keeper.move()
+        member = new_member(kind, request.name)
+        if kind == "node":
+            node = partial(Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member)
+        new = await self._change(lambda newest: joined(newest, hash, kind, used_by, member, now_ms(), node))
+        member = token_for(new, hash, kind, used_by, now_ms()).member
+        log.info("%s has joined the pool, from %s", member, call.peer.address)
+        sign = partial(authority.sign, request.request, new.pool_id, member)
+        answer = {"pool_id": new.pool_id, "name": new.name, "member": member, "authority": authority.certificate.decode(),
+                  "map": encode_map(new).decode()}
+        if node is None:
+            return _joined(answer | {"certificate": sign().decode()})
+        number = next(one.id for one in new.nodes if one.member == member)
+        etcd = read_authority(self._directory, ETCD_SECRET)
+        answer |= {
+            "node": number, "certificate": sign((request.host,)).decode(),
+            "grant_key": self._directory.grant_key.read_bytes().hex(),
+            "etcd": {"members": [one.client for one in new.etcd] or list(self._keeper.members),
+                     "authority": etcd.certificate.decode(),
+                     "certificate": etcd.sign(request.request, new.pool_id, member, (request.host,)).decode()}}
+        if number <= LEADERS_MAX:
+            answer |= {"authority_key": authority.key.decode(), "etcd_authority_key": etcd.key.decode()}
+        return _joined(answer)
+
+    async def _answer_renew(self, call: Call) -> bytes:
+        request = _read(pool_pb2.RenewRequest, call)
+        member = call.peer.member
+        if not member:
+            raise AccessDenied("only who has a certificate of this pool can have it renewed")
+        authority = read_authority(self._directory)
+        node = next((one for one in self._keeper.relay.pool_map.nodes if one.member == member), None)
+        certificate = authority.sign(request.request, self._keeper.relay.pool_map.pool_id, member, hosts_of(node))
+        return pool_pb2.RenewReply(certificate=certificate).SerializeToString()
+
+
+def _joined(answer: dict) -> bytes:
+    return pool_pb2.JoinReply(answer=json.dumps(answer).encode()).SerializeToString()
+
+
+def _read(kind, call: Call):
+    try:
+        return kind.FromString(bytes(call.message))
+    except DecodeError:
+        raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None

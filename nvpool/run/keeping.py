@@ -1,0 +1,227 @@
+"""Where the pool map is kept, as this node knows it: in the embedded coordinator, in the pool's own etcd, or on the way there.
+
+Called by nvpoold (what to open) and run/joining (the move). DIR/coordinator.json says it, replaced atomically; absent:
+embedded.
+
+    embedded   the map is in map/; with `own` a member of etcd is being prepared, which nobody asks yet
+    moving     the map in map/ changes no more; its successor is, or will be, the first in etcd
+    etcd       the map is in etcd at `members`
+
+Each step is durable before the next begins, and each start goes on where it finds itself: until "moving" stands there, etcd is
+worth nothing; from then on the embedded map is the first part of etcd's history. So there are never two maps that both change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from typing import Literal
+
+import msgspec
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory, write_whole
+from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.cluster.coordinator import Coordinator
+from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.etcd import EtcdCoordinator
+from nvpool.cluster.etcd_calls import Certificates
+from nvpool.cluster.relay import HeldMap, Relay
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.logic.poolmap import EtcdMember, PoolMap, changed
+from nvpool.run.child import Child
+from nvpool.run.daemon import command
+from nvpool.run.making import free_ports
+from nvpool.run.served import read_map
+from nvpool.wire.endpoint import host_port
+from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+
+log = logging.getLogger("nvpool.run.keeping")
+
+ETCD_SECRET = "etcd"
+"""In secret/: an authority of its own for etcd, which only nodes get a certificate of. With the pool's every client could write
+the map."""
+AGAIN_S = 1.0
+_FIRST_WAIT_S = 30.0
+"""For etcd, the first time it starts."""
+
+
+class OwnMember(msgspec.Struct, frozen=True):
+    """The member of etcd that this node runs. `cluster`: (node, peer's host:port) of those it began with."""
+
+    node: int
+    client: str
+    peer: str
+    cluster: tuple[tuple[int, str], ...]
+    token: str
+    state: Literal["new", "existing"] = "new"
+
+
+class Keeping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: Literal["embedded", "moving", "etcd"] = "embedded"
+    members: tuple[str, ...] = ()
+    own: OwnMember | None = None
+
+
+def read_keeping(directory: PoolDirectory) -> Keeping:
+    try:
+        return msgspec.json.decode((directory.path / "coordinator.json").read_bytes(), type=Keeping)
+    except FileNotFoundError:
+        return Keeping()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CorruptRecord(f"{directory.path}/coordinator.json can not be read: {error}") from None
+
+
+def write_keeping(directory: PoolDirectory, keeping: Keeping) -> None:
+    write_whole(directory.path / "coordinator.json", msgspec.json.encode(keeping))
+
+
+class MapKeeper:
+    """Opens the node's coordinator and moves it. `relay` is what others use."""
+
+    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, keeping: Keeping):
+        self._directory = directory
+        self._config = config
+        self.relay = relay
+        self._keeping = keeping
+        self._moving = asyncio.Lock()
+        self._stopping = asyncio.Event()
+        self._going_on: asyncio.Task[None] | None = None
+        self.etcd: Child | None = None
+        """The member of etcd on this node, where there is one."""
+        self._keeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, directory: PoolDirectory, config: Config, on_fence) -> MapKeeper:
+        """With a map in any case: where etcd does not answer yet, the copy that is at hand, until it does."""
+        keeping = read_keeping(directory)
+        if keeping.kind != "etcd":
+            kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
+            inner: Coordinator = await EmbeddedCoordinator.open(kv, directory.publish)
+            if keeping.kind == "moving":
+                held = HeldMap(inner.pool_map, "the pool map is on its way into etcd; try again")
+                await inner.close()
+                inner = held
+        else:
+            inner = HeldMap(read_map(directory), _no_etcd(keeping.members))
+        keeper = cls(directory, config, Relay(inner), keeping)
+        keeper._start_etcd()
+        if keeping.kind != "embedded":
+            keeper._going_on = asyncio.ensure_future(keeper._go_on())
+            await asyncio.wait([keeper._going_on], timeout=_FIRST_WAIT_S / 10)
+        return keeper
+
+    def _start_etcd(self) -> None:
+        own = self._keeping.own
+        if own is not None and self.etcd is None:
+            arguments = command("etcd_daemon", str(self._directory.path), str(own.node))
+            self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK)
+            self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
+
+    def _certificates(self) -> Certificates | None:
+        if self._config.network.plain_text:
+            return None
+        secret = self._directory.secret / ETCD_SECRET
+        try:
+            return Certificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
+        except OSError as error:
+            raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of etcd, for who is to ask it."""
+        return self._keeping.members
+
+    # -- from the embedded coordinator to etcd ------------------------------------------------------------------------------
+
+    async def move(self) -> None:
+        """On return the map is in etcd, also where it was before. Refused, with the remedy, where that can not be; Unavailable
+        while it is on its way: the same call goes on, and so does every start."""
+        async with self._moving:
+            if self._keeping.kind == "embedded":
+                await self._prepare()
+                # From here on no embedded map is made: the turn is ours, and the next start finds "moving".
+                async with self.relay.turn:
+                    self._put(msgspec.structs.replace(self._keeping, kind="moving"))
+                    await self.relay.switch(HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again"))
+                self._going_on = asyncio.ensure_future(self._go_on())
+            if self._keeping.kind == "moving":
+                await asyncio.wait([self._going_on], timeout=_FIRST_WAIT_S)
+                if not self._going_on.done():
+                    raise Unavailable("the pool map is on its way into etcd, which does not answer; see etcd-1.log")
+
+    async def _prepare(self) -> None:
+        """A member of etcd that answers."""
+        if shutil.which("etcd") is None:
+            raise Refused("a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
+                          "apt install etcd-server)")
+        if self._keeping.own is None:
+            network = self._config.network
+            ports = free_ports(2, network, used_ports(self.relay.pool_map))
+            client, peer = (host_port(network.host, port) for port in ports)
+            own = OwnMember(self._directory.node, client, peer, ((self._directory.node, peer),), self.relay.pool_map.pool_id)
+            self._put(msgspec.structs.replace(self._keeping, own=own, members=(client,)))
+        self._start_etcd()
+        until_s = SYSTEM_CLOCK.boottime_s() + _FIRST_WAIT_S
+        while True:
+            try:
+                await EtcdCoordinator.answers(self._keeping.members, self._certificates())
+                return
+            except Unavailable as error:
+                if SYSTEM_CLOCK.boottime_s() > until_s:
+                    raise Unavailable(f"etcd does not start on the first node ({error}); its log is {self._directory.log}/"
+                                      f"{self.etcd.name}.log") from None
+
+    async def _go_on(self) -> None:
+        """Until the map is in etcd and this node uses it from there."""
+        directory = self._directory
+        while True:
+            try:
+                members, certificates = self._keeping.members, self._certificates()
+                pool_map = self.relay.pool_map
+                if self._keeping.kind == "moving":
+                    own = self._keeping.own
+                    first = changed(pool_map, etcd=(EtcdMember(own.node, own.client, own.peer),))
+                    try:
+                        found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates)
+                    except InvalidRequest:  # an earlier try of ours came so far
+                        found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish,
+                                                           certificates=certificates)
+                    self._put(msgspec.structs.replace(self._keeping, kind="etcd"))
+                else:
+                    found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates)
+                await self.relay.switch(found)
+                log.info("the pool map is in etcd, epoch %d", found.pool_map.epoch)
+                return
+            except NvpoolError as error:
+                log.warning("etcd can not be used yet: %s", error)
+                await asyncio.sleep(AGAIN_S)
+
+    def _put(self, keeping: Keeping) -> None:
+        write_keeping(self._directory, keeping)
+        self._keeping = keeping
+
+    # -- the end --------------------------------------------------------------------------------------------------------------
+
+    async def close(self, drain_s: float, hurry: asyncio.Event, *, stop: bool) -> None:
+        """Give the coordinator up; with `stop` the member of etcd ends too, else it runs on and is adopted by the next one."""
+        if self._going_on is not None:
+            self._going_on.cancel()
+        await self.relay.close()
+        self._stopping.set()
+        if self._keeper is not None:
+            await asyncio.gather(self._keeper, return_exceptions=True)
+            if stop:
+                await self.etcd.end(drain_s, hurry)
+
+
+def used_ports(pool_map: PoolMap) -> set[int]:
+    """TCP ports that the map gives to somebody, whatever the node."""
+    return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
+            for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
+
+
+def _no_etcd(members: tuple[str, ...]) -> str:
+    return f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what is there is served"

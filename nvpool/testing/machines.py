@@ -1,0 +1,102 @@
+"""Machines for tests on one: network namespaces that a switch joins, each with an address and a host identity of its own.
+
+Real kernel, real sockets: what one sends to the other crosses a veth pair and a bridge; what listens on loopback or a unix
+socket of one is still found by path, but its machine-id says that it is another host's. Called by tests; needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from nvpool.base.clock import SYSTEM_CLOCK
+
+
+def missing() -> str | None:
+    """Why there can be none here."""
+    if os.geteuid():
+        return "network namespaces need root"
+    for program in ("ip", "nsenter", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (Debian: iproute2, util-linux)"
+    done = subprocess.run(["unshare", "-n", "-m", "ip", "link", "add", "x", "type", "bridge"], capture_output=True, text=True,
+                          timeout=20)
+    return f"no network namespace with a bridge can be made: {done.stderr.strip()}" if done.returncode else None
+
+
+class Machine:
+    """One namespace of the network and of mounts, kept by a process that sleeps."""
+
+    def __init__(self, name: str, address: str, place: Path) -> None:
+        self.name = name
+        self.address = address
+        self.place = place
+        """For its files: each machine has its own."""
+        place.mkdir()
+        self._holder = subprocess.Popen(["unshare", "-n", "-m", "--propagation", "private", "sleep", "infinity"],
+                                        stdin=subprocess.DEVNULL)
+        self.pid = self._holder.pid
+        identity = place / "machine-id"
+        identity.write_text(SYSTEM_CLOCK.secret(16).hex() + "\n")
+        deadline_s = SYSTEM_CLOCK.boottime_s() + 10
+        while os.readlink(f"/proc/{self.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+            assert SYSTEM_CLOCK.boottime_s() < deadline_s, "unshare takes for ever"
+        self.run("ip", "link", "set", "lo", "up")
+        self.run("mount", "--bind", str(identity), "/etc/machine-id")
+
+    def command(self, *words: str) -> list[str]:
+        return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
+
+    def run(self, *words: str, check: bool = True, timeout_s: float = 60.0, **more) -> subprocess.CompletedProcess:
+        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
+                              **more)
+        assert not check or done.returncode == 0, f"on {self.name}: {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done
+
+    def popen(self, *words: str, **more) -> subprocess.Popen:
+        return subprocess.Popen(self.command(*words), stdin=subprocess.DEVNULL, **more)
+
+    def end(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Machines:
+    """`count` machines, 10.77.0.1 and on, joined by a switch. A context manager; leaves nothing behind but what was mounted or
+    started inside and not ended."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._place = Path(tempfile.mkdtemp(prefix="nvpool-machines-"))
+        self._machines: list[Machine] = []
+        self._switch: Machine | None = None
+
+    def __enter__(self) -> list[Machine]:
+        try:
+            self._switch = Machine("switch", "", self._place / "switch")
+            self._switch.run("ip", "link", "add", "switch", "type", "bridge")
+            self._switch.run("ip", "link", "set", "switch", "up")
+            for number in range(1, self._count + 1):
+                machine = Machine(f"m{number}", f"10.77.0.{number}", self._place / f"m{number}")
+                self._machines.append(machine)
+                self._switch.run("ip", "link", "add", f"to{number}", "type", "veth", "peer", "name", "eth0", "netns",
+                                 str(machine.pid))
+                self._switch.run("ip", "link", "set", f"to{number}", "master", "switch", "up")
+                machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "eth0")
+                machine.run("ip", "link", "set", "eth0", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._machines
+
+    def cut(self, number: int, *, restore: bool = False) -> None:
+        """Take the machine's cable out, or put it in again; from 1."""
+        self._switch.run("ip", "link", "set", f"to{number}", "up" if restore else "down")
+
+    def __exit__(self, *_) -> None:
+        for machine in [*self._machines, *([self._switch] if self._switch else [])]:
+            machine.end()
+        shutil.rmtree(self._place, ignore_errors=True)
