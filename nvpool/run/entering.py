@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from nvpool.base.authority import MemberRequest, fingerprint_of, request_again, request_certificate
+from nvpool.base.authority import MemberRequest, fingerprint_of, key_of_request, request_again, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, parse
 from nvpool.base.directory import BEING_MADE_TEXT, FORMAT_TEXT, Flock, PoolDirectory, sync_directory, write_whole
@@ -41,8 +41,8 @@ JOIN_S = 90.0
 JOINING = "being-joined"
 
 
-async def join(request: dict, ports: Callable[[Config], tuple[str, ...]]) -> dict:
-    """Make the directory of a node, a client or a bridge. `ports` gives the endpoints of a node's supervisor.
+async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, ...]]) -> dict:
+    """Make the directory of a node, a client or a bridge. `endpoints_of` gives those of a node's supervisor, under a name.
 
         {"verb": "join", "directory", "kind", "address", "token", "name", "host", "config": text}
             -> {"directory", "pool_id", "name", "member", "node"}
@@ -60,7 +60,9 @@ async def join(request: dict, ports: Callable[[Config], tuple[str, ...]]) -> dic
             for path in (directory.path / "meta", directory.path / "targets"):
                 path.mkdir(exist_ok=True)
         write_whole(directory.node_toml, request["config"].encode())
-        endpoints = ports(config) if kind == "node" else ()
+        # A name of its own: two nodes may have their directories at the same path, and each would find its own socket there.
+        own_name = f"node-{key_of_request(key.request)[:8]}"
+        endpoints = endpoints_of(config, own_name) if kind == "node" else ()
         asked = pool_pb2.JoinRequest(secret=token.secret, kind=kind, request=key.request, name=request.get("name") or
                                      socket.gethostname(), host=config.network.host if kind == "node" else "",
                                      host_id=host_id(), endpoints=endpoints)

@@ -343,8 +343,8 @@ async def _answer(request: dict) -> dict:
     if request["verb"] == "join":
         from nvpool.run.entering import join
         directory = PoolDirectory(request["directory"])
-        return await join(request, lambda config: endpoints_for(directory, "node", config.network.host,
-                                                                free_ports(2, config.network, set())))
+        return await join(request, lambda config, name: endpoints_for(directory, name, config.network.host,
+                                                                      free_ports(2, config.network, set())))
     if request["verb"] == "erase":
         _erase_head(request["path"], request["pool_id"])
         return {}

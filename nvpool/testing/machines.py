@@ -87,6 +87,10 @@ class Machines:
                 self._switch.run("ip", "link", "set", f"to{number}", "master", "switch", "up")
                 machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "eth0")
                 machine.run("ip", "link", "set", "eth0", "up")
+            for machine in self._machines:
+                for other in self._machines:
+                    if other is not machine:  # no machine sees the files of another, its unix sockets above all
+                        machine.run("mount", "-t", "tmpfs", "none", str(other.place))
         except BaseException:
             self.__exit__()
             raise

@@ -1,0 +1,258 @@
+"""Pools of several machines: joining, a file over two nodes, who is refused, and who is killed. Real processes, real etcd."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.host import identity_of
+from nvpool.logic.poolmap import decode_map
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.machines import Machine, Machines
+from nvpool.testing.real_pool import end_process
+
+NVPOOL = (sys.executable, "-P", "-m", "nvpool.cli.main")
+CAPACITY = "192M"
+MIB = 1 << 20
+
+pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
+
+SPREAD = """
+import asyncio, sys
+from msgspec.structs import replace
+from nvpool.base.directory import PoolDirectory
+from nvpool.cluster.etcd import EtcdCoordinator
+from nvpool.cluster.etcd_calls import Certificates
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import changed
+from nvpool.run.keeping import read_keeping
+from nvpool.run.served import read_map
+
+async def main():
+    directory = PoolDirectory(sys.argv[1])
+    etcd = directory.secret / "etcd"
+    certificates = Certificates(*((etcd / name).read_bytes() for name in ("authority.crt", "member.crt", "member.key")))
+    pool_map = read_map(directory)
+    coordinator = await EtcdCoordinator.open(read_keeping(directory).members, pool_map.pool_id,
+                                             certificates=None if sys.argv[2] == "plain" else certificates)
+    now = coordinator.pool_map
+    table = build_table(now.targets, 1)
+    chains = tuple(replace(new, epoch=old.epoch + 1) for new, old in zip(table.chains, now.tables[0].chains))
+    await coordinator.replace(changed(now, tables=(replace(table, chains=chains),)))
+    await coordinator.close()
+
+asyncio.run(main())
+"""
+"""Chains over all targets, in a pool that holds nothing yet."""
+
+
+class Node:
+    """A machine with a pool directory."""
+
+    def __init__(self, machine: Machine, name: str = "pool"):
+        self.machine = machine
+        self.path = machine.place / name
+        self.directory = PoolDirectory(self.path)
+
+    def nvpool(self, *words: str, check: bool = True):
+        return self.machine.run(*NVPOOL, *words, check=check, timeout_s=120)
+
+    def json(self, *words: str):
+        return json.loads(self.nvpool(*words, "--json").stdout)
+
+    def drive(self) -> str:
+        place = self.machine.place / "drive"
+        place.mkdir(exist_ok=True)
+        return f"{place}:{CAPACITY}"
+
+    def serve(self) -> None:
+        self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file")
+
+    def until_all_serve(self, wait_s: float = 60.0) -> dict:
+        deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+        while True:
+            done = self.nvpool("status", str(self.path), "--json", check=False)
+            if done.returncode == 0:
+                seen = json.loads(done.stdout)
+                if not seen["problems"] and all(one["state"] == "serving" for one in (*seen["processes"], *seen["nodes"])):
+                    return seen
+            assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not all serve: {done.stdout}{done.stderr}{self.said()}"
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
+                         for path in sorted(self.directory.log.glob("*.log")))
+
+    def processes(self) -> list[int]:
+        """Everything of this machine's pool that runs, etcd and mounts included."""
+        found = []
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                words = Path("/proc", entry, "cmdline").read_bytes()
+                if os.fsencode(self.machine.place) + b"/" in words and identity_of(int(entry)) is not None:
+                    found.append(int(entry))
+            except OSError:
+                continue
+        return found
+
+    def kill_all(self) -> None:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.processes():
+                end_process(pid, number)
+
+    def map(self):
+        return decode_map(self.directory.poolmap.read_bytes())
+
+
+class Pool:
+    """`nodes[0]` has made it; others join."""
+
+    def __init__(self, hosts: list[Machine], plain: bool):
+        self.nodes = [Node(machine) for machine in hosts]
+        self.plain = ["--plain-text"] if plain else []
+
+    def found(self) -> dict:
+        first = self.nodes[0]
+        words = []
+        if self.plain:
+            config = first.machine.place / "node.toml"
+            config.write_text("[network]\nplain_text = true\n")
+            words = ["--config", str(config)]
+        made = first.json("pool", "create", str(first.path), "--drive", first.drive(), "--host", first.machine.address, *words)
+        first.serve()
+        first.until_all_serve()
+        return made["join"]
+
+    def join(self, node: Node, join: dict, check: bool = True):
+        return node.nvpool("node", "join", join["address"].removeprefix("stream://"), "--dir", str(node.path), "--token",
+                           join["token"], "--drive", node.drive(), *self.plain, check=check)
+
+    def client(self, node: Node) -> None:
+        token = self.nodes[0].json("client", "token", str(self.nodes[0].path))
+        node.nvpool("client", "join", token["address"].removeprefix("stream://"), str(node.path), "--token", token["token"],
+                    *self.plain)
+
+    def spread(self) -> None:
+        first = self.nodes[0]
+        first.machine.run(sys.executable, "-P", "-c", SPREAD, str(first.path), "plain" if self.plain else "secured")
+
+
+@pytest.fixture(params=["secured", "plain text"])
+def pool(request):
+    with Machines(3) as hosts:
+        made = Pool(hosts, request.param == "plain text")
+        try:
+            yield made
+        finally:
+            for node in made.nodes:
+                node.kill_all()
+
+
+def _write(node: Node, mount: Path, name: str, megabytes: int) -> str:
+    content = hashlib.shake_128(name.encode()).digest(MIB) * megabytes
+    source = node.machine.place / "source"
+    source.write_bytes(content)
+    node.machine.run("sh", "-c", f"cp {source} {mount}/{name} && sync {mount}/{name}")
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sum(node: Node, mount: Path, name: str) -> str:
+    return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=100).stdout.split()[0]
+
+
+def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
+    first, second, third = pool.nodes
+    join = pool.found()
+    assert first.map().etcd == () and not (first.path / "coordinator.json").exists()
+    epoch = first.map().epoch
+    pool.join(second, join)
+    seen = second.until_all_serve()
+    assert [node["drives"] for node in seen["nodes"]] == [1, 1]
+    assert first.map().etcd and first.map().epoch > epoch
+    first.until_all_serve()
+    pool.spread()
+    pool.client(third)
+    mount = third.machine.place / "mount"
+    mount.mkdir()
+    third.nvpool("mount", str(third.path), str(mount))
+    sums = {f"file-{number}": _write(third, mount, f"file-{number}", 8) for number in range(3)}
+    used = {drive["drive"]: drive["used_bytes"] for drive in first.until_all_serve()["drives"]}
+    assert set(used) == {1, 2} and min(used.values()) > 4 * MIB, used
+    third.machine.run("sh", "-c", "echo 3 > /proc/sys/vm/drop_caches", check=False)
+    assert {name: _sum(third, mount, name) for name in sums} == sums
+
+    # the second node's supervisor is killed: a child of it starts another, nothing that serves is touched
+    stores = [pid for pid in second.processes() if b"store_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    end_process(second.directory.supervisor().pid)
+    assert {name: _sum(third, mount, name) for name in sums} == sums
+    second.until_all_serve()
+    assert [pid for pid in second.processes() if b"store_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()] == stores
+
+    # all is killed and started again, in any order; the mount waits
+    for node in (first, second):
+        node.kill_all()
+    second.serve()
+    first.serve()
+    first.until_all_serve()
+    second.until_all_serve()
+    assert {name: _sum(third, mount, name) for name in sums} == sums
+    sums["later"] = _write(third, mount, "later", 4)
+    assert _sum(third, mount, "later") == sums["later"]
+    third.nvpool("umount", str(mount))
+
+
+def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
+    first, second, third = pool.nodes
+    join = pool.found()
+    pool.join(second, join)
+    assert "used already" in pool.join(third, join, check=False).stderr
+    wrong = join | {"token": "nvp1." + "A" * 64}
+    assert "another one" in pool.join(Node(third.machine), wrong, check=False).stderr
+    assert "not a whole token" in pool.join(third, join | {"token": join["token"][:-3]}, check=False).stderr
+    brief = first.json("node", "token", str(first.path), "--hours", "0.001")
+    until_ms = brief["ends_ms"]
+    while SYSTEM_CLOCK.wall_ns() // 1_000_000 <= until_ms:
+        time.sleep(0.1)
+    assert "has ended" in pool.join(third, brief, check=False).stderr
+    client = first.json("client", "token", str(first.path))
+    assert "lets in a client" in pool.join(third, client, check=False).stderr
+    assert len(first.map().nodes) == 2
+    pool.join(third, first.json("node", "token", str(first.path)))
+    assert len(third.until_all_serve()["nodes"]) == 3
+
+
+def test_who_has_no_certificate_or_has_left_learns_nothing():
+    with Machines(3) as hosts:
+        pool = Pool(hosts, plain=False)
+        try:
+            first, second, third = pool.nodes
+            join = pool.found()
+            address = join["address"].removeprefix("stream://")
+            assert "without a certificate" in third.nvpool("status", address, check=False).stderr
+            added = second.nvpool("node", "join", address, "--dir", str(second.path), "--token", join["token"])
+            assert "as node 2" in added.stdout
+            second.until_all_serve()
+            second.kill_all()
+            pool.client(third)
+            pool.client(second_client := Node(second.machine, "client"))
+            assert third.nvpool("status", str(third.path)).returncode == 0
+            first.nvpool("node", "remove", str(first.path), "2")
+            assert second.nvpool("status", str(second_client.path)).returncode == 0
+            # its certificate is as good as ever, but nobody in the pool knows it any more
+            (second_client.path / "secret" / "member.crt").write_bytes((second.path / "secret" / "member.crt").read_bytes())
+            (second_client.path / "secret" / "member.key").write_bytes((second.path / "secret" / "member.key").read_bytes())
+            refused = second.nvpool("status", str(second_client.path), check=False)
+            assert refused.returncode == 1 and "is not in the pool" in refused.stderr
+            refused = first.nvpool("node", "remove", str(first.path), "1", check=False)
+            assert refused.returncode == 1 and "has drives" in refused.stderr
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
