@@ -250,7 +250,7 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             (second_client.path / "secret" / "member.crt").write_bytes((second.path / "secret" / "member.crt").read_bytes())
             (second_client.path / "secret" / "member.key").write_bytes((second.path / "secret" / "member.key").read_bytes())
             refused = second.nvpool("status", str(second_client.path), check=False)
-            assert refused.returncode == 1 and "is not in the pool" in refused.stderr
+            assert refused.returncode and "is not in the pool" in refused.stderr
             refused = first.nvpool("node", "remove", str(first.path), "1", check=False)
             assert refused.returncode == 1 and "has drives" in refused.stderr
         finally:
