@@ -377,6 +377,12 @@ class StaleIdentity(Stale):
     wire_code = 225
 
 
+class StaleTerm(Stale):
+    """The shard has a later primary: who said this is none any more, or speaks for one who is not."""
+
+    wire_code = 230
+
+
 # -- Unavailable -----------------------------------------------------------------------------------------------------
 
 

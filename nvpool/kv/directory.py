@@ -83,6 +83,15 @@ class EngineDirectory:
         except OSError as error:
             raise from_os_error(error, f"make {self.path}") from error
 
+    def unfinish(self) -> None:
+        """Say durably that what is here is not whole: the next `prepare` throws it away."""
+        try:
+            if (self.path / "FORMAT").exists():
+                os.rename(self.path / "FORMAT", self.path / "FORMAT.new")
+                _sync_directory(self.path)
+        except OSError as error:
+            raise from_os_error(error, f"empty {self.path}") from error
+
     def release(self) -> None:
         """May be called twice."""
         if self._lock >= 0:

@@ -22,7 +22,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from nvpool.base.errors import (
@@ -35,13 +34,16 @@ from nvpool.base.errors import (
     TooBig,
     WrongFormat,
 )
-from nvpool.base.units import MIB
 from nvpool.kv.contract import KEY_END, Effect, checked_effects
 from nvpool.kv.directory import EngineDirectory
-from nvpool.kv.journal import Journal, encode
+from nvpool.kv.history import History, Position
+from nvpool.kv.journal import Journal, Record, encode
 from nvpool.kv.lmdb_tree import LmdbTree, Mark
+from nvpool.kv.options import LmdbOptions
 from nvpool.kv.ordered import Layer
 from nvpool.kv.snapshot import Snapshot, SnapshotSet
+
+__all__ = ["LmdbKv", "LmdbOptions"]
 
 log = logging.getLogger(__name__)
 
@@ -50,29 +52,6 @@ _ABSENT: bytes = b"absent\0"  # compared by identity only
 Step = Callable[[str], None]
 BeforeCheckpoint = Callable[[], Awaitable[None]]
 OnReplay = Callable[[list[list[Effect]], Callable[[bytes], bytes | None]], list[list[Effect]]]
-
-
-@dataclass(frozen=True, slots=True)
-class LmdbOptions:
-    term: int = 1
-    map_bytes: int = 64 * MIB
-    """Address space to begin with; it grows by doubling."""
-    map_bytes_max: int = 1 << 40
-    """What the records may occupy. LMDB's file can be larger by what two checkpoints rewrite."""
-    sync_interval_s: float = 0.1
-    durability: str = "interval"
-    layer_entries_max: int = 20_000
-    checkpoint_interval_s: float = 1.0
-    journal_bytes: int = 32 * MIB
-    """Of each of the two files. A checkpoint begins when half of one is used, a single change takes an eighth."""
-
-    def __post_init__(self) -> None:
-        if self.durability not in ("interval", "always"):
-            raise InvalidRequest(f'durability is "interval" or "always", not {self.durability!r}')
-        if min(self.map_bytes, self.layer_entries_max, self.checkpoint_interval_s, self.sync_interval_s, self.term) <= 0:
-            raise InvalidRequest("sizes, intervals and the term of an engine are above zero")
-        if self.journal_bytes < 4096 or self.map_bytes_max < MIB:
-            raise InvalidRequest("an engine needs a journal of 4 KiB and a map of 1 MiB at least")
 
 
 def _no_step(_name: str) -> None:
@@ -114,6 +93,12 @@ class LmdbKv:
         self.path = path
         self.options = options
         self.sync_before_answer = options.durability == "always"
+        self.term = options.term
+        """Of the changes that are made from here on."""
+        self.history: History | None = None
+        """Where there are standbys: what was changed last, and how far all have it. Nothing else is written to LMDB."""
+        self.sync_others: Callable[[int], Awaitable[None]] | None = None
+        """Where there are standbys: returns when all of them have the change durably."""
         self._before_checkpoint = before_checkpoint
         self._on_replay = on_replay
         self._on_fence = on_fence
@@ -126,7 +111,8 @@ class LmdbKv:
         self._journal: Journal | None = None
         self._tree: LmdbTree | None = None
         self._layer, self._frozen = Layer(), None
-        self._frozen_sequence = self._frozen_generation = self._frozen_bytes = 0
+        self._frozen_sequence = self._frozen_generation = self._frozen_bytes = self._frozen_term = 0
+        self._term_before = self._term_began = self._stored_term = 0
         self._sequence = self._synced_sequence = self._stored_sequence = 0
         self._fenced = ""
         self._closed = False
@@ -146,38 +132,48 @@ class LmdbKv:
         self._directory = EngineDirectory(self.path)
         formatted = self._directory.prepare()
         self._tree = LmdbTree(self.path, self.options.map_bytes)
-        sequence, generation = self._stored_mark(formatted)
+        sequence, generation, term = self._stored_mark(formatted)
         self._journal = Journal(self.path, self.options.journal_bytes)
         # A crash leaves records in the generation after the stored one, and in the one after that when it came
         # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
-        changes: list[list[Effect]] = []
+        records: list[Record] = []
         for replayed in (generation + 1, generation + 2):
             for record in self._journal.replay(replayed, sequence):
-                changes.append(record.effects)
-                sequence = record.sequence
+                records.append(record)
+                sequence, term = record.sequence, record.term
+        records, sequence, term = self._chosen(records, Mark(sequence, generation, term))
+        changes = [record.effects for record in records]
         self._replayed_count = len(changes)
         if changes and self._on_replay is not None:
             changes = self._on_replay(changes, self._tree.get)
         for effects in changes:
             self._layer.values.update(effects)
-        self._sequence = sequence
+        self._sequence = self._term_began = sequence
+        self._term_before = term
         self._journal.begin(generation + 2)
         if self._replayed_count:
             log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
         await self._checkpoint_once()
         if not formatted:
-            self._directory.finish()
+            self._finish_directory()
 
-    def _stored_mark(self, formatted: bool) -> tuple[int, int]:
-        """Sequence and generation of what LMDB holds."""
+    def _finish_directory(self) -> None:
+        self._directory.finish()
+
+    def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
+        """Which of the journal's changes stand, and sequence and term of the last that does: all."""
+        return records, last.sequence, last.term
+
+    def _stored_mark(self, formatted: bool) -> Mark:
+        """Of what LMDB holds."""
         mark = self._tree.mark()
         if mark is None:
             if formatted:
                 raise CorruptRecord(f"{self.path}/data.mdb is empty: restore the directory from its backup or dump")
-            return 0, 0
+            return Mark(0, 0, 0)
         if mark.term > self.options.term:
             raise WrongFormat(f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}")
-        return mark.sequence, mark.generation
+        return mark
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +250,7 @@ class LmdbKv:
         changed = checked_effects(effects)
         journal = self._journal
         sequence = self._sequence + 1
-        record = encode(self.options.term, journal.generation, sequence, changed)
+        record = encode(self.term, journal.generation, sequence, changed)
         if len(record) > self._record_bytes_max:
             raise TooBig(f"a change of {len(record)} bytes is more than an eighth of the journal")
         if journal.offset + len(record) > (self._limit_reclaiming if reclaims else self._limit_adding):
@@ -266,10 +262,12 @@ class LmdbKv:
         except NvpoolError as error:
             self._fence(str(error))
             raise
-        # From here on the change is acknowledged; nothing below may fail.
+        # From here on the change is made; nothing below may fail.
         if self._snapshots:
             self._snapshots.note(changed)
         self._sequence = sequence
+        if self.history is not None:
+            self.history.note(sequence, self.term, record)
         values = self._layer.values
         values.update(changed)
         if self._sync_timer is None:
@@ -337,6 +335,11 @@ class LmdbKv:
         return self._sequence
 
     @property
+    def last(self) -> Position:
+        """Of the last change applied."""
+        return Position(self._sequence, self.term if self._sequence > self._term_began else self._term_before)
+
+    @property
     def synced_sequence(self) -> int:
         return self._synced_sequence
 
@@ -368,6 +371,20 @@ class LmdbKv:
         if wanted > self._sequence:
             raise InvalidRequest(f"change {wanted} does not exist; the last is {self._sequence}")
         self._raise_if_fenced()
+        if self.sync_others is not None:
+            await self._sync_everywhere(wanted)
+        else:
+            await self._sync_here(wanted)
+
+    async def _sync_everywhere(self, wanted: int) -> None:
+        others = asyncio.ensure_future(self.sync_others(wanted))
+        try:
+            await self._sync_here(wanted)
+            await others
+        finally:
+            others.cancel()
+
+    async def _sync_here(self, wanted: int) -> None:
         while self._synced_sequence < wanted:
             # One that is under way may have begun before our change; then a second one follows, for all who wait.
             if not self._syncing:
@@ -470,8 +487,10 @@ class LmdbKv:
             self._freeze()
         if self._frozen.values and self._before_checkpoint is not None:
             await self._before_checkpoint()
+        if self.history is not None:
+            await self.history.until(self._frozen_sequence)
         self._step("data synced")
-        mark = Mark(self._frozen_sequence, self._frozen_generation, self.options.term)
+        mark = Mark(self._frozen_sequence, self._frozen_generation, self._frozen_term)
         full = ""
         try:
             try:
@@ -495,6 +514,7 @@ class LmdbKv:
         # is frozen, so what it held is in LMDB.
         self._frozen, self._layer = self._layer, Layer()
         self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
+        self._frozen_term = self.last.term
         self._frozen_bytes = self._journal.offset
         self._journal.begin(self._frozen_generation + 1)
         if self._checkpoint_timer is not None:
@@ -506,7 +526,7 @@ class LmdbKv:
     def _drop_frozen(self) -> None:
         # LMDB syncs what it commits, so the frozen changes are durable even if the journal was not synced yet.
         self._synced_sequence = max(self._synced_sequence, self._frozen_sequence)
-        self._stored_sequence = self._frozen_sequence
+        self._stored_sequence, self._stored_term = self._frozen_sequence, self._frozen_term
         self._frozen = None
         self._frozen_bytes = 0
         self._checkpoint_count += 1
@@ -531,14 +551,16 @@ class LmdbKv:
                 "fenced": float(bool(self._fenced))}
 
     async def close(self) -> None:
-        """Sync, checkpoint and release. A full drive or a fence leave the work to the next opening's replay, silently:
-        everything acknowledged is in the journal. May be called twice."""
+        """Sync, checkpoint and release. A full drive, a fence, or changes that a standby has not leave the work to the next
+        opening's replay, silently: everything acknowledged is in the journal. May be called twice."""
         if self._closed:
             return
         try:
             with contextlib.suppress(Fenced, NoSpace):
-                await self.sync()
-                await self.checkpoint()
+                self._raise_if_fenced()
+                await self._sync_here(self._sequence)
+                if self.history is None or self.history.committed >= self._sequence:
+                    await self.checkpoint()
         finally:
             await self.abandon()
 
@@ -550,6 +572,8 @@ class LmdbKv:
         self._set_limits()
         self._cancel_timers()
         self._snapshots.end_all()
+        if self.history is not None:
+            self.history.end()
         if self._checkpoint_task is not None:
             self._checkpoint_task.cancel()
         # What the threads have begun ends by itself: an LMDB transaction can not be abandoned from outside.

@@ -22,6 +22,7 @@ _FORMATS_READ = (1, 2)
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
 TargetWish = Literal["share", "drain", "remove", "lost"]
 ShardState = Literal["up", "down"]
+StandbyState = Literal["syncing", "up"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,14 +116,31 @@ class ChainTable(msgspec.Struct, frozen=True):
     chains: tuple[Chain, ...]
 
 
+class Standby(msgspec.Struct, frozen=True):
+    """A member of a shard that is not its primary. "up": it has every change that was ever acknowledged, and no change is
+    acknowledged that it does not have; so it can be promoted. "syncing": it is away, or catches up."""
+
+    member: int
+    node: int
+    endpoints: tuple[str, ...]
+    state: StandbyState = "syncing"
+    path: str = ""
+
+
 class Shard(msgspec.Struct, frozen=True):
-    """One LMDB environment. `term` counts its primaries; a journal record carries it."""
+    """One LMDB environment on each of its members. node, endpoints, member and path are the primary's; `term` counts the
+    primaries, a journal record carries it. `path` is where a member's records are on its node; empty: in the pool's directory.
+    `epoch` grows with every change of term or standbys. Changes: logic/shards."""
 
     id: int
     node: int
     endpoints: tuple[str, ...]
     term: int = 1
     state: ShardState = "up"
+    member: int = 0
+    path: str = ""
+    epoch: int = 1
+    standbys: tuple[Standby, ...] = ()
 
 
 class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
@@ -236,6 +254,11 @@ def check_map(pool_map: PoolMap) -> list[str]:
             if chain.leaving and not set(chain.leaving) < set(chain.targets):
                 wrong.append(f"chain {number} of table {table.id} is left by all its targets, or by others")
                 break
+    for shard in pool_map.shards:
+        if shard.standbys:
+            members = [shard.member, *(standby.member for standby in shard.standbys)]
+            if len(set(members)) != len(members) or any(standby.node not in nodes for standby in shard.standbys):
+                wrong.append(f"shard {shard.id} has a member twice, or one on a node that does not exist")
     covered = sorted((part.first, part.count) for part in pool_map.partitions)
     place = 0
     for first, count in covered:

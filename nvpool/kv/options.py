@@ -1,0 +1,31 @@
+"""What can be set of an engine. Read by kv/lmdb_engine; the daemons fill it from their configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvpool.base.errors import InvalidRequest
+from nvpool.base.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class LmdbOptions:
+    term: int = 1
+    map_bytes: int = 64 * MIB
+    """Address space to begin with; it grows by doubling."""
+    map_bytes_max: int = 1 << 40
+    """What the records may occupy. LMDB's file can be larger by what two checkpoints rewrite."""
+    sync_interval_s: float = 0.1
+    durability: str = "interval"
+    layer_entries_max: int = 20_000
+    checkpoint_interval_s: float = 1.0
+    journal_bytes: int = 32 * MIB
+    """Of each of the two files. A checkpoint begins when half of one is used, a single change takes an eighth."""
+
+    def __post_init__(self) -> None:
+        if self.durability not in ("interval", "always"):
+            raise InvalidRequest(f'durability is "interval" or "always", not {self.durability!r}')
+        if min(self.map_bytes, self.layer_entries_max, self.checkpoint_interval_s, self.sync_interval_s, self.term) <= 0:
+            raise InvalidRequest("sizes, intervals and the term of an engine are above zero")
+        if self.journal_bytes < 4096 or self.map_bytes_max < MIB:
+            raise InvalidRequest("an engine needs a journal of 4 KiB and a map of 1 MiB at least")

@@ -1,0 +1,114 @@
+"""How the members of a shard change in the pool map: pure functions, each from a map to the next.
+
+Who asks: the primary of a term, that a standby which has everything be called up, and that one which is silent be so no more;
+whoever watches the leases, that another member become primary when the primary has been silent for its whole lease or its
+process has ended. Together with what kv/shipping does they keep two things true: of two primaries only the later can
+acknowledge a change, and every member that is called up has all that were.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.logic.poolmap import PoolMap, Shard, Standby, changed
+
+STANDBYS_MAX = 4
+
+
+def members(shard: Shard) -> tuple[int, ...]:
+    """The primary first."""
+    return (shard.member, *(standby.member for standby in shard.standbys))
+
+
+def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
+    """Nothing where it is no member."""
+    found = _standby(shard, member)
+    return shard.endpoints if member == shard.member else found.endpoints if found is not None else ()
+
+
+def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap:
+    """A new member, which has nothing yet. InvalidRequest: it is one already, or there are too many."""
+    shard = shard_of(pool_map, shard_id)
+    if standby.member in members(shard) or len(shard.standbys) >= STANDBYS_MAX:
+        raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {STANDBYS_MAX} standbys")
+    standby = msgspec.structs.replace(standby, state="syncing")
+    return _with(pool_map, shard, standbys=(*shard.standbys, standby))
+
+
+def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
+    """The shard without that standby. InvalidRequest: it is none."""
+    shard = shard_of(pool_map, shard_id)
+    if _standby(shard, member) is None:
+        raise InvalidRequest(f"shard {shard_id} has no standby {member}")
+    return _with(pool_map, shard, standbys=tuple(other for other in shard.standbys if other.member != member))
+
+
+def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: int) -> PoolMap:
+    """The primary of `term` says that the standby has everything, and waits for it with each answer. It said so when the
+    shard's epoch was `epoch`: what it has said or asked since counts more.
+
+    StaleTerm: there is a later primary. StaleEpoch: something has changed since.
+    """
+    shard = _in_term(pool_map, shard_id, term)
+    if shard.epoch != epoch:
+        raise StaleEpoch(f"shard {shard_id} has epoch {shard.epoch}, not {epoch}, by now")
+    return _with_state(pool_map, shard, member, "up")
+
+
+def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> PoolMap:
+    """The primary of `term` waits no longer for the standby: it is not up from here on. The epoch grows in any case, so that a
+    question that it be up, sent before, comes too late. StaleTerm: there is a later primary."""
+    return _with_state(pool_map, _in_term(pool_map, shard_id, term), member, "syncing")
+
+
+def primary_lost(pool_map: PoolMap, shard_id: int) -> PoolMap | None:
+    """The primary is dead, or has been silent for its whole lease: the first standby that is up becomes primary of the next
+    term, the old one a standby that has to catch up. None where no standby is up: only the old primary has everything."""
+    shard = shard_of(pool_map, shard_id)
+    heir = next((standby for standby in shard.standbys if standby.state == "up"), None)
+    if heir is None:
+        return None
+    former = Standby(shard.member, shard.node, shard.endpoints, "syncing", shard.path)
+    return _with(pool_map, shard, term=shard.term + 1, member=heir.member, node=heir.node, endpoints=heir.endpoints,
+                 path=heir.path, standbys=(*(other for other in shard.standbys if other is not heir), former))
+
+
+def primary_began(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
+    """A new process of the primary wants to serve. Its drive may have lost what was not synced: a standby that is up has that,
+    and is promoted; where none is, the same member begins another term. StaleTerm: it is not the primary."""
+    shard = shard_of(pool_map, shard_id)
+    if member != shard.member:
+        raise StaleTerm(f"member {shard.member} is the primary of shard {shard_id}, {member} is not")
+    return primary_lost(pool_map, shard_id) or _with(pool_map, shard, term=shard.term + 1)
+
+
+def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:
+    """InvalidRequest: there is none."""
+    shard = pool_map.shard_by_id.get(shard_id)
+    if shard is None:
+        raise InvalidRequest(f"the pool map has no shard {shard_id}")
+    return shard
+
+
+def _standby(shard: Shard, member: int) -> Standby | None:
+    return next((standby for standby in shard.standbys if standby.member == member), None)
+
+
+def _in_term(pool_map: PoolMap, shard_id: int, term: int) -> Shard:
+    shard = shard_of(pool_map, shard_id)
+    if term != shard.term:
+        raise StaleTerm(f"shard {shard_id} is in term {shard.term}, not {term}")
+    return shard
+
+
+def _with_state(pool_map: PoolMap, shard: Shard, member: int, state: str) -> PoolMap:
+    if _standby(shard, member) is None:
+        raise InvalidRequest(f"shard {shard.id} has no standby {member}")
+    return _with(pool_map, shard, standbys=tuple(
+        msgspec.structs.replace(other, state=state) if other.member == member else other for other in shard.standbys))
+
+
+def _with(pool_map: PoolMap, shard: Shard, **fields) -> PoolMap:
+    new = msgspec.structs.replace(shard, epoch=shard.epoch + 1, **fields)
+    return changed(pool_map, shards=tuple(new if other.id == shard.id else other for other in pool_map.shards))

@@ -1,0 +1,448 @@
+"""A primary and its standbys, real engines in one process: cut off, killed, promoted in all orders, filled, brought back."""
+
+import asyncio
+import random
+
+import pytest
+
+from nvpool.base.errors import Busy, CorruptRecord, InvalidRequest, NoSpace, StaleTerm, Unavailable
+from nvpool.kv.history import History, Position, Run, Tail, runs_of
+from nvpool.kv.journal import encode
+from nvpool.kv.member import MemberKv, peek, records_of
+from nvpool.kv.standby import Group, StandbyKv
+from nvpool.logic import shards
+from nvpool.testing.contracts.kv import everything
+from nvpool.testing.members import OPTIONS, Members
+
+
+def run(coroutine):
+    async def bounded():
+        async with asyncio.timeout(60):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def history(base, *terms, retain_bytes=1 << 20):
+    made = History(Position(*base), retain_bytes)
+    for sequence, term in enumerate(terms, base[0] + 1):
+        made.note(sequence, term, b"x" * 10)
+    return made
+
+
+# -- history ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail, common", [
+    (Tail(Position(0, 0)), 0),
+    (Tail(Position(3, 1)), 3),
+    (Tail(Position(1, 1), (Run(1, 2, 3), Run(2, 4, 4))), 4),
+    (Tail(Position(1, 1), (Run(1, 2, 9),)), 3),                      # a former primary with changes nobody else got
+    (Tail(Position(4, 1), (Run(1, 5, 9),)), None),                   # … of which LMDB has some
+    (Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 4), Run(3, 5, 7))), 4),
+    (Tail(Position(6, 4)), 6),
+    (Tail(Position(6, 5)), None),
+    (Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 5), Run(4, 6, 8))), 6),
+])
+def test_where_two_histories_part(tail, common):
+    assert history((0, 0), 1, 1, 1, 2, 2, 4).common(tail) == common
+
+
+def test_where_two_histories_part_is_not_known_below_what_is_kept():
+    kept = history((4, 2), 2, 4)
+    assert kept.common(Tail(Position(4, 2))) == 4
+    assert kept.common(Tail(Position(2, 1), (Run(1, 3, 3), Run(2, 4, 4)))) == 4
+    for tail in (Tail(Position(3, 1)), Tail(Position(0, 0)), Tail(Position(2, 1), (Run(1, 3, 9),))):
+        assert kept.common(tail) is None
+
+
+def test_a_history_keeps_what_is_not_committed_and_of_the_rest_what_it_may():
+    kept = history((0, 0), *[1] * 100, retain_bytes=200)
+    assert kept.base == Position(80, 1) and len(kept.records(80, 1 << 20)) == 20 and kept.records(79, 100) == []
+    assert kept.records(80, 25) == [b"x" * 10] * 2 and kept.records(80, 1) == [b"x" * 10]
+    kept.alone = False
+    for sequence in range(101, 201):
+        kept.note(sequence, 2, b"y" * 10)
+    assert kept.base == Position(100, 1) and kept.committed == 100
+    told = []
+    kept.when(150, lambda known: told.append((150, known)))
+    kept.when(200, lambda known: told.append((200, known)))
+    kept.advance(180)
+    kept.advance(10)
+    assert told == [(150, True)] and kept.committed == 180
+    kept.end()
+    kept.when(200, lambda known: told.append((0, known)))
+    assert told == [(150, True), (200, False), (0, False)]
+
+
+def test_positions_as_runs():
+    assert runs_of([]) == ()
+    assert runs_of([Position(3, 1), Position(4, 1), Position(5, 7)]) == (Run(1, 3, 4), Run(7, 5, 5))
+
+
+# -- one standby ------------------------------------------------------------------------------------------------------
+
+
+def group(term, first, count, committed=0, generation=1):
+    return Group(term, b"".join(encode(term, generation, sequence, {b"%d" % sequence: b"%d of %d" % (sequence, term)})
+                                for sequence in range(first, first + count)), committed)
+
+
+def test_what_a_standby_takes_and_what_not(tmp_path):
+    async def check():
+        standby = StandbyKv(tmp_path / "kv", OPTIONS)
+        told = []
+
+        def done(sequence, error):
+            told.append(sequence if error is None else type(error))
+
+        standby.ship(group(1, 1, 2), done)                     # nobody has said where to go on
+        assert await standby.begin(1) == Tail(Position(0, 0))
+        standby.ship(group(1, 1, 2), done)
+        await standby.keep(1, 0)
+        standby.ship(group(1, 1, 2), done)
+        standby.ship(group(1, 1, 4), done)                     # two of them once more
+        assert told == [Unavailable, Unavailable, 2, 4]
+        standby.ship(group(1, 6, 1), done)                     # one is missing: begin anew
+        standby.ship(group(1, 5, 1), done)
+        assert told[4:] == [InvalidRequest, Unavailable]
+        assert (await standby.begin(1)).last == Position(4, 1)
+        await standby.keep(1, 4)
+        damaged = bytearray(group(1, 5, 3).records)
+        damaged[-1] ^= 1
+        standby.ship(Group(1, bytes(damaged), 0), done)
+        assert told[6:] == [CorruptRecord] and standby.last == Position(4, 1)
+        assert await standby.begin(3) == Tail(Position(0, 0), (Run(1, 1, 4),))
+        for call in (standby.begin(2), standby.keep(2, 4), standby.install(2, Position(0, 0)), standby.sync(2),
+                     standby.promote(2)):
+            with pytest.raises(StaleTerm):
+                await call
+        await standby.keep(3, 3)
+        standby.ship(group(3, 4, 1), done)
+        assert told[7:] == [4] and everything(standby.kv)[b"4"] == b"4 of 3"
+        assert await standby.sync(3) == 4 and standby.kv.synced_sequence == 4
+        await standby.close()
+        assert peek(tmp_path / "kv").last == Position(4, 3)
+        again = StandbyKv(tmp_path / "kv", OPTIONS)              # forgot what it had heard, but not what it has
+        with pytest.raises(StaleTerm):
+            await again.begin(2)
+        with pytest.raises(InvalidRequest):
+            await again.keep(3, 9)
+        kv = await again.promote(4)
+        assert everything(kv) == {b"1": b"1 of 1", b"2": b"2 of 1", b"3": b"3 of 1", b"4": b"4 of 3"}
+        kv.apply([(b"5", b"mine")])
+        assert kv.last == Position(5, 4)
+        await kv.close()
+
+    run(check())
+
+
+def test_an_empty_standby_takes_changes_of_terms_before_the_one_it_begins_in(tmp_path):
+    async def check():
+        standby = StandbyKv(tmp_path / "kv", OPTIONS)
+        await standby.begin(4)
+        await standby.keep(4, 0)
+        told = []
+        records = encode(2, 1, 1, {b"a": b"1"}) + encode(3, 1, 2, {b"b": b"2"})
+        standby.ship(Group(4, records, 0), lambda *answer: told.append(answer))
+        assert told == [(2, None)] and standby.last == Position(2, 3)
+        await standby.close()
+
+    run(check())
+
+
+def test_a_standby_writes_nothing_to_lmdb_that_is_not_committed(tmp_path):
+    async def check():
+        standby = StandbyKv(tmp_path / "kv", OPTIONS)
+        await standby.begin(1)
+        await standby.keep(1, 0)
+        told = []
+        standby.ship(group(1, 1, 100), lambda *answer: told.append(answer))
+        assert told == [(100, None)]
+        checkpoint = asyncio.ensure_future(standby.kv.checkpoint())
+        await asyncio.wait([checkpoint], timeout=0.2)
+        assert not checkpoint.done()
+        standby.ship(Group(1, b"", 100), lambda *answer: told.append(answer))
+        await checkpoint
+        standby.ship(group(1, 101, 5, committed=100), lambda *answer: told.append(answer))
+        await standby.close()
+        assert peek(tmp_path / "kv") == Tail(Position(100, 1), (Run(1, 101, 105),))
+
+    run(check())
+
+
+def test_groups_wait_for_room_in_their_order_and_a_bounded_number(tmp_path):
+    async def check():
+        standby = StandbyKv(tmp_path / "kv", OPTIONS)
+        await standby.begin(1)
+        await standby.keep(1, 0)
+        told = []
+        big = b"v" * 50_000
+        for sequence in range(1, 110):  # of a journal of 1 MiB
+            standby.ship(Group(1, encode(1, 1, sequence, {b"k%d" % sequence: big}), sequence - 1),
+                         lambda *answer: told.append(answer))
+        refused = [error for _, error in told if error is not None]
+        assert refused and isinstance(refused[0], Busy), told
+        await until(lambda: len(told) == 109)
+        taken = [sequence for sequence, error in told if error is None]
+        assert taken == sorted(taken) and standby.last.sequence == (taken[-1] if taken else 0)
+        await standby.close()
+
+    run(check())
+
+
+async def until(true):
+    while not true():  # noqa: ASYNC110  (real engines and links, no event for everything; run() bounds it)
+        await asyncio.sleep(0.002)
+
+
+# -- several members --------------------------------------------------------------------------------------------------
+
+
+def of(number):
+    return [(b"key %d" % (number % 300), b"value %d" % number), (b"last", b"%d" % number)]
+
+
+async def load(members, changes):
+    for effects in changes:
+        while members.primary.kv.full:
+            await members.primary.kv.room()
+        members.apply(effects)
+
+
+def with_members(tmp_path, check, count=2, **kwargs):
+    async def bounded():
+        members = Members(tmp_path, count, random=random.Random(1), **kwargs)
+        try:
+            await members.start_all()
+            await check(members)
+        finally:
+            await members.close()
+
+    run(bounded())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_is_acknowledged_is_on_all_and_the_standby_goes_on(tmp_path, count):
+    async def check(members):
+        await members.quiet()
+        assert members.up == set(range(1, count))
+        await asyncio.gather(*(members.acknowledged(of(number)) for number in range(1000)))
+        expected = everything(members.primary.kv)
+        for member in members.members[1:]:
+            assert everything(member.standby.kv) == expected
+        await members.kill(0)
+        assert await members.fail_over()
+        assert members.primary.number == 1 and members.shard.term == 3
+        assert everything(members.primary.kv) == expected
+        await members.acknowledged(of(1000))
+        await members.start(0)
+        await members.quiet()
+        assert everything(members.members[0].standby.kv) == everything(members.primary.kv)
+
+    with_members(tmp_path, check, count)
+
+
+def test_a_change_waits_for_a_standby_and_decisions_do_not(tmp_path):
+    async def check(members):
+        await members.quiet()
+        members.manager_away = True
+        members.cuts.add((0, 1))
+        told = []
+        for number in range(50):
+            members.apply(of(number), told.append)
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+        assert members.primary.kv.sequence == 50 and told == []  # the map says that it is up: nothing may be acknowledged
+        assert members.primary.kv.get(b"last") == b"49"
+        members.manager_away = False
+        await until(lambda: len(told) == 50)
+        assert told == [True] * 50 and members.up == set()
+        members.cuts.clear()
+        await members.quiet()
+        assert members.members[1].standby.kv.get(b"last") == b"49"
+
+    with_members(tmp_path, check)
+
+
+def test_a_former_primary_drops_what_nobody_else_has(tmp_path):
+    async def check(members):
+        await members.quiet()
+        await members.acknowledged(of(1))
+        members.cuts.add((0, 1))
+        told = []
+        for number in range(2, 30):
+            members.apply([(b"lost %d" % number, b"x")], told.append)
+        await members.kill(0)
+        members.cuts.clear()
+        assert await members.fail_over() and told == [False] * 28
+        for number in range(30, 60):
+            await members.acknowledged(of(number))
+        await members.start(0)
+        await members.quiet()
+        assert members.primary.shipping.filled == 0
+        former = everything(members.members[0].standby.kv)
+        assert former == everything(members.primary.kv) and not any(key.startswith(b"lost") for key in former)
+
+    with_members(tmp_path, check)
+
+
+def test_a_former_primary_that_lives_on_can_acknowledge_nothing(tmp_path):
+    async def check(members):
+        await members.quiet()
+        old = members.members[0]
+        deposed = []
+        old.shipping._on_deposed = lambda: deposed.append(True)
+        await members.fail_over()
+        assert members.primary.number == 1
+        told = []
+        old.kv.apply([(b"mine", b"1")])
+        old.kv.history.when(old.kv.sequence, told.append)
+        syncing = asyncio.ensure_future(old.kv.sync())
+        await members.acknowledged(of(1))
+        await until(lambda: deposed)
+        assert not told and not syncing.done()
+        await members.kill(0)
+        assert told == [False]
+        with pytest.raises(Unavailable):
+            await syncing
+        await members.start(0)
+        await members.quiet()
+        assert members.members[0].standby.kv.get(b"mine") is None
+
+    with_members(tmp_path, check, 2)
+
+
+def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
+    async def check(members):
+        await members.quiet()
+        await members.kill(1)
+        await load(members, ([(b"%05d" % number, b"x" * 20)] for number in range(2000)))
+        await load(members, ([(b"%05d" % number, None)] for number in range(0, 2000, 3)))
+        await until(lambda: not members.up)
+        await members.start(1)
+        number = 0
+        while not members.up:
+            members.apply([(b"%05d" % (number * 7919 % 2500), b"new %d" % number if number % 3 else None)])
+            number += 1
+            await asyncio.sleep(0.0005)
+        assert members.primary.shipping.filled and number > 20
+        await members.quiet()
+        expected = everything(members.primary.kv)
+        assert everything(members.members[1].standby.kv) == expected
+        await members.kill(0)
+        await members.kill(1)                                 # what it was filled with is on its drive
+        members.pool_map = shards.primary_lost(members.pool_map, 1)
+        await members.start(1)
+        assert members.primary.number == 1 and everything(members.primary.kv) == expected
+
+    with_members(tmp_path, check, retain_bytes=5000)
+
+
+def test_a_member_that_died_while_it_was_filled_is_filled_again_and_never_promoted(tmp_path):
+    async def check(members):
+        await members.quiet()
+        await members.kill(1)
+        await load(members, ([(b"%05d" % number, b"x" * 20)] for number in range(1000)))
+        await until(lambda: not members.up)
+        for _ in range(3):
+            await members.start(1)
+            standby = members.members[1].standby
+            await until(lambda standby=standby: standby.filling and standby.kv and standby.kv.statistics()["layer_entries"])
+            with pytest.raises(Unavailable):
+                await members.members[1].standby.promote(2)
+            await members.kill(1)
+            assert peek(members.path(members.members[1])) == Tail(Position(0, 0)) and not await members.fail_over()
+        await members.start(1)
+        await members.quiet()
+        assert everything(members.members[1].standby.kv) == everything(members.primary.kv)
+
+    with_members(tmp_path, check, retain_bytes=2000)
+
+
+def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
+    async def check(members):
+        await members.quiet()
+        standby = members.members[1].standby
+
+        def full(record):
+            raise NoSpace("asked for by the test")
+
+        standby.kv._journal.append = full
+        await members.acknowledged(of(1))
+        assert members.up == set() and members.primary.shipping.states()[1]["reason"] == "asked for by the test"
+        del standby.kv._journal.append
+        await members.quiet()
+        assert everything(standby.kv) == everything(members.primary.kv)
+
+    with_members(tmp_path, check)
+
+
+def test_a_sync_covers_the_standbys(tmp_path):
+    async def check(members):
+        await members.quiet()
+        kv = members.primary.kv
+        for round_ in range(5):
+            for number in range(20):
+                members.apply(of(number + round_))
+            sequence = kv.sequence
+            await asyncio.gather(*(kv.sync() for _ in range(5)), kv.sync(sequence - 3))
+            for member in members.members[1:]:
+                assert member.standby.kv.synced_sequence >= sequence
+
+    with_members(tmp_path, check, 3)
+
+
+def test_the_primary_writes_nothing_to_lmdb_that_a_standby_does_not_have(tmp_path):
+    async def check(members):
+        await members.quiet()
+        members.manager_away = True
+        members.cuts.add((0, 1))
+        before = members.primary.kv.stored.sequence
+        for number in range(500):
+            try:
+                members.apply(of(number))
+            except Busy:
+                break
+        await asyncio.sleep(0.3)
+        kv = members.primary.kv
+        committed = kv.history.committed
+        assert kv.statistics()["stored_sequence"] <= committed < kv.sequence and before <= committed
+        await members.kill(0)
+        members.cuts.clear()
+        members.manager_away = False
+        assert peek(members.path(members.members[0])).stored.sequence <= committed
+        assert await members.fail_over()
+        await members.start(0)
+        await members.quiet()
+        assert members.primary.shipping.filled == 0
+
+    with_members(tmp_path, check)
+
+
+def test_a_member_opened_without_the_end_of_its_journal_forgets_it_for_good(tmp_path):
+    async def check():
+        kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
+        for number in range(1, 11):
+            kv.apply([(b"%d" % number, b"x")])
+        await kv.abandon()
+        for wrong in (11, -1):
+            with pytest.raises(InvalidRequest):
+                await MemberKv.open_member(tmp_path / "kv", OPTIONS, keep=wrong)
+        kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS, keep=6)
+        assert kv.sequence == 6 and len(everything(kv)) == 6
+        await kv.abandon()
+        kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
+        assert kv.sequence == 6 and len(everything(kv)) == 6 and kv.history.base == Position(6, 1)
+        await kv.close()
+
+    run(check())
+
+
+def test_records_travel_as_they_are_in_the_journal():
+    records = [encode(7, 3, sequence, {b"a": b"1", b"b": None}) for sequence in (5, 6)]
+    found = records_of(memoryview(b"".join(records)))
+    assert [(record.term, record.sequence, record.effects) for record in found] == [(7, 5, [(b"a", b"1"), (b"b", None)]),
+                                                                                (7, 6, [(b"a", b"1"), (b"b", None)])]
+    with pytest.raises(CorruptRecord):
+        records_of(b"".join(records)[:-1])
