@@ -10,9 +10,10 @@ each member as Terrace and Freedman: Object Storage on CRAQ, USENIX 2009, but th
 * Who refuses an offer has not applied it, and neither has anybody behind him; so each before him forgets it. Where the answer
   is missing nothing is known, and the write stays pending until the successor says, or the chain changes.
 * An offer names the chain's epoch: only members of the same chain, in the same order, take part in one. When the chain changes,
-  who has a pending write offers it again to the successor that it has then, under the new epoch, or commits it when it is the
-  last one now. Who stands before another has each pending write that the other has, since it came through it; so what anybody
-  who is gone may have committed, each that stays before his place has pending or has committed too.
+  who has a pending write offers it again to the successor that it has then, under the new epoch; the last one that is left of
+  those who were there commits it. Who stands before another has each pending write that the other has, since it came through
+  it; so what anybody who is gone may have committed, each that stays before his place has pending or has committed too. Who
+  has joined since could refuse it, and is not asked.
 * An offer names the version that it builds on. Whose chunk has another one brings it in line with its predecessor's first.
 
 So, of a chunk: no version has two contents; what was read or acknowledged is with each target that goes on living.
@@ -89,7 +90,7 @@ class Held(NamedTuple):
 class Answer(Enum):
     TAKE = auto()           # apply it, or keep it and offer it to the successor
     FETCH = auto()          # as TAKE, when the chunk has been brought in line with the predecessor's
-    DONE = auto()           # this request was committed here before, as the version that is told
+    DONE = auto()           # it was committed here before
     SAME = auto()           # it is pending here: who asks gets that one's outcome
     BUSY = auto()           # another one is pending here: to be offered again
     TOO_LOW = auto()        # the version that is told was given before: give a higher one
@@ -117,10 +118,8 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
         return Answer.NOT_OURS, 0
     if held.pending:
         return (Answer.SAME if held.pending == offer.version else Answer.BUSY), 0
-    if was_done(held, offer.request) and held.version > offer.base:
-        # Before all that may have changed since it was. What has a version below the sender's is no part of what the chain
-        # has: it was done here alone, by one that joins anew, and is brought in line first.
-        return Answer.DONE, held.version
+    if held.version >= offer.version and was_done(held, offer.request):
+        return Answer.DONE, 0  # whatever has changed since
     if offer.cut < held.cut:
         return Answer.CUT, 0
     if offer.version <= max(held.version, held.floor):
@@ -133,6 +132,13 @@ def next_version(held: Held, epoch: int, above: int = 0) -> int:
     floor = max(held.version, held.floor, above)
     at_epoch, counter = version_parts(floor)
     return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
+
+
+def after_cut(version: int) -> int:
+    """What a chunk that a cut changes has after it. Each member cuts when it is told, so it is not the head who gives this one:
+    two more, since of two that had the same version one may have committed one write more, the one that was pending when the
+    other left the chain. What writes and cuts gave from there on is then never the same number on both."""
+    return version + 2
 
 
 def is_refusal(error: NvpoolError) -> bool:
@@ -148,12 +154,22 @@ class Next(Enum):
 
 
 def next_step(before: Place, now: Place | None) -> Next:
-    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`: the last one commits
-    it, another one offers it to its successor. Who is no part of the chain any more drops it, for what the others have is not
-    his to know; so does who has left it meanwhile and joins it anew: he would be the last one, or stand behind others than
-    before."""
+    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`.
+
+    It is offered to the successor, while there is one who was there before, or who has become one of the targets since:
+    whatever a target had committed that is gone, that one has compared itself with. Else it is committed: who was behind us may
+    have done so, and whoever still joins has no part in that and must not be able to refuse it; see `gained`. Who is no part
+    of the chain any more drops it, for what the others have is not his to know; so does who has left it meanwhile and joins it
+    anew: he would stand behind others than before."""
     if now is None or before.number < before.full and now.number >= now.full:
         return Next.DROP
     if not set(now.members[:now.number]) <= set(before.members[:before.number]):
         return Next.DROP
-    return Next.COMMIT if now.is_last else Next.OFFER
+    known = {*before.members[before.number + 1:], *now.members[:now.full]}
+    return Next.OFFER if known & set(now.members[now.number + 1:]) else Next.COMMIT
+
+
+def gained(before: Place, now: Place) -> bool:
+    """Whether somebody has joined the chain. Writes that are pending then are decided without him; so he must not compare what
+    he has with what we have before they are."""
+    return not set(now.members) <= set(before.members)

@@ -32,7 +32,20 @@ from nvpool.base.errors import (
     StaleVersion,
     WrongTarget,
 )
-from nvpool.logic.replication import Answer, Held, Next, Offer, Place, is_refusal, judge, next_step, next_version, was_done
+from nvpool.logic.layout import chain_of
+from nvpool.logic.replication import (
+    Answer,
+    Held,
+    Next,
+    Offer,
+    Place,
+    gained,
+    is_refusal,
+    judge,
+    next_step,
+    next_version,
+    was_done,
+)
 from nvpool.store.chunkstore import ChunkStore, MustWait, Placed
 from nvpool.store.peers import Name, Peers, Sending, Write
 from nvpool.wire.v1 import data_pb2 as pb
@@ -54,13 +67,17 @@ _TRIES_MAX = 1000
 class Pending:
     """A write that is not decided here yet."""
 
-    __slots__ = ("write", "version", "base", "place", "dropped", "decided", "waiter", "sending")
+    __slots__ = ("write", "version", "base", "place", "last", "older", "dropped", "decided", "waiter", "sending")
 
     def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
         self.write = write
         self.version = version
         self.base = base
         self.place = place
+        self.last = place.is_last
+        """It is for us to commit it first."""
+        self.older = False
+        """Somebody has joined the chain since."""
         self.dropped = False
         self.decided = decided
         """The version that was committed, or the error."""
@@ -186,7 +203,7 @@ class ChainWrites:
             place = self._place_of(write.table, *write.name)
             answer, version = judge(place, held, offer)
         if answer is Answer.DONE:
-            return version
+            return offer.version
         if answer is Answer.SAME:
             return self.pending[write.name].decided
         if answer is Answer.NEW_EPOCH:
@@ -273,14 +290,11 @@ class ChainWrites:
         while True:
             if pending.dropped:
                 raise StaleEpoch("this target is no part of the chain any more", may_be_applied=True)
+            if pending.last:
+                return await self._commit(pending, placed)
             place = pending.place
-            if place.is_last:
-                version = await self._commit(pending, placed, pending.version, place)
-                if version is None:
-                    continue
-                return version
             try:
-                version = await self._offer(pending, place)
+                committed = await self._offer(pending, place)
             except NvpoolError as error:
                 if is_refusal(error):
                     raise
@@ -293,8 +307,8 @@ class ChainWrites:
                         pending.write.inode, place.successor, error)
                 await self._pause(pending, max(error.retry_after_s, min(AGAIN_S_MAX, AGAIN_S * 2 ** min(tries, 10))))
                 continue
-            if version is not None:
-                return await self._commit(pending, placed, version)
+            if committed:
+                return await self._commit(pending, placed)
 
     async def _pause(self, pending: Pending, pause_s: float) -> None:
         """Or until the chain has changed."""
@@ -302,9 +316,9 @@ class ChainWrites:
         await asyncio.wait([pending.waiter], timeout=pause_s)
         pending.waiter = None
 
-    async def _offer(self, pending: Pending, place: Place) -> int | None:
-        """The version that the successor and all behind it have committed; None when the chain has changed meanwhile. Its
-        refusal, or any error that leaves that open."""
+    async def _offer(self, pending: Pending, place: Place) -> bool:
+        """Whether the successor and all behind it have committed; False when the chain has changed meanwhile. Its refusal, or
+        any error that leaves that open."""
         write = pending.write
         session, slot, sequence = write.request
         request = pb.PeerWriteRequest(
@@ -324,7 +338,7 @@ class ChainWrites:
             self._peers.give_up(pending.sending)
             pending.waiter = pending.sending = None
         if outcome is None:
-            return None
+            return False
         reply, error = outcome
         if error is not None:
             raise error
@@ -333,24 +347,22 @@ class ChainWrites:
             if isinstance(refused, StaleVersion):
                 refused.version = reply.version
             raise refused
-        return reply.version
+        return True
 
-    async def _commit(self, pending: Pending, placed: Placed, version: int, last_at: Place | None = None) -> int | None:
-        """What fails here at the last one was done by nobody; at others it was done by those behind them. None, and nothing was
-        done, when we are not the last one any more: what joins the chain compares only what was committed before."""
+    async def _commit(self, pending: Pending, placed: Placed) -> int:
+        """What fails here at the one who commits first was done by nobody; at others it was done by those behind them."""
+        first = pending.last
         try:
             if placed.writing is not None:
                 await asyncio.shield(placed.writing)
             for _ in range(_TRIES_MAX):
-                if last_at is not None and (pending.dropped or pending.place != last_at):
-                    return None
                 try:
-                    return self._write_now(pending.write, version, placed)
+                    return self._write_now(pending.write, pending.version, placed)
                 except MustWait as wait:
                     await wait.until()
             raise Busy("the store did not find room for the write")
         except NvpoolError as error:
-            if last_at is None:
+            if not first:
                 self._cannot(error)
             raise
 
@@ -404,12 +416,19 @@ class ChainWrites:
             now = self._place_of(pending.write.table, *pending.write.name)
             if now == pending.place:
                 continue
-            if next_step(pending.place, now) is Next.DROP:
+            step = next_step(pending.place, now)
+            if step is Next.DROP:
                 pending.dropped = True
             else:
-                pending.place = now
+                pending.older = pending.older or gained(pending.place, now)
+                pending.place, pending.last = now, step is Next.COMMIT
             if pending.waiter is not None and not pending.waiter.done():
                 pending.waiter.set_result(None)
+
+    def settling(self, table: int, number: int) -> bool:
+        """Whether a write of the chain is pending that began before somebody joined it: he must not compare yet."""
+        return any(pending.older and pending.write.table == table and chain_of(*name) == number
+                   for name, pending in self.pending.items())
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)

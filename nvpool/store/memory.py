@@ -26,6 +26,7 @@ from nvpool.base.ids import RequestId, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.logic.chainset import ChainSet
+from nvpool.logic.replication import after_cut
 from nvpool.store.chunkstore import (
     ALL_INODES,
     CHUNK_BLOCKS_MAX,
@@ -253,9 +254,9 @@ class MemoryChunkStore:
             last = CHUNK_BYTES_MAX if last == whole else last
             blocks = {number: left for number, block in chunk.blocks.items()
                       if (left := self._without(block, number, first, last))}
-            if blocks != chunk.blocks:
+            if any(first < (number + 1) * BLOCK_BYTES and number * BLOCK_BYTES < last for number in chunk.blocks):
                 self._used -= len(chunk.blocks) - len(blocks)
-                self._chunks[name] = chunk._replace(blocks=blocks, version=self._next(chunk.version, 0, 0))
+                self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version))
         self._inodes[inode] = cut, floor
         self._forget_bad()
         await self.flush()

@@ -20,6 +20,7 @@ from nvpool.base.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect
+from nvpool.logic.replication import after_cut
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import MustWait
 from nvpool.store.index import SEGMENTS_MAX
@@ -231,9 +232,11 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
                     continue
             whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
             segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
+            if not segments and any(store.index.places(chunk, begin >> 12, (end + BLOCK_BYTES - 1 >> 12) - (begin >> 12))):
+                # Zeros already, or damaged: another replica, where it is not, has changed it and counts that.
+                segments = [(0, store.index.segment(chunk, 0), 0, 0)]
             if segments:
-                # The next one, whatever the floor is: other targets that cut the chunk give it the same.
-                head = Head(chunk.version + 1, chunk.cut, chunk.requests, chunk.table)
+                head = Head(after_cut(version), chunk.cut, chunk.requests, chunk.table)
                 store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:

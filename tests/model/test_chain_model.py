@@ -1,0 +1,417 @@
+"""A chain of up to three members and one chunk, decided by logic/replication alone: messages as connections bring them,
+connections that break, deaths, members that are taken for dead, returns, maps that each learns of in his own time, cuts.
+
+The content of the chunk is the list of writes that made it. So a later read has to begin with what an earlier one returned, and
+whatever was acknowledged is in it.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nvpool.base.ids import RequestId
+from nvpool.logic.poolmap import Chain
+from nvpool.logic.replication import (
+    Answer,
+    Held,
+    Next,
+    Offer,
+    Place,
+    after_cut,
+    gained,
+    judge,
+    next_step,
+    next_version,
+    place_in,
+    was_done,
+)
+
+Content = tuple[int, ...]
+
+
+class Waiting(NamedTuple):
+    offer: Offer
+    content: Content
+    place: Place
+    asker: tuple | None  # (who, number of the question, link)
+    client: int | None
+    last: bool
+    older: bool = False
+
+
+class Question(NamedTuple):
+    number: int
+    link: int
+    offer: Offer
+    content: Content  # what the chunk is after the write: members make it from their own, and compare
+
+
+LINKS = 1000
+"""Of one process to one other."""
+
+
+class Member:
+    def __init__(self, number: int, chain: Chain, process: int = 1):
+        self.number = number
+        self.process = process
+        self.alive = True
+        self.chain = chain
+        self.version = 0
+        self.content: Content = ()
+        self.cut = 0
+        self.requests: tuple = ()
+        self.pending: Waiting | None = None
+        self.question = 0          # that our pending write waits for
+        self.above = 0
+        self.links: dict[int, int] = {}
+        self.own_links: dict[int, int] = {}
+        self.cut_waits = 0
+        self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
+
+    @property
+    def place(self) -> Place | None:
+        return place_in(self.chain, self.number)
+
+    def held(self) -> Held:
+        return Held(self.version, 0, max(self.cut, self.cut_waits), self.requests,
+                    self.pending.offer.version if self.pending else 0)
+
+
+class World:
+    def __init__(self, members: int):
+        self.chain = Chain(1, tuple(range(1, members + 1)))
+        self.members = {number: Member(number, self.chain) for number in self.chain.targets}
+        self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> what is on its way, in order
+        self.asked: dict[int, Question] = {}
+        self.numbers = count(1)
+        self.contents: dict[int, Content] = {}
+        self.acknowledged: list[int] = []
+        self.seen: Content = ()
+        self.open_writes: dict[int, int] = {}  # write -> cut it was made under
+        self.made = 0
+        self.cut = 0
+        self.granted = 0  # the cut number that writers are given: when all members have cut
+
+    # -- what members do ---------------------------------------------------------------------------------------------
+
+    def commit(self, member: Member, version: int, content: Content, request: RequestId | None) -> None:
+        if not member.tainted:
+            known = self.contents.setdefault(version, content)
+            assert known == content, f"version {version:x} is {known} and {content}"
+        member.version, member.content = version, content
+        if request is not None:
+            member.requests = (*member.requests, tuple(request))[-16:]
+
+    def offer(self, member: Member) -> None:
+        pending = member.pending
+        to = pending.place.successor
+        link = member.own_links.setdefault(to, member.process * LINKS + 1)
+        member.question = next(self.numbers)
+        offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch)
+        self.send(member.number, to, link, Question(member.question, link, offer, pending.content))
+
+    def send(self, sender: int, to: int, link: int, message) -> None:
+        self.wires.setdefault((sender, to, link), []).append(message)
+
+    def go_on(self, member: Member) -> None:
+        """With the pending write, at the place where we stand."""
+        pending = member.pending
+        if pending.last:
+            self.commit(member, pending.offer.version, pending.content, pending.offer.request)
+            self.settle(member, 0, None)
+        else:
+            self.offer(member)
+
+    def settle(self, member: Member, version: int, refusal: Answer | None) -> None:
+        pending, member.pending, member.question = member.pending, None, 0
+        if pending.asker is not None:
+            who, number, link = pending.asker
+            self.send(member.number, who, -link, (number, version, refusal))
+        if pending.client is not None and refusal is None:
+            self.acknowledge(pending.client)
+        elif pending.client is not None and refusal is Answer.TOO_LOW:
+            member.above = version
+        if member.cut_waits and member.pending is None:
+            self.do_cut(member)
+
+    def acknowledge(self, write: int) -> None:
+        if write in self.open_writes:
+            del self.open_writes[write]
+            self.acknowledged.append(write)
+
+    def client_writes(self, member: Member, write: int) -> None:
+        """As ChainWrites._lead: what is not possible now the client asks for again."""
+        place = member.place
+        if not member.alive or place is None or not place.is_head or member.pending is not None:
+            return
+        request = RequestId(9, write % 64, write)
+        held = member.held()
+        if was_done(held, request):
+            self.acknowledge(write)
+            return
+        cut = self.open_writes[write]
+        if cut < held.cut:
+            self.open_writes[write] = self.granted  # the client asks the service
+            return
+        version = next_version(held, place.epoch, member.above)
+        offer = Offer(0, place.epoch, version, held.version, cut, request)
+        member.pending = Waiting(offer, (*member.content, write), place, None, write, place.is_last)
+        self.go_on(member)
+
+    def receive(self, member: Member, sender: int, question: Question) -> None:
+        def answer(version: int, refusal: Answer | None) -> None:
+            self.send(member.number, sender, -question.link, (question.number, version, refusal))
+
+        before = member.links.get(sender, 0)
+        if question.link // LINKS == before // LINKS and question.link < before:
+            return answer(0, Answer.OLD_EPOCH)
+        member.links[sender] = question.link
+        held, offer = member.held(), question.offer
+        verdict, version = judge(member.place, held, offer)
+        if verdict is Answer.NEW_EPOCH:
+            self.learn(member)
+            if not member.alive:
+                return None
+            held = member.held()
+            verdict, version = judge(member.place, held, offer)
+        if verdict is Answer.DONE:
+            answer(0, None)
+        elif verdict is Answer.SAME:
+            who = member.pending.asker
+            if who is not None:  # the one before is answered too; here only the last question counts
+                member.pending = member.pending._replace(asker=(sender, question.number, question.link))
+            else:
+                answer(0, Answer.BUSY)
+        elif verdict in (Answer.TAKE, Answer.FETCH):
+            if verdict is Answer.FETCH and not self.fetch(member, sender, offer):
+                return answer(0, Answer.BUSY)
+            content = (*member.content, offer.request.sequence)
+            member.pending = Waiting(offer, content, member.place, (sender, question.number, question.link), None,
+                                     member.place.is_last)
+            self.go_on(member)
+        else:
+            answer(version, verdict)
+        return None
+
+    def fetch(self, member: Member, source: int, offer: Offer) -> bool:
+        other = self.members[source]
+        if not other.alive or other.version != offer.base or other.cut < member.cut:
+            return False
+        member.version, member.content, member.requests = other.version, other.content, other.requests
+        member.cut = max(member.cut, other.cut)
+        return True
+
+    def answered(self, member: Member, number: int, version: int, refusal: Answer | None) -> None:
+        pending = member.pending
+        if pending is None or member.question != number:
+            return
+        if refusal in (Answer.CUT, Answer.TOO_LOW):
+            self.settle(member, version, refusal)
+        elif refusal is not None:
+            if refusal in (Answer.OLD_EPOCH, Answer.NOT_OURS):
+                self.learn(member)
+            if member.pending is pending and member.question == number:
+                self.offer(member)
+        else:
+            self.commit(member, pending.offer.version, pending.content, pending.offer.request)
+            self.settle(member, 0, None)
+
+    def learn(self, member: Member) -> None:
+        if member.chain is self.chain or not member.alive:
+            return
+        member.chain = self.chain
+        pending = member.pending
+        if pending is None or pending.place == member.place:
+            return
+        step = next_step(pending.place, member.place)
+        if step is Next.DROP:
+            member.pending, member.question = None, 0
+            return
+        older = pending.older or gained(pending.place, member.place)
+        member.pending = pending._replace(place=member.place, last=step is Next.COMMIT, older=older)
+        self.go_on(member)
+
+    def do_cut(self, member: Member) -> None:
+        """The file gets another end; of the chunk everything that counts stays."""
+        cut, member.cut_waits = member.cut_waits, 0
+        if cut <= member.cut:
+            return
+        member.cut = cut
+        if member.number not in self.chain.targets:
+            member.tainted = True
+        if member.version:
+            self.commit(member, after_cut(member.version), (*member.content, -cut), None)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def change(self, **fields) -> None:
+        self.chain = msgspec.structs.replace(self.chain, epoch=self.chain.epoch + 1, **fields)
+
+    def step(self, kind: int, pick: int) -> None:
+        living = [member for member in self.members.values() if member.alive]
+        if kind < 3:  # a client writes, or repeats
+            if not self.open_writes or pick % 3 == 0 and len(self.open_writes) < 3:
+                self.made += 1
+                self.open_writes[self.made] = self.granted
+            write = list(self.open_writes)[pick % len(self.open_writes)]
+            self.client_writes(self.members[self.chain.targets[0]] if pick % 5 else living[pick % len(living)], write)
+        elif kind < 10:
+            self.deliver(pick)
+        elif kind < 12:
+            self.learn(living[pick % len(living)])
+        elif kind == 12:
+            self.read(pick)
+        elif kind == 13:
+            self.break_link(living[pick % len(living)], pick // 8)
+        elif kind == 14:
+            self.lose(pick)
+        elif kind == 15:
+            self.bring_back(pick)
+        elif kind == 16:
+            self.catch_up(pick)
+        elif kind == 17:
+            self.cut_at(living[pick % len(living)], pick // 8)
+
+    def deliver(self, pick: int) -> bool:
+        ways = [way for way, queue in self.wires.items() if queue]
+        if not ways:
+            return False
+        sender, to, link = way = ways[pick % len(ways)]
+        message = self.wires[way].pop(0)
+        member = self.members[to]
+        if not member.alive:
+            return True
+        if isinstance(message, Question):
+            self.receive(member, sender, message)
+        elif member.own_links.get(sender, 0) == -link:  # else its connection has ended
+            self.answered(member, *message)
+        return True
+
+    def break_link(self, member: Member, pick: int) -> None:
+        """What was sent may still come; answers do not."""
+        if not member.own_links:
+            return
+        to = list(member.own_links)[pick % len(member.own_links)]
+        member.own_links[to] += 1
+        if member.pending is not None and not member.pending.last and member.pending.place.successor == to:
+            self.offer(member)
+
+    def lose(self, pick: int) -> None:
+        """A target dies, or is taken for dead and lives on without knowing."""
+        if len(self.chain.targets) + len(self.chain.joining) < 2:
+            return
+        members = (*self.chain.targets, *self.chain.joining)
+        number = members[pick % len(members)]
+        targets = tuple(t for t in self.chain.targets if t != number)
+        if not targets:
+            return
+        if pick & 8:
+            self.members[number].alive = False
+        self.change(targets=targets, joining=tuple(t for t in self.chain.joining if t != number))
+
+    def bring_back(self, pick: int) -> None:
+        away = [m for m in self.members.values() if m.number not in (*self.chain.targets, *self.chain.joining)]
+        if not away:
+            return
+        member = away[pick % len(away)]
+        self.change(joining=(*self.chain.joining, member.number))
+        if not member.alive:  # a new process, with what its drive has
+            fresh = Member(member.number, self.chain, member.process + 1)
+            fresh.version, fresh.content, fresh.cut, fresh.requests, fresh.tainted = (
+                member.version, member.content, member.cut, member.requests, member.tainted)
+            self.members[member.number] = fresh
+
+    def catch_up(self, pick: int) -> None:
+        """The first that joins is brought in line with the tail, which knows the map, and becomes its successor."""
+        if not self.chain.joining:
+            return
+        member, tail = self.members[self.chain.joining[0]], self.members[self.chain.targets[-1]]
+        if not member.alive or not tail.alive:
+            return
+        self.learn(tail)
+        self.learn(member)
+        if member.pending is not None:
+            return
+        if tail.pending is not None and tail.pending.older or member.cut_waits or tail.cut < member.cut:
+            return  # is compared again later
+        if member.tainted or (member.version, member.cut) != (tail.version, tail.cut):
+            if tail.pending is not None:
+                return
+            member.version, member.content, member.requests = tail.version, tail.content, tail.requests
+            member.cut, member.tainted = tail.cut, False
+        self.change(targets=(*self.chain.targets, member.number), joining=self.chain.joining[1:])
+
+    def cut_at(self, member: Member, pick: int) -> None:
+        """The shard tells each member, and gives the number to writers when all have answered."""
+        if pick % 2 and self.granted == self.cut:
+            self.cut += 1
+        if member.cut < self.cut:
+            member.cut_waits = self.cut
+            if member.pending is None:
+                self.do_cut(member)
+        if all(self.members[number].cut >= self.cut for number in (*self.chain.targets, *self.chain.joining)):
+            self.granted = self.cut
+
+    def read(self, pick: int) -> None:
+        """At any target of the chain: others are not asked by who knows the map, and have no lease."""
+        readable = [self.members[t] for t in self.chain.targets if self.members[t].alive]
+        if not readable:
+            return
+        member = readable[pick % len(readable)]
+        if member.pending is None and member.place is not None and member.place.number < member.place.full:
+            found = tuple(write for write in member.content if write > 0)
+            assert found[:len(self.seen)] == self.seen, f"{found} after {self.seen}"
+            assert set(self.acknowledged) <= set(found), f"{found} without some of {self.acknowledged}"
+            self.seen = found
+
+    def check(self) -> None:
+        for number in self.chain.targets:
+            member = self.members[number]
+            if member.alive:
+                assert set(self.acknowledged) <= set(member.content), (number, member.content, self.acknowledged)
+        for member in self.members.values():
+            writes = [write for write in member.content if write > 0]
+            assert len(set(writes)) == len(writes), f"{writes}: one was done twice"
+
+    def quiet(self) -> None:
+        for _ in range(200):
+            for member in self.members.values():
+                self.learn(member)
+                if member.alive:
+                    self.cut_at(member, 0)
+            for _ in range(100):
+                if not self.deliver(0):
+                    break
+                self.check()
+            for write in list(self.open_writes):
+                self.client_writes(self.members[self.chain.targets[0]], write)
+            if not self.open_writes and not any(self.wires.values()):
+                break
+        living = [self.members[number] for number in (*self.chain.targets, *self.chain.joining)]
+        assert not self.open_writes or not all(member.alive for member in living)
+        if all(member.alive for member in living):
+            assert not any(member.pending for member in living)
+            full = [self.members[number] for number in self.chain.targets]
+            assert len({(member.version, member.content) for member in full}) == 1, [(m.version, m.content) for m in full]
+            assert set(self.acknowledged) <= set(full[0].content)
+
+
+def run(members: int, choices: bytes) -> World:
+    world = World(members)
+    for kind, pick in struct.iter_unpack("BB", choices):
+        world.step(kind % 18, pick)
+        world.check()
+    world.quiet()
+    return world
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.integers(2, 3), st.binary(max_size=400).map(lambda raw: raw[:len(raw) & -2]))
+def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(members, choices):
+    run(members, choices)
