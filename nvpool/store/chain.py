@@ -425,10 +425,10 @@ class ChainWrites:
             if pending.waiter is not None and not pending.waiter.done():
                 pending.waiter.set_result(None)
 
-    def settling(self, table: int, number: int) -> bool:
-        """Whether a write of the chain is pending that began before somebody joined it: he must not compare yet."""
-        return any(pending.older and pending.write.table == table and chain_of(*name) == number
-                   for name, pending in self.pending.items())
+    def settling(self) -> set[tuple[int, int]]:
+        """Chains, as (table, number), with a write that was pending before somebody joined and is decided without him: he must
+        not compare yet."""
+        return {(pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older}
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)

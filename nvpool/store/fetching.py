@@ -126,12 +126,16 @@ class Giving:
         return self._map.epoch if self._map is not None else 0
 
     def _check(self, epoch: int, chains: Iterable[tuple[int, int]]) -> None:
-        """Busy until our map is as new as the asker's, WrongTarget where a chain is not ours by it."""
+        """Busy until our map is as new as the asker's, and while a write is pending that is decided without him; WrongTarget
+        where a chain is not ours."""
         if self._map is None:
             return
         if epoch > self._epoch:
             raise Busy(f"this target knows the map {self._epoch}, not yet {epoch}", retry_after_s=0.1)
+        settling = self._replica.settling()
         for table, number in chains:
+            if settling and (table, number) in settling:
+                raise Busy("a write from before somebody joined the chain is not decided", retry_after_s=0.02)
             of_table = self._map.table_by_id.get(table)
             if of_table is None or self._target not in of_table.chains[number].targets:
                 raise WrongTarget(f"chain {number} of table {table} is not held here")

@@ -114,6 +114,10 @@ class Replica:
         """Whether a write of any of these chunks is not decided."""
         return any(name in self.pending for name in names)
 
+    def settling(self) -> set[tuple[int, int]]:
+        """See ChainWrites.settling."""
+        return self.writes.settling() if self.pending else set()
+
     async def decided(self, names: Iterable[tuple[int, int]], deadline_s: float) -> None:
         """Wait for the pending writes of these chunks. Busy: ask another target."""
         decisions = self.writes.undecided(names)
