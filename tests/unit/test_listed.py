@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvpool.base.clock import ManualClock
@@ -33,6 +33,7 @@ ENTRIES = st.lists(st.builds(DirEntry, name=st.binary(min_size=1, max_size=255),
 # -- packed --------------------------------------------------------------------------------------------------------------
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(ENTRIES)
 def test_entries_come_out_as_they_went_in(entries):
     listed = Listed(packed(entries))
