@@ -91,7 +91,7 @@ class StoreSection(msgspec.Struct, frozen=True):
     reserve_share: Annotated[float, Meta(
         ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal")] = 0.02
     give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = True
-    resync_rate: Annotated[int, Meta(
+    resync_bytes_s: Annotated[int, Meta(
         ge=MIB, le=TIB, extra=_BYTES, description="bytes a second that a target copies from others to catch up; less "
                                                   "while requests wait")] = 128 * MIB
     short_cut: Annotated[bool, Meta(

@@ -41,7 +41,7 @@ async def _open(opened: Opened) -> StoreService:
                            refresh_map=lambda: service.update_map(read_map(opened.directory)),
                            handover_path=path_beside(paths[0]) if paths else "",
                            handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
-                           resync_bytes_per_s=configured.resync_rate, on_fail=opened.fail)
+                           resync_bytes_per_s=configured.resync_bytes_s, on_fail=opened.fail)
     return service
 
 

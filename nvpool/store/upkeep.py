@@ -21,7 +21,7 @@ from nvpool.store.strays import Strays
 from nvpool.store.throttle import Throttle
 
 RESYNC_BYTES_PER_S = 128 * MIB
-"""A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_rate."""
+"""A fifth of what one core of a store moves, so that serving keeps its latency; see [store] resync_bytes_s."""
 
 
 class Upkeep:
@@ -30,6 +30,7 @@ class Upkeep:
                  on_fail: Callable[[str], None] = lambda reason: None) -> None:
         """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself."""
         self.others = OtherTargets(dialer, secret, clock)
+        self._bytes_per_s = bytes_per_s
         self.throttle = Throttle(bytes_per_s, clock, busy)
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
         self.strays = Strays(store, target, clock, self.throttle, on_fail)
@@ -37,6 +38,7 @@ class Upkeep:
 
     def update_map(self, pool_map: PoolMap) -> None:
         self.others.update_map(pool_map)
+        self.throttle.bytes_per_s = pool_map.moving.limit_bytes_s or self._bytes_per_s
         self.resync.update_map(pool_map)
         self.strays.update_map(pool_map)
         self.repair.update_map(pool_map)
