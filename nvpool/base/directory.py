@@ -175,6 +175,11 @@ class PoolDirectory:
     def shard(self, number: int) -> Path:
         return self.path / "meta" / f"shard-{number}"
 
+    def ended(self, number: int) -> Path:
+        """Written by a target that has ended in order, equal to the others of its chains: the epoch of the map by then. Worth
+        something as long as the map has that epoch."""
+        return self.run / f"target-{number}.ended"
+
     def target(self, number: int) -> Path:
         return self.path / "targets" / str(number)
 

@@ -370,6 +370,12 @@ class StaleVersion(Stale):
     """That was given, where it is told."""
 
 
+class StaleTenure(Stale):
+    """This target may not serve at the moment what others hold too: fetch the map, ask another target of the chain."""
+
+    wire_code = 220
+
+
 class StaleIdentity(Stale):
     """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool anew."""
 

@@ -34,6 +34,7 @@ from nvpool.base.errors import (
     StaleEpoch,
     StaleGrant,
     StaleSession,
+    StaleTenure,
     Unavailable,
     Unreachable,
     WrongTarget,
@@ -121,7 +122,7 @@ class ChunkClient:
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
         """The lane for reading the chunk: the best replica that is not among `tried`, where there is another."""
-        targets = self.chain(file, index).targets
+        targets = self.chain(file, index).readable
         lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
         if not tried:
             if len(file.lanes) >= _LANES_PER_FILE:
@@ -325,8 +326,9 @@ class ChunkClient:
         job.reason = reason_of(error, job.reason)
         self.counters["repeats"] += 1
         try:
-            others = set(self.chain(job.file, job.index).targets) - {lane.target for lane in job.tried}
-            if not (others and job.tried and isinstance(error, (Unavailable, Damaged))):  # else one of them, at once
+            others = set(self.chain(job.file, job.index).readable) - {lane.target for lane in job.tried}
+            elsewhere = isinstance(error, (Unavailable, Damaged, StaleTenure))
+            if not (others and job.tried and elsewhere):  # else one of them, at once
                 job.tried = ()
                 await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():

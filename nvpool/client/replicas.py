@@ -57,7 +57,7 @@ class Replicas:
             numbers = {chain_of(file.inode, index) for index in chunks}
         found = {}
         for number in numbers:
-            targets = chains[number].targets
+            targets = chains[number].readable
             found[number] = next((target for target in targets if target not in silent), targets[0])
         return found
 

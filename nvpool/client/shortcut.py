@@ -6,9 +6,10 @@ preadv, and what the kernel has in memory is there at once, without a task and w
 
 Guarantees what a read through the store does. What was read is thrown away when the lifetime had ended by then (counted from
 the sending of the question, on CLOCK_BOOTTIME), when the chunk has changed (its counter in the table is another one), when
-the connection to the store is gone, or when a checksum does not fit; the store is then asked in the ordinary way, which looks
-after damage. Blocks that were not there when we asked are never made up: they are read through the store. Memory is
-bounded; nothing here waits, and nothing fails: without a location there is None.
+the target's right to serve has ended (its time stands in the table), when the connection to the store is gone, or when a
+checksum does not fit; the store is then asked in the ordinary way, which looks after damage. Blocks that were not there when
+we asked are never made up: they are read through the store. Memory is bounded; nothing here waits, and nothing fails: without a
+location there is None.
 
 Called by reader, batchread and chunkclient on one event loop; by threadreads from any thread (`look`, `hit`, `may_serve`).
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
 import struct
 from array import array
@@ -33,10 +33,11 @@ from nvpool.base.spares import SPARES
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
+from nvpool.client.lentdrive import Source
 from nvpool.client.options import ClientOptions
 from nvpool.drive.contract import Outcome, WaitingReader
-from nvpool.drive.reading import PAST_BYTES, cached_pages, open_past, reader_for
-from nvpool.wire.codec import LENT, LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.drive.reading import PAST_BYTES, reader_for
+from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
 from nvpool.wire.v1 import data_pb2, wire_pb2
@@ -74,49 +75,6 @@ ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
 """Why a look found nothing: no such blocks are located, they are not in memory, it came too late, a checksum does not fit."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
-
-
-class Source:
-    """A target that lends to us."""
-
-    __slots__ = ("target", "fd", "past", "takes_past", "memory", "table", "token", "connection")
-
-    def __init__(self, target: int, said: bytes, descriptors: list[int], reads_past: bool = False):
-        """Takes the descriptors over. NotSupported for what makes no sense here."""
-        try:
-            its_target, slots, self.token = LENT.unpack(said)
-            if its_target != target or len(descriptors) != 2:
-                raise NotSupported(f"descriptors of target {its_target} came for target {target}")
-            self.memory = mmap.mmap(descriptors[1], 4 * slots, prot=mmap.PROT_READ)
-        except BaseException as error:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if isinstance(error, (struct.error, OSError, ValueError)):
-                raise NotSupported(f"what target {target} gave is of no use: {error}") from None
-            raise
-        os.close(descriptors[1])
-        self.target = target
-        self.fd = descriptors[0]
-        self.past = open_past(self.fd) if reads_past else -1
-        """The same past the kernel's cache, or -1."""
-        self.takes_past = self.past >= 0
-        if self.takes_past:  # what the kernel would read in advance is in memory then, and would be read from there
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.table = memoryview(self.memory).cast("I")
-        self.connection = None
-        """The one over which locations came last: who has answered them is alive as long as it is."""
-
-    def close(self) -> None:
-        self.table.release()
-        self.memory.close()
-        os.close(self.fd)
-        if self.past >= 0:
-            os.close(self.past)
-
-    def goes_past(self, runs: list[tuple[int, int]], length: int) -> bool:
-        """Whether these (place, bytes) are better read past the kernel's cache: it has less than half of them."""
-        return (self.takes_past and length >= PAST_BYTES
-                and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length)
 
 
 class Located:
@@ -222,8 +180,9 @@ class ShortCut:
     def _judge(self, located: Located, first: int, into: memoryview) -> int:
         """What is wrong with what was just read, 0 for nothing. The clock and the counter are looked at after the read: only
         so they say that it was in time."""
-        source = located.source
-        if source.connection.closed or self._now_s() >= located.until or source.table[located.slot] != located.stamp:
+        source, now_s = located.source, self._now_s()
+        if (source.connection.closed or now_s >= located.until or source.table[located.slot] != located.stamp
+                or now_s + source.shift >= source.serving[0]):
             return LATE
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
         return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
@@ -495,7 +454,8 @@ class ShortCut:
     async def _take(self, target: int, path: str) -> None:
         again_s = AGAIN_S
         try:
-            source = Source(target, *await take(path, AGAIN_S), self._reads_past)
+            asked_s = self._now_s()
+            source = Source(target, *await take(path, AGAIN_S), self._reads_past, asked_s=asked_s)
             self._sources[target] = source
             log.debug("target %d lets us read its drive", target)
         except NvpoolError as error:

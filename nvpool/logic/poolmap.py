@@ -286,13 +286,3 @@ def changed(pool_map: PoolMap, **fields) -> PoolMap:
     if problems:
         raise InvalidRequest("; ".join(problems))
     return new
-
-
-def target_restarted(pool_map: PoolMap, target: int) -> PoolMap:
-    """The next map, in which each chain that `target` belongs to has the next epoch: what the target gave versions to and
-    forgot with a loss of power is never mistaken for what it gives them to from now on. Published before the target serves."""
-    tables = tuple(msgspec.structs.replace(table, chains=tuple(
-        msgspec.structs.replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
-        for chain in table.chains))
-        for table in pool_map.tables)
-    return changed(pool_map, tables=tables)

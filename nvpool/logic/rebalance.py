@@ -20,10 +20,10 @@ from nvpool.logic.placement import Placing, usable
 from nvpool.logic.poolmap import Chain, PoolMap
 from nvpool.logic.transitions import ChainName, settled, with_chains
 
-JOINING_MAX = 128
+JOINING_MAX = 256
 """Chains that are filled at a time, in the pool and (below) on one target: few enough that each has its copies again soon,
 enough that a round of heartbeats and a map, about a second, is short beside what they copy."""
-JOINING_OF_TARGET_MAX = 32
+JOINING_OF_TARGET_MAX = 128
 
 
 def with_goals(pool_map: PoolMap) -> PoolMap:
@@ -45,12 +45,14 @@ def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:
                            leaving=tuple(t for t in chain.leaving if t not in goal)))
 
 
-def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_max: int = JOINING_OF_TARGET_MAX) -> PoolMap:
+def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_max: int = JOINING_OF_TARGET_MAX,
+               serving: frozenset[int] | None = None) -> PoolMap:
     """The map in which more chains are joined by who shall hold them, as far as the bounds go: at most `joining_max` in the
-    pool, and of each target at most `of_target_max`. While moving is paused, only chains that want for a copy."""
+    pool, and of each target at most `of_target_max`. While moving is paused, only chains that want for a copy. Only targets
+    that are up, and among `serving` where that is known, join or are joined."""
     joining = Counter(target for table in pool_map.tables for chain in table.chains for target in chain.joining)
     left = joining_max - joining.total()
-    up = {target.id for target in pool_map.targets if target.state == "up"}
+    up = {target.id for target in pool_map.targets if target.state == "up" and (serving is None or target.id in serving)}
     waiting = []
     for table in pool_map.tables:
         for number, chain in enumerate(table.chains):

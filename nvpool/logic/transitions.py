@@ -101,6 +101,13 @@ def restarted(pool_map: PoolMap, target: int) -> PoolMap:
         for chain in table.chains)) for table in pool_map.tables))
 
 
+def begun(pool_map: PoolMap) -> PoolMap:
+    """All targets are started after they have ended in order, equal and with everything durable: nobody leaves, each chain has
+    the next epoch."""
+    return replace(pool_map, tables=tuple(replace(table, chains=tuple(replace(chain, epoch=chain.epoch + 1)
+                                                                      for chain in table.chains)) for table in pool_map.tables))
+
+
 def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
     """These targets serve again: they join the chains that want for them. Chains with all their copies, which they are to take
     over from others, are left to `rebalance.next_steps`."""
@@ -124,7 +131,8 @@ def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]) -> PoolMap:
     """Target holds what the tail holds of these chains (table, number, epoch of the chain when that was so), durably. Those of
-    an older epoch say nothing: somebody came or went since. Where all of the goal is there, who is not of it begins to leave.
+    an older epoch say nothing: somebody came or went since. Who joins before the target in the chain would stand behind it
+    then: it leaves, and joins again as one that is new. Where all of the goal is there, who is not of it begins to leave.
     """
     reported = {(table, number): epoch for table, number, epoch in equal}
     up = pool_map.target_by_id.get(target)
@@ -134,7 +142,8 @@ def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]
     def decide(name: ChainName, chain: Chain) -> Chain:
         if reported.get(name) != chain.epoch or target not in chain.joining:
             return chain
-        return settled(replace(chain, targets=(*chain.targets, target), joining=_without(chain.joining, (target,))))
+        behind = chain.joining[chain.joining.index(target) + 1:]
+        return settled(replace(chain, targets=(*chain.targets, target), joining=behind))
 
     return with_chains(pool_map, decide)
 

@@ -34,8 +34,10 @@ log = logging.getLogger("nvpool.run.child")
 
 class Child:
     def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
-                 clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None):
-        """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is."""
+                 clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
+                 on_death: Callable[[int], None] = lambda pid: None):
+        """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is.
+        `on_death` is called, with its pid, when a process has ended that was not asked to."""
         self.name = f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
@@ -49,6 +51,7 @@ class Child:
         self._directory = directory
         self._arguments = arguments
         self._before_start = before_start
+        self._on_death = on_death
         self._timing = timing
         self._clock = clock
         self._identity: Identity | None = None
@@ -114,7 +117,11 @@ class Child:
         except (NvpoolError, OSError) as error:
             self.last_end = f"it could not be started: {error}"
             return None
-        return await self._watch(stopping)
+        pid = self.pid
+        code = await self._watch(stopping)
+        if self._identity is None:
+            self._on_death(pid)
+        return code
 
     def _start(self) -> None:
         popen = spawn(self._arguments)

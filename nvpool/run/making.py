@@ -259,6 +259,8 @@ async def make_pool(request: dict) -> dict:
                 await kv.close()
         for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
             sync_directory(place)
+        for target in targets:  # there is nothing in which they could differ
+            write_whole(directory.ended(target.id), b"%d" % first.epoch)
         write_whole(directory.format, FORMAT_TEXT.encode())  # last: from here on it is a pool
         (directory.path / MARKER).unlink(missing_ok=True)
     finally:

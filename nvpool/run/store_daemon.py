@@ -5,14 +5,18 @@ Started by the supervisor. Exit codes as in run/daemon.
 
 from __future__ import annotations
 
+import asyncio
 import grp
 import sys
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import write_whole
 from nvpool.base.errors import BadConfiguration
+from nvpool.run.beating import Beating
 from nvpool.run.served import Opened, main, read_map
 from nvpool.store.chunkstore import LEND_S, StoreOptions, open_chunk_store
 from nvpool.store.service import StoreService
+from nvpool.store.tenure import Tenure
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside
 
@@ -26,6 +30,31 @@ def _group(name: str) -> int | None:
         raise BadConfiguration(f"store.short_cut_group: this system has no group {name}") from None
 
 
+class _Store(StoreService):
+    """The service together with its signs of life, which end before it."""
+
+    beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        # A tenure that nobody renews keeps the rest from being served, which is all that is needed when this ends.
+        self.beating = asyncio.ensure_future(self._beats.run())
+        self.beating.add_done_callback(lambda ended: ended.cancelled() or self._opened.fail(
+            f"the signs of life have stopped: {ended.exception()}"))
+
+    def follow(self, opened: Opened) -> None:
+        self._opened = opened
+        node = opened.directory.node
+        self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        if self.beating is not None:
+            self.beating.cancel()
+        await super().close(drain_s)
+        if self.ended_equal:
+            write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
+
+
 async def _open(opened: Opened) -> StoreService:
     drive = next(d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive)
     journal, configured = opened.config.journal, opened.config.store
@@ -37,11 +66,13 @@ async def _open(opened: Opened) -> StoreService:
                                    clock=SYSTEM_CLOCK, on_fence=opened.fail)
     paths = [parse_endpoint(endpoint).path for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
              if endpoint.startswith("stream+unix://")]
-    service = StoreService(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
-                           refresh_map=lambda: service.update_map(read_map(opened.directory)),
-                           handover_path=path_beside(paths[0]) if paths else "",
-                           handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
-                           resync_bytes_per_s=configured.resync_bytes_s, on_fail=opened.fail)
+    service = _Store(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
+                     refresh_map=lambda: service.update_map(read_map(opened.directory)),
+                     handover_path=path_beside(paths[0]) if paths else "",
+                     handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
+                     resync_bytes_per_s=configured.resync_bytes_s, on_fail=opened.fail,
+                     tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender))
+    service.follow(opened)
     return service
 
 

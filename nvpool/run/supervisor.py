@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 
 import msgspec
@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
-from nvpool.base.directory import PoolDirectory
+from nvpool.base.directory import PoolDirectory, holder_of
 from nvpool.base.errors import (
     AccessDenied,
     Bug,
@@ -30,7 +30,6 @@ from nvpool.base.errors import (
     InvalidRequest,
     NvpoolError,
     Refused,
-    StaleEpoch,
     TooManyOpen,
     Unavailable,
 )
@@ -39,11 +38,13 @@ from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.joining import node_removed
-from nvpool.logic.poolmap import Drive, Node, PoolMap, Target, changed, encode_map, target_restarted
+from nvpool.logic.poolmap import Drive, Node, PoolMap, Target, changed, encode_map
+from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
 from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper, used_ports
+from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports
 from nvpool.run.served import follow_members
 from nvpool.run.tokens import TOKEN_S, address_of
@@ -57,8 +58,9 @@ _ANSWER_S = 0.3
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
 _MAKE_DEADLINE_S = 120.0
-_CHANGE_TRIES_MAX = 100
 _LOOK_S = 5.0
+_START_S = 15.0
+"""For a store to be there when all begin: only then it is missed."""
 _DRAIN_S_MAX = 3600.0
 DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
 
@@ -81,11 +83,13 @@ class Supervisor:
         self._adding = asyncio.Lock()
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
+        self._begun: set[int] = set()
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
-        self._reception = Reception(directory, keeper, self._change) if keeper is not None else None
+        self.leading = Leading(coordinator, node, self._dialer, self._pid_of)
+        self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
@@ -96,14 +100,16 @@ class Supervisor:
         for number in (signal.SIGHUP, signal.SIGUSR1):
             self._stop.on_signal[number] = lambda number=number: self._pass_on(number)
         await self._know_this_host()
+        await self._note_the_dead()
         self._start_missing()
+        managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
         following = asyncio.ensure_future(self._follow_map())
         ready = asyncio.ensure_future(self._tell_when_ready())
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
-                await asyncio.wait([asked, self._failed, following, *self._keepers.values()], timeout=_LOOK_S,
+                await asyncio.wait([asked, managing, self._failed, following, *self._keepers.values()], timeout=_LOOK_S,
                                    return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
                     following.result()
@@ -114,10 +120,12 @@ class Supervisor:
                         raise Bug(f"{name} is not kept any more")
                 if self._failed.done():
                     self._failed.result()
+                if managing.done():
+                    managing.result()
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, following, *self._keepers.values()):
+            for task in (asked, ready, following, managing, *self._keepers.values()):
                 task.cancel()
 
     async def _follow_map(self) -> None:
@@ -132,6 +140,7 @@ class Supervisor:
     async def close(self) -> None:
         for task in list(self._answers):
             task.cancel()
+        await self.leading.close()
         await self._dialer.close()
 
     # -- processes -------------------------------------------------------------------------------------------------
@@ -143,7 +152,8 @@ class Supervisor:
         for role, number in wanted:
             arguments = command(f"{role}_daemon", str(self._directory.path), str(number))
             child = Child(self._directory, role, number, arguments, self._config.supervisor, SYSTEM_CLOCK,
-                          partial(self._raise_chain_epochs, number) if role == "store" else None)
+                          partial(self._before_start, number) if role == "store" else None,
+                          partial(self._has_died, number) if role == "store" else lambda pid: None)
             if child.name not in self._children:
                 self._children[child.name] = child
                 self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))
@@ -154,22 +164,45 @@ class Supervisor:
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in self._children.values()
                                    if child.role == role))
 
-    async def _raise_chain_epochs(self, target: int) -> None:
-        await self._change(lambda pool_map: target_restarted(pool_map, target))
+    async def _before_start(self, target: int) -> None:
+        if target in self._begun:  # its epochs are raised already
+            self._begun.discard(target)
+            return
+        await self.leading.change(lambda pool_map: restarted(pool_map, target))
 
-    async def _change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
-        """Replace the map by what `decide` makes of the newest; the new one. Decided again when somebody else was first."""
-        for _ in range(_CHANGE_TRIES_MAX):
-            try:
-                now = self._coordinator.pool_map
-                new = decide(now)
-                if new is now:
-                    return now
-                await self._coordinator.replace(new)
-                return new
-            except StaleEpoch:
-                continue
-        raise Busy("the pool map changes all the time", retry_after_s=1.0)
+    def _has_died(self, target: int, pid: int) -> None:
+        self.leading.died(target, pid)
+
+    def _pid_of(self, target: int) -> int | None:
+        known = self._coordinator.pool_map.target_by_id.get(target)
+        if known is None or known.node != self._node:
+            return None
+        child = self._children.get(f"target-{target}")
+        return child.pid if child is not None else 0
+
+    async def _note_the_dead(self) -> None:
+        """Targets of this node that do not run have died together: the next map says so before any of them is started, so that
+        the tail of each chain goes on with it, not whoever is started last. Where all targets of the pool have ended in order
+        nobody has missed anything."""
+        pool_map = self._coordinator.pool_map
+        targets = remaining(pool_map)
+        dead = {target.id for target in targets if target.node == self._node
+                and holder_of(self._directory.run / f"target-{target.id}.lock") is None}
+        if len(dead) == len(targets) and all(self._ended_at(target) == pool_map.epoch for target in dead):
+            await self.leading.change(begun)
+            self._begun = dead
+            self.leading.grace_s = _START_S
+            return
+        try:
+            await self.leading.change(lambda newest: died(newest, dead))
+        except Unavailable as error:  # none of them is started before it could be
+            log.warning("the map does not know yet that the targets of this node do not run: %s", error)
+
+    def _ended_at(self, target: int) -> int:
+        try:
+            return int(self._directory.ended(target).read_bytes())
+        except (OSError, ValueError):
+            return -1
 
     def _pass_on(self, number: int) -> None:
         log.info("%s is passed on", signal.Signals(number).name)
@@ -189,13 +222,16 @@ class Supervisor:
             nodes = tuple(msgspec.structs.replace(node, host_id=host_id()) if node.id == self._node else node
                           for node in pool_map.nodes)
             try:
-                await self._change(lambda newest: changed(newest, nodes=nodes))
+                await self.leading.change(lambda newest: changed(newest, nodes=nodes))
             except Unavailable as error:
                 log.warning("the map does not know yet that this node is on another host now: %s", error)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def handle(self, call: Call) -> None:
+        if call.method == wire_pb2.POOL_ALIVE:  # answered here and now: leases hang on it
+            self.leading.alive(call)
+            return
         answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
                    wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop}
         answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
@@ -281,7 +317,7 @@ class Supervisor:
             number = int(arguments["node"])
         except (KeyError, TypeError, ValueError):
             raise InvalidRequest("node-remove wants a node") from None
-        new = await self._change(lambda newest: node_removed(newest, number))
+        new = await self.leading.change(lambda newest: node_removed(newest, number))
         return {"node": number, "epoch": new.epoch}
 
     async def _change_drive_add(self, arguments: dict) -> dict:
@@ -311,8 +347,8 @@ class Supervisor:
                                       free_ports(2, self._config.network, used))
             drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
             target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
-            new = await self._change(lambda newest: changed(newest, drives=(*newest.drives, drive),
-                                                            targets=(*newest.targets, target)))
+            new = await self.leading.change(lambda newest: msgspec.structs.replace(
+                newest, drives=(*newest.drives, drive), targets=(*newest.targets, target)))
             self._start_missing()
             return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
                     "epoch": new.epoch, "note": DRIVE_ADDED_NOTE}

@@ -8,7 +8,8 @@ from the answer, in the client from the sending of its request, which is earlier
 A lifetime protects blocks; that readers do not see old bytes is what the table is for: 65,536 counters in memory that is
 shared with clients, who can only read it. Before a change of a chunk is applied, its counter is raised; a client looks at it
 after it has read, and throws away what it read when the counter is not what came with the location. So after a write, a cut
-or a removal was answered, no read that begins later returns what was there before, as if it had asked the store.
+or a removal was answered, no read that begins later returns what was there before, as if it had asked the store. Behind the
+counters stands until when this target may serve at all (`serve_until`; store/tenure): others may have taken its place since.
 
 After a death the table of the new process is another one: counters of the old one stand still. Until the lifetimes that the
 dead process gave out have ended every inode counts as lent, and cuts are answered only then. That there were any is
@@ -43,7 +44,8 @@ from nvpool.store.records import SEGMENT_BITS, SEGMENT_BLOCKS
 from nvpool.wire.codec import LENT
 
 SLOT_BITS = 16
-TABLE_BYTES = 4 << SLOT_BITS
+TABLE_BYTES = (4 << SLOT_BITS) + 8
+"""Counters, then a double: seconds on the store's CLOCK_BOOTTIME."""
 INODES_MAX = 200_000
 """Remembered as lent; beyond it every inode counts as lent, until the set is forgotten."""
 LENT_KEY = b"L"
@@ -60,9 +62,9 @@ def slot_of(inode: int, index: int) -> int:
     return (inode * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F & 0xFFFFFFFFFFFFFFFF) >> 64 - SLOT_BITS
 
 
-def encode_said(target: int, token: bytes) -> bytes:
-    """What is said with the descriptors of a target."""
-    return LENT.pack(target, 1 << SLOT_BITS, token)
+def encode_said(target: int, token: bytes, now_s: float) -> bytes:
+    """What is said with the descriptors of a target, at `now_s` on CLOCK_BOOTTIME."""
+    return LENT.pack(target, 1 << SLOT_BITS, token, now_s)
 
 
 class Lender:
@@ -92,6 +94,7 @@ class Lender:
         self._fd = -1
         self._memory: mmap.mmap | None = None
         self._table = memoryview(b"")
+        self._serving = memoryview(b"")
         if life_s:
             self._make_table()
 
@@ -108,12 +111,16 @@ class Lender:
             self.life_s = 0.0
             self.close()
             return
-        self._table = memoryview(self._memory).cast("I")
+        self._table = memoryview(self._memory)[:4 << SLOT_BITS].cast("I")
+        self._serving = memoryview(self._memory)[4 << SLOT_BITS:].cast("d")
+        self._serving[0] = math.inf
 
     def close(self) -> None:
         self.life_s = 0.0
         self._table.release()
         self._table = memoryview(b"")
+        self._serving.release()
+        self._serving = memoryview(b"")
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -165,6 +172,19 @@ class Lender:
             self._young = set()
             self._turn_s = now_s
         return now_s
+
+    # -- who serves ------------------------------------------------------------------------------------------------------
+
+    def serve_until(self, until_s: float) -> None:
+        """From now on no client returns what it reads at our locations at `until_s` and later. `inf`: we serve alone."""
+        if self.life_s:
+            self._serving[0] = until_s
+
+    def changing_all(self) -> None:
+        """Chains are not ours to be read from any more: no client returns what it reads at any location that it has."""
+        if self.life_s:
+            table = self._table
+            table[:] = memoryview(array("I", [count + 1 & 0xFFFFFFFF for count in table]))
 
     # -- changes ---------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import struct
 from collections.abc import Callable, Coroutine, Iterable
@@ -45,6 +46,7 @@ from nvpool.store.lend import encode_said
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
+from nvpool.store.tenure import Tenure
 from nvpool.store.upkeep import RESYNC_BYTES_PER_S, Upkeep
 from nvpool.store.writes import WRITE, WriteBatch
 from nvpool.wire.codec import (
@@ -75,7 +77,7 @@ class StoreService:
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
-                 on_fail: Callable[[str], None] = lambda reason: None):
+                 on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
         processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
         no part in chains with others. `on_fail` is told when background work has died of a fault in itself."""
@@ -94,6 +96,8 @@ class StoreService:
         """Those that wait for the drive; they have no task."""
         self._read_out: asyncio.Future | None = None
         self._tending: asyncio.Task | None = None
+        self.ended_equal = False
+        """Set by close: no write was left of which this member of its chains did not know whether the others have it."""
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
         self._handover: Handover | None = None
@@ -104,6 +108,7 @@ class StoreService:
                                                          bytes_per_s=resync_bytes_per_s, busy=lambda: self.waiting)
         if self.upkeep is not None and self.replica.writes is not None:
             self.replica.writes.fetch = self.upkeep.resync.pull
+        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
@@ -131,7 +136,7 @@ class StoreService:
         lender = self.store.lender
         data = self.store.device.lend()
         try:
-            return encode_said(self.target, lender.token), [data, lender.table()]
+            return encode_said(self.target, lender.token, self.clock.boottime_s()), [data, lender.table()]
         except BaseException:
             os.close(data)
             raise
@@ -163,6 +168,7 @@ class StoreService:
         for task in [*self._tasks, *([self._tending] if self._tending else [])]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        self.ended_equal = not self.replica.pending
         await self.replica.close()
         await self.store.close()
 
@@ -183,6 +189,7 @@ class StoreService:
         self._giving.update_map(pool_map)
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
+        self.tenure.update_map(pool_map)
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -329,6 +336,8 @@ class StoreService:
             call.fail(error)
 
     def _answer_read(self, call: Call, batch: ReadBatch) -> None:
+        if self.tenure.shared:
+            self.tenure.check()
         call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
 
     def _locate(self, call: Call) -> None:
@@ -372,6 +381,8 @@ class StoreService:
             runs.append(where.runs.tobytes())
             checksums.append(where.checksums)
             total += len(runs[-1]) + len(where.checksums)
+        if self.tenure.shared:
+            self.tenure.check()
         call.reply(pb.LocateReply(map_epoch=self._epoch, results=b"".join(results), runs=b"".join(runs),
                                   checksums=b"".join(checksums)).SerializeToString())
 
@@ -407,6 +418,8 @@ class StoreService:
         self._answer_write(call, work)
 
     def _answer_write(self, call: Call, work: WriteBatch) -> None:
+        if self.tenure.shared:
+            self.tenure.check()
         call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
 
     def _peer_write(self, call: Call) -> None:

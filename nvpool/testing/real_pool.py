@@ -51,7 +51,7 @@ class RealPool:
         self.directory = PoolDirectory(directory)
         self._replicas = replicas
         self.path = self.directory.path
-        self._sizes, self._config, self._drives = sizes, config, drives
+        self._sizes, self._config, self._drives, self._replicas = sizes, config, drives, replicas
         self._connected: list[FileSystem] = []
         self._supervisors: list[subprocess.Popen] = []
 

@@ -29,8 +29,8 @@ LOCATE_ENTRY = Struct("<QIHHQ")
 """inode, chunk index, blocks, grant, version that the asker has"""
 LOCATE_RESULT = Struct("<HHIIIIIQ")
 """status, flags, runs, blocks, life in milliseconds, slot, stamp, version"""
-LENT = Struct("<QI4x16s")
-"""What a store says with its descriptors (wire/handover): target, slots of its table, token"""
+LENT = Struct("<QI4x16sd")
+"""What a store says with its descriptors (wire/handover): target, slots of its table, token, CLOCK_BOOTTIME there"""
 INODE = Struct("<Q")
 
 BATCH_ENTRIES_MAX = 8192

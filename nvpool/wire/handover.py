@@ -5,7 +5,7 @@ the other end (SO_PEERCRED, SO_PEERGROUPS: the kernel says so, and can not be li
 before that. Asyncio's transports carry no descriptors, so that this is a socket beside the one for requests. The message,
 little-endian, golden in tests/golden/short-cut.json:
 
-    magic "NPfd" · version u16 = 1 · status u16 (0, or the wire code of an error) · what the giver says, up to 256 bytes
+    magic "NPfd" · version u16 = 2 · status u16 (0, or the wire code of an error) · what the giver says, up to 256 bytes
 
 Nothing here waits for a peer: an answer fits into the socket's buffer, and who is not there any more has lost it.
 """
@@ -37,7 +37,7 @@ from nvpool.base.errors import (
 log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<4sHH")
-_MAGIC, _VERSION = b"NPfd", 1
+_MAGIC, _VERSION = b"NPfd", 2
 SAID_BYTES_MAX = 256
 DESCRIPTORS_MAX = 4
 _PEERCRED = struct.Struct("iII")

@@ -699,7 +699,7 @@ def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart
             with pytest.raises(NotSupported):
                 read, _ = os.pipe()
                 os.close(_)
-                shortcut.Source(1, b"nonsense", [read])
+                shortcut.Source(1, b"nonsense", [read], asked_s=0.0)
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

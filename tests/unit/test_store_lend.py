@@ -392,7 +392,7 @@ def test_more_inodes_than_can_be_remembered_count_as_lent_altogether(monkeypatch
 
 def golden() -> dict[str, str]:
     entries = codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
-    said = lend.encode_said(3, bytes(range(16)))
+    said = lend.encode_said(3, bytes(range(16)), 1234.5)
     return {
         "entry": entries.hex(), "result": codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
         "LocateRequest": pb.LocateRequest(map_epoch=1, target=2, grants=[b"g"], token=b"t" * 16,

@@ -153,7 +153,7 @@ def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeyp
         assert pool_pb2.MapReply.FromString(await ask(supervisor, wire_pb2.POOL_MAP, request)).map == b""
         asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString())
         supervisor.handle(asked)
-        await supervisor._raise_chain_epochs(1)
+        await supervisor._before_start(1)
         newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 10)).map)
         assert newer.epoch == now.epoch + 1
         gone = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=newer.epoch, wait_s=30).SerializeToString())

@@ -101,3 +101,29 @@ class RenewReply(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     certificate: bytes
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
+
+class AliveRequest(_message.Message):
+    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    pid: int
+    epoch: int
+    equal: bytes
+    copied_bytes: int
+    used_bytes: int
+    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
+class AliveReply(_message.Message):
+    __slots__ = ("lease_s", "epoch", "epoch_min")
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_MIN_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    epoch: int
+    epoch_min: int
+    def __init__(self, lease_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epoch_min: _Optional[int] = ...) -> None: ...

@@ -64,6 +64,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
     POOL_STOP: _ClassVar[Method]
+    POOL_ALIVE: _ClassVar[Method]
     POOL_AUTHORITY: _ClassVar[Method]
     POOL_JOIN: _ClassVar[Method]
     POOL_RENEW: _ClassVar[Method]
@@ -122,6 +123,7 @@ POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method
 POOL_STOP: Method
+POOL_ALIVE: Method
 POOL_AUTHORITY: Method
 POOL_JOIN: Method
 POOL_RENEW: Method

@@ -1,0 +1,255 @@
+"""The manager: turns signs of life, deaths and the operator's wishes into new pool maps.
+
+What follows from what is decided by pure functions (logic/transitions, logic/rebalance); here is when. There is one in a pool:
+who leads makes it, and the signs of life of all nodes come to it (run/leading): `alive` with each, `died` when a process has
+ended; `run` is its task.
+Guarantees: each map is made from the newest one and decided again when somebody else was first; what comes together becomes
+one map; but for deaths at most a few maps a second; a target that serves under a lease is replaced only when its whole lease
+has gone by without a sign, or when its process is known to be dead, and from the decision on it gets no lease before it knows
+that. Nothing it must remember is only here: a manager that begins gives all targets a lease's time, and leases only to those
+that know the map of its beginning.
+
+A lease counts from the sending of a sign of life there and from its arrival here, which is later: so it has ended there before
+anything is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Mapping
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import Busy, Fenced, NvpoolError, StaleEpoch, Unavailable, WrongTarget
+from nvpool.cluster.coordinator import Coordinator, Lease
+from nvpool.logic import transitions
+from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.rebalance import next_steps
+from nvpool.logic.transitions import ChainName
+from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
+
+LEASE_S = 3.0
+BEAT_S = 0.5
+"""Between two signs of life: five may be lost."""
+EQUAL = struct.Struct("<IIQ")
+"""One chain of AliveRequest.equal: table, chain, epoch of the chain."""
+_GATHER_S = 0.1
+"""Before a map is made of what can wait: the reports of several targets become one."""
+_PAUSE_S = 0.25
+"""Between two maps, but for deaths."""
+_TICK_S = 0.25
+_RETRY_S = 1.0
+_CHANGE_TRIES_MAX = 100
+_EQUAL_MAX = 1 << 16
+
+log = logging.getLogger("nvpool.cluster.manager")
+
+
+class _Heard:
+    """The last sign of life of a target."""
+
+    __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes")
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+        self.pid = 0
+        self.epoch = 0
+        self.equal: dict[ChainName, int] = {}
+        self.copied_bytes = 0
+        self.used_bytes: int | None = None
+
+
+async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None) -> PoolMap:
+    """The newest map after what `decide` makes of it; the same one where that changes nothing. `decide` returns a map of the
+    same epoch, or of the next, is asked again when somebody else was first, and may refuse by raising. Busy; else as of
+    Coordinator.replace."""
+    for _ in range(_CHANGE_TRIES_MAX):
+        now = coordinator.pool_map
+        new = transitions.sealed(now, decide(now))
+        if new is None:
+            return now
+        try:
+            await coordinator.replace(new, leader)
+        except StaleEpoch:
+            continue
+        return new
+    raise Busy("the pool map changes all the time", retry_after_s=1.0)
+
+
+class Manager:
+    def __init__(self, coordinator: Coordinator, *, clock: Clock = SYSTEM_CLOCK, leader: Lease | None = None,
+                 grace_s: float = LEASE_S):
+        """`leader`: the lease under which maps are made and leases given; without one we are known to be alone. `grace_s`:
+        before a target that was never heard counts as silent; at least a lease."""
+        self._grace_s = max(grace_s, LEASE_S)
+        self._coordinator = coordinator
+        self._clock = clock
+        self._leader = leader
+        self._began_s = clock.boottime_s()
+        self._began_epoch = coordinator.pool_map.epoch
+        self._heard: dict[int, _Heard] = {}
+        self._dead: dict[int, int] = {}
+        """Target -> the process of it that has ended; until another one gives a sign of life."""
+        self._epoch_min: dict[int, int] = {}
+        self._withheld: set[int] = set()
+        """Targets whose places are being taken at this moment, or were perhaps: they get no lease."""
+        self._seen = coordinator.pool_map
+        self._changed_at: dict[ChainName, int] = {}
+        """Chain -> epoch of the map since when it is as it is, as far as it changed in our time."""
+        self._news = asyncio.Event()
+        self._death = asyncio.Event()
+
+    # -- what comes in -----------------------------------------------------------------------------------------------------
+
+    def alive(self, request: AliveRequest) -> AliveReply:
+        """A target's sign of life; what it may do. WrongTarget for one that is not in the pool, Fenced for one whose process is
+        known to have ended, or that is lost, Unavailable when we do not lead any more."""
+        if self._leader is not None and not self._leader.holds:
+            raise Unavailable("another one leads this pool now", retry_after_s=0.1)
+        pool_map = self._coordinator.pool_map
+        target = pool_map.target_by_id.get(request.target)
+        if target is None or target.state == "gone":
+            raise WrongTarget(f"the pool has no target {request.target}")
+        if self._dead.get(request.target) == request.pid or target.wish == "lost":
+            raise Fenced(f"process {request.pid} of target {request.target} is not listened to any more")
+        self._dead.pop(request.target, None)
+        heard = self._heard.setdefault(request.target, _Heard(0.0))
+        if target.state == "down" or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map)):
+            self._news.set()
+        heard.at_s, heard.pid, heard.epoch = self._clock.boottime_s(), request.pid, request.epoch
+        heard.copied_bytes, heard.used_bytes = request.copied_bytes, request.used_bytes
+        if request.equal:
+            usable = min(len(request.equal) // EQUAL.size, _EQUAL_MAX) * EQUAL.size
+            heard.equal = {(table, chain): epoch for table, chain, epoch in EQUAL.iter_unpack(request.equal[:usable])}
+            self._news.set()
+        else:
+            heard.equal = {}
+        return AliveReply(lease_s=0.0 if request.target in self._withheld else LEASE_S, epoch=pool_map.epoch,
+                          epoch_min=self._epoch_min.get(request.target, self._began_epoch))
+
+    @staticmethod
+    def _waits_for_knowledge(pool_map: PoolMap) -> bool:
+        return any(chain.leaving or chain.joining for table in pool_map.tables for chain in table.chains)
+
+    def died(self, targets: Mapping[int, int]) -> None:
+        """The processes (target -> pid) have certainly ended: their places are taken at once."""
+        self._dead |= targets
+        self._death.set()
+        self._news.set()
+
+    def look(self) -> None:
+        """The map has changed by another hand: see what follows."""
+        self._news.set()
+
+    # -- what is known -----------------------------------------------------------------------------------------------------
+
+    def answering(self, target: int) -> bool:
+        """Whether the target is known neither to be dead nor to be silent."""
+        return target not in self._dead and self._last_s(target) + LEASE_S >= self._clock.boottime_s()
+
+    def _last_s(self, target: int) -> float:
+        heard = self._heard.get(target)
+        if heard is None:
+            return self._began_s + self._grace_s - LEASE_S
+        return max(self._began_s, heard.at_s)
+
+    def serving(self) -> frozenset[int]:
+        """Targets that have given a sign of life in the last lease."""
+        return frozenset(target for target in self._heard if self.answering(target))
+
+    def used_bytes(self) -> dict[int, int]:
+        """Of each target that has said it."""
+        return {target: heard.used_bytes for target, heard in self._heard.items() if heard.used_bytes is not None}
+
+    def copied_bytes(self) -> int:
+        """What all targets together have fetched from others, in the lives of their processes."""
+        return sum(heard.copied_bytes for heard in self._heard.values())
+
+    # -- deciding ----------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Decide when something has happened, until cancelled."""
+        while True:
+            try:
+                await asyncio.wait_for(self._news.wait(), _TICK_S)
+            except TimeoutError:
+                if not self._silent(self._coordinator.pool_map):
+                    continue
+            if not self._death.is_set():
+                await self._unless_death(_GATHER_S)
+            self._news.clear()
+            self._death.clear()
+            try:
+                made = await self.run_once()
+            except NvpoolError as error:
+                log.warning("no new pool map could be made: %s", error)
+                self._news.set()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if made:
+                await self._unless_death(_PAUSE_S)
+
+    async def _unless_death(self, wait_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._death.wait(), wait_s)
+        except TimeoutError:
+            pass
+
+    async def run_once(self) -> bool:
+        """Make the map that follows from what is known now; whether there is a new one. Errors as of Coordinator.replace."""
+        before = self._coordinator.pool_map
+        after = await change(self._coordinator, self._decide, self._leader)
+        for target in self._withheld:  # whether it was this map that took their places, or one whose fate was not known
+            self._epoch_min[target] = after.epoch
+        self._withheld.clear()
+        if after is before:
+            return False
+        for target in after.targets:
+            old = before.target_by_id.get(target.id)
+            if old is not None and old.state != target.state:
+                log.info("target %d is %s now (map epoch %d)", target.id, target.state, after.epoch)
+        return True
+
+    def _silent(self, pool_map: PoolMap) -> set[int]:
+        """Those under a lease that have not given a sign of life in the whole of it."""
+        now_s = self._clock.boottime_s()
+        late = [target.id for target in pool_map.targets
+                if target.state == "up" and target.id not in self._dead and self._last_s(target.id) + LEASE_S < now_s]
+        return transitions.shared(pool_map) & set(late) if late else set()
+
+    def _decide(self, now: PoolMap) -> PoolMap:
+        self._observe()
+        away = self._silent(now) | (self._dead.keys() & transitions.shared(now))
+        self._withheld |= away
+        new = transitions.died(now, away)
+        back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld
+        new = transitions.returned(new, back)
+        for target in back:
+            equal = [(*name, epoch) for name, epoch in self._heard[target].equal.items()
+                     if self._known(now, name, now.chain(*name).targets if name[0] in now.table_by_id else ())]
+            if equal:
+                new = transitions.joined(new, target, equal)
+        new = transitions.departed(new, lambda name, target: target in now.chain(*name).leaving
+                                   and self._known(now, name, (target,)))
+        serving = self.serving()
+        new = next_steps(new, serving=serving)
+        return transitions.retired(new)
+
+    def _known(self, now: PoolMap, name: ChainName, targets: tuple[int, ...]) -> bool:
+        """Whether those of the targets that answer know the chain as it is. Who is silent has no lease any more."""
+        since = self._changed_at.get(name, self._began_epoch)
+        return all(not self.answering(target) or self._heard[target].epoch >= since if target in self._heard
+                   else not self.answering(target) for target in targets)
+
+    def _observe(self) -> None:
+        """Remember since when chains are as they are."""
+        newest = self._coordinator.pool_map
+        if newest is self._seen:
+            return
+        for table in newest.tables:
+            old = self._seen.table_by_id.get(table.id)
+            for number, chain in enumerate(table.chains):
+                if old is None or old.chains[number].epoch != chain.epoch:
+                    self._changed_at[table.id, number] = newest.epoch
+        self._seen = newest

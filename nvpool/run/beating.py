@@ -1,0 +1,79 @@
+"""A store's signs of life: some times in each lease it tells the manager of its node that it serves, and what it has caught up
+with.
+
+Made by run/store_daemon. A sign waits for nothing but the answer to the one before; it is sent at once when a new map is known,
+so that those who wait for that do not wait long. An answer that comes late is worth less by that: the lease counts from the
+sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import struct
+from collections.abc import Callable
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import NvpoolError
+from nvpool.cluster.manager import BEAT_S, EQUAL
+from nvpool.store.service import StoreService
+from nvpool.wire.dial import Dialer
+from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
+from nvpool.wire.v1.wire_pb2 import POOL_ALIVE
+
+_ANSWER_S = 1.0
+_USED_EVERY = 4
+"""Beats: what is used changes slowly."""
+
+log = logging.getLogger("nvpool.run.beating")
+
+
+class Beating:
+    def __init__(self, service: StoreService, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]],
+                 clock: Clock = SYSTEM_CLOCK):
+        """`endpoints`: where the manager is to be had at this moment."""
+        self._service = service
+        self._dialer = dialer
+        self._endpoints = endpoints
+        self._clock = clock
+        self._news = asyncio.Event()
+        self._used_bytes = 0
+        self._count = 0
+        self._silent = False
+
+    async def run(self) -> None:
+        """Beat until cancelled. Nothing that a manager answers, or that nobody does, ends it."""
+        self._service.tenure.changed = self._news.set
+        while True:
+            self._news.clear()
+            sent_s = self._clock.boottime_s()
+            await self.beat()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(0.05, sent_s + BEAT_S - self._clock.boottime_s()))
+            await asyncio.sleep(0.01)  # of several maps at once only the last
+
+    async def beat(self) -> None:
+        """Tell once, and take the answer."""
+        service, tenure = self._service, self._service.tenure
+        if self._count % _USED_EVERY == 0:
+            self._used_bytes = service.store.status()["used_bytes"]
+        self._count += 1
+        upkeep = getattr(service, "upkeep", None)
+        equal = upkeep.resync.equal if upkeep is not None else {}
+        request = AliveRequest(target=tenure.target, pid=os.getpid(), epoch=tenure.epoch, used_bytes=self._used_bytes,
+                               equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
+                               copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0)
+        sent_s = self._clock.boottime_s()
+        try:
+            reply = await self._dialer.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
+                                            deadline_s=sent_s + _ANSWER_S)
+            answer = AliveReply.FromString(bytes(reply.message))
+        except (NvpoolError, struct.error) as error:
+            if not self._silent:
+                log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
+            self._silent = True
+            return
+        self._silent = False
+        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)

@@ -1,0 +1,142 @@
+"""This node's part in managing the pool: one node leads and has the manager; the others pass their targets' signs of life on.
+
+Called by run/supervisor. A supervisor that can not ask the coordinator leads nothing: the leases of its targets end, and what
+others hold too is served there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NvpoolError, Unavailable
+from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator
+from nvpool.cluster.manager import LEASE_S, Manager, change
+from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.transitions import died
+from nvpool.wire.dial import Dialer
+from nvpool.wire.transport import Call
+from nvpool.wire.v1.pool_pb2 import AliveRequest
+from nvpool.wire.v1.wire_pb2 import POOL_ALIVE
+
+_LEAD_S = LEASE_S_MIN
+"""So soon another node may lead; its manager then gives every target a lease's time."""
+_RETRY_S = 0.5
+_PASSED_ON_MAX = 1024
+_NODE = "node/"
+"""What the name of a node's certificate begins with."""
+
+log = logging.getLogger("nvpool.run.leading")
+
+
+class Leading:
+    """`manager` while this node leads."""
+
+    def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None]):
+        """`pid_of`: the process that serves one of our targets, 0 for none, None where the target is not ours."""
+        self._coordinator = coordinator
+        self._node = node
+        self._dialer = dialer
+        self._pid_of = pid_of
+        self._passing: set[asyncio.Task[None]] = set()
+        self.manager: Manager | None = None
+        self.grace_s = LEASE_S
+        """Of the first manager: see Manager."""
+
+    async def run(self) -> None:
+        """Lead whenever nobody else does, until cancelled."""
+        while True:
+            try:
+                lease = await self._coordinator.lead(str(self._node), _LEAD_S, WATCH_S_MAX)
+            except Unavailable:
+                lease = None
+                await asyncio.sleep(_RETRY_S)
+            if lease is None:
+                continue
+            log.info("this node leads the pool")
+            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s)
+            self.grace_s = LEASE_S
+            deciding = asyncio.ensure_future(manager.run())
+            following = asyncio.ensure_future(self._follow(manager))
+            try:
+                await asyncio.wait([deciding, following, lease.lost], return_when=asyncio.FIRST_COMPLETED)
+                for task in (deciding, following):
+                    if task.done():
+                        task.result()
+                        raise Bug("nobody manages the pool any more")
+                log.warning("this node does not lead the pool any more")
+            finally:
+                self.manager = None
+                deciding.cancel()
+                following.cancel()
+
+    async def _follow(self, manager: Manager) -> None:
+        epoch = -1
+        while True:
+            newest = await self._coordinator.watch(epoch, WATCH_S_MAX)
+            if newest is not None:
+                epoch = newest.epoch
+                manager.look()
+
+    async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
+        """See cluster/manager.change; from any node."""
+        return await change(self._coordinator, decide)
+
+    def died(self, target: int, pid: int) -> None:
+        """The process of one of our targets has ended: its place is taken at once, by us where nobody leads."""
+        if self.manager is not None:
+            self.manager.died({target: pid})
+        else:
+            self._own(self._tell_death(target))
+
+    async def _tell_death(self, target: int) -> None:
+        try:
+            await self.change(lambda pool_map: died(pool_map, {target}))
+        except NvpoolError as error:  # who leads will miss its signs of life
+            log.warning("the map does not know yet that target %d has died: %s", target, error)
+
+    def alive(self, call: Call) -> None:
+        """Answer a sign of life, or pass it on to who leads. AccessDenied for those that are neither ours nor passed on by a
+        node."""
+        try:
+            request = AliveRequest.FromString(bytes(call.message))
+        except DecodeError:
+            raise InvalidRequest("not an AliveRequest") from None
+        pid = self._pid_of(request.target)
+        if call.peer.member and not call.peer.member.startswith(_NODE):
+            raise AccessDenied("only nodes tell of targets")
+        if pid is not None and pid != request.pid:
+            raise Fenced(f"process {request.pid} does not serve target {request.target} any more")
+        if self.manager is not None:
+            call.reply(self.manager.alive(request).SerializeToString())
+        elif pid is None:
+            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)  # passed on to us; never in a circle
+        elif len(self._passing) < _PASSED_ON_MAX:
+            self._own(self._pass_on(call))
+        else:
+            raise Unavailable("too many signs of life are on their way to who leads the pool")
+
+    async def _pass_on(self, call: Call) -> None:
+        try:
+            leader = self._coordinator.leader()
+            node = self._coordinator.pool_map.node_by_id.get(int(leader)) if leader is not None else None
+            if node is None or node.id == self._node:
+                raise Unavailable("nobody leads the pool at the moment", retry_after_s=0.1)
+            reply = await self._dialer.call(node.endpoints, POOL_ALIVE, bytes(call.message),
+                                            deadline_s=min(call.deadline_s, SYSTEM_CLOCK.boottime_s() + LEASE_S / 3))
+            call.reply(bytes(reply.message))
+        except NvpoolError as error:
+            call.fail(error)
+
+    def _own(self, work) -> None:
+        task = asyncio.ensure_future(work)
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+
+    async def close(self) -> None:
+        for task in list(self._passing):
+            task.cancel()
