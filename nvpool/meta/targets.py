@@ -41,8 +41,8 @@ class Targets:
 
     def use_map(self, pool_map: PoolMap) -> None:
         self._map = pool_map
-        self._of_table = {table.id: frozenset(target for chain in table.chains for target in chain.targets)
-                          for table in pool_map.tables}
+        self._of_table = {table.id: frozenset(target for chain in table.chains
+                                              for target in (*chain.targets, *chain.joining)) for table in pool_map.tables}
         self._has_map.set()
 
     def all(self) -> frozenset[int]:
@@ -50,7 +50,7 @@ class Targets:
         return frozenset(self._map.target_by_id) if self._map is not None and self._dialer is not None else frozenset()
 
     async def of_table(self, table: int) -> frozenset[int]:
-        """Targets that can hold chunks of files with this table; none where the table is gone from the map."""
+        """Targets that hold chunks of files with this table, or are catching up with those that do; none where the table is gone from the map."""
         if self._dialer is None:
             return frozenset()
         await self._has_map.wait()
@@ -62,7 +62,8 @@ class Targets:
         if not found or len(chunks) >= CHAINS_PER_TABLE:
             return found
         chains = self._map.table_by_id[table].chains
-        return frozenset(target for index in chunks for target in chains[chain_of(inode, index)].targets)
+        touched = [chains[chain_of(inode, index)] for index in chunks]
+        return frozenset(target for chain in touched for target in (*chain.targets, *chain.joining))
 
     def authority(self) -> bytes:
         """The service's own right over all inodes of a store, renewed at half of its life."""
