@@ -50,7 +50,7 @@ class Targets:
         return frozenset(self._map.target_by_id) if self._map is not None and self._dialer is not None else frozenset()
 
     async def of_table(self, table: int) -> frozenset[int]:
-        """Targets that hold chunks of files with this table, or are catching up with those that do; none where the table is gone from the map."""
+        """Targets that can hold chunks of files with this table, or catch up with those; none where it is gone from the map."""
         if self._dialer is None:
             return frozenset()
         await self._has_map.wait()

@@ -22,12 +22,13 @@ from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest
 from nvpool.base.host import host_id
 from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
-from nvpool.run.keeping import ETCD_SECRET, Keeping, write_keeping
+from nvpool.run.keeping import Keeping, write_keeping
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import (
     AUTHORITY_FILE,
     AUTHORITY_KEY_FILE,
     CERTIFICATE_FILE,
+    ETCD_SECRET,
     KEY_FILE,
     PLAIN_TEXT,
     Identity,

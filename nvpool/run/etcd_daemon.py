@@ -16,8 +16,8 @@ from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import BadConfiguration, InUse, NvpoolError
 from nvpool.run.daemon import EXIT_IN_USE, exit_code, start_log
-from nvpool.run.keeping import ETCD_SECRET, OwnMember, read_keeping
-from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from nvpool.run.keeping import OwnMember, read_keeping
+from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 
 log = logging.getLogger("nvpool.run.etcd_daemon")
 

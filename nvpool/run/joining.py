@@ -21,10 +21,10 @@ from nvpool.base.identities import new_member
 from nvpool.base.tokens import hash_of
 from nvpool.logic.joining import joined, token_for, token_given
 from nvpool.logic.poolmap import Node, PoolMap, encode_map
-from nvpool.run.keeping import ETCD_SECRET, MapKeeper
+from nvpool.run.keeping import MapKeeper
 from nvpool.run.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
 from nvpool.wire.endpoint import parse_endpoint
-from nvpool.wire.identity import AUTHORITY_FILE
+from nvpool.wire.identity import AUTHORITY_FILE, ETCD_SECRET
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -105,8 +105,12 @@ class Reception:
             raise AccessDenied("only who has a certificate of this pool can have it renewed")
         authority = read_authority(self._directory)
         node = next((one for one in self._keeper.relay.pool_map.nodes if one.member == member), None)
-        certificate = authority.sign(request.request, self._keeper.relay.pool_map.pool_id, member, hosts_of(node))
-        return pool_pb2.RenewReply(certificate=certificate).SerializeToString()
+        pool_id, hosts = self._keeper.relay.pool_map.pool_id, hosts_of(node)
+        etcd = b""
+        if node is not None:
+            etcd = read_authority(self._directory, ETCD_SECRET).sign(request.request, pool_id, member, hosts)
+        return pool_pb2.RenewReply(certificate=authority.sign(request.request, pool_id, member, hosts),
+                                   etcd_certificate=etcd).SerializeToString()
 
 
 def _joined(answer: dict) -> bytes:

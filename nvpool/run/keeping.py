@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -36,13 +37,10 @@ from nvpool.run.daemon import command
 from nvpool.run.making import free_ports
 from nvpool.run.served import read_map
 from nvpool.wire.endpoint import host_port
-from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 
 log = logging.getLogger("nvpool.run.keeping")
 
-ETCD_SECRET = "etcd"
-"""In secret/: an authority of its own for etcd, which only nodes get a certificate of. With the pool's every client could write
-the map."""
 AGAIN_S = 1.0
 _FIRST_WAIT_S = 30.0
 """For etcd, the first time it starts."""
@@ -81,11 +79,13 @@ def write_keeping(directory: PoolDirectory, keeping: Keeping) -> None:
 class MapKeeper:
     """Opens the node's coordinator and moves it. `relay` is what others use."""
 
-    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, keeping: Keeping):
+    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, keeping: Keeping,
+                 on_fence: Callable[[str], None]):
         self._directory = directory
         self._config = config
         self.relay = relay
         self._keeping = keeping
+        self._on_fence = on_fence
         self._moving = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._going_on: asyncio.Task[None] | None = None
@@ -94,8 +94,9 @@ class MapKeeper:
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, directory: PoolDirectory, config: Config, on_fence) -> MapKeeper:
-        """With a map in any case: where etcd does not answer yet, the copy that is at hand, until it does."""
+    async def open(cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]) -> MapKeeper:
+        """With a map in any case: where etcd does not answer yet, the copy that is at hand, until it does. `on_fence` is told
+        when this process can not go on."""
         keeping = read_keeping(directory)
         if keeping.kind != "etcd":
             kv = await LmdbKv.open(directory.map, LmdbOptions(), on_fence=on_fence)
@@ -106,12 +107,17 @@ class MapKeeper:
                 inner = held
         else:
             inner = HeldMap(read_map(directory), _no_etcd(keeping.members))
-        keeper = cls(directory, config, Relay(inner), keeping)
+        keeper = cls(directory, config, Relay(inner), keeping, on_fence)
         keeper._start_etcd()
         if keeping.kind != "embedded":
-            keeper._going_on = asyncio.ensure_future(keeper._go_on())
+            keeper._begin_going_on()
             await asyncio.wait([keeper._going_on], timeout=_FIRST_WAIT_S / 10)
         return keeper
+
+    def _begin_going_on(self) -> None:
+        self._going_on = asyncio.ensure_future(self._go_on())
+        self._going_on.add_done_callback(lambda done: done.cancelled() or done.exception() is None or
+                                         self._on_fence(f"the way to etcd has ended: {done.exception()!r}"))
 
     def _start_etcd(self) -> None:
         own = self._keeping.own
@@ -146,11 +152,12 @@ class MapKeeper:
                 async with self.relay.turn:
                     self._put(msgspec.structs.replace(self._keeping, kind="moving"))
                     await self.relay.switch(HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again"))
-                self._going_on = asyncio.ensure_future(self._go_on())
+                self._begin_going_on()
             if self._keeping.kind == "moving":
                 await asyncio.wait([self._going_on], timeout=_FIRST_WAIT_S)
                 if not self._going_on.done():
                     raise Unavailable("the pool map is on its way into etcd, which does not answer; see etcd-1.log")
+                self._going_on.result()
 
     async def _prepare(self) -> None:
         """A member of etcd that answers."""

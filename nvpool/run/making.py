@@ -47,7 +47,7 @@ from nvpool.run.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
 from nvpool.wire.endpoint import host_port_url, parse_endpoint
-from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, leaves_host
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, leaves_host
 
 CAPACITY_BYTES_MIN = 64 * MIB
 MARKER = "being-made"
@@ -246,7 +246,8 @@ async def make_pool(request: dict) -> dict:
                         for n, drive in enumerate(made, 1))
         first = PoolMap(
             format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
-            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]), member),),
+            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
+                        member=member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
             shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4])),),
@@ -275,7 +276,7 @@ def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
     """The pool's certificate authority, that of its etcd, and this node's own certificates, in secret/; whom those name."""
     member = new_member("node", socket.gethostname())
     asked = request_certificate()
-    for place in (directory.secret, directory.secret / "etcd"):
+    for place in (directory.secret, directory.secret / ETCD_SECRET):
         place.mkdir(mode=0o700, exist_ok=True)
         authority = Authority.make(pool_id)
         for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),

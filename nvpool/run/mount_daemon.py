@@ -48,6 +48,8 @@ LEAVE_S = 5.0
 _ARENA_SHARE = 4
 """Of the memory for unstored writes to their bound: pieces take powers of two, and places of one length at a time."""
 
+_CERTIFICATE_LOOK_S = 600.0
+
 log = logging.getLogger("nvpool.run.mount")
 
 
@@ -145,6 +147,7 @@ class _Mounted:
                                arguments.writeback)
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
+        renewing = asyncio.ensure_future(self._keep_certificate(client))
         awake = Awake(self._config.processors.awake)
         engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
         self._engine = engine.name
@@ -189,12 +192,29 @@ class _Mounted:
                 self._readers.end()
                 held.drop()
             engine.close()
+            renewing.cancel()
             awake.close()
             await client.close()
             if self._announcing is not None:
                 await asyncio.wait([self._announcing])
             if self._directory is not None:
                 self._directory.withdraw(name)
+
+    async def _keep_certificate(self, client: Client) -> None:
+        """Show the certificate as it is renewed: by the supervisor, or, where this is a client's directory, by us."""
+        identity = client.dialer.greeting.identity
+        place = PoolDirectory(self._arguments.pool)
+        if identity is None or not identity.secured or not place.exists():
+            return
+        if not place.node:
+            from nvpool.run.renewing import keep_renewed  # it makes requests for certificates, which no other mount needs
+            await keep_renewed(place, identity, lambda: client.pool_map, client.dialer)
+        while True:
+            await asyncio.sleep(_CERTIFICATE_LOOK_S)
+            try:
+                identity.refresh()
+            except NvpoolError as error:
+                log.error("the renewed certificate can not be used: %s", error)
 
     def _announce(self, role: str, pid: int, pause_ms: int = 0) -> None:
         identity = identity_of(pid)

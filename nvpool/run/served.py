@@ -185,12 +185,22 @@ def follow_members(identity: Identity | None, pool_map: PoolMap) -> None:
         identity.update_members(pool_map.members)
 
 
+def show_renewed(identity: Identity | None) -> None:
+    """Show our certificate as the supervisor has renewed it."""
+    if identity is not None:
+        try:
+            identity.refresh()
+        except NvpoolError as error:
+            log.error("the renewed certificate can not be used: %s", error)
+
+
 async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
                      identity: Identity | None) -> None:
     """Give each newer map to the service, from this node's supervisor, or from poolmap.json while there is none."""
     node = directory.node
     while True:
         newer = None
+        show_renewed(identity)
         try:
             request = MapRequest(newer_than=pool_map.epoch, wait_s=_MAP_WAIT_S).SerializeToString()
             reply = await dialer.call(pool_map.node_by_id[node].endpoints, POOL_MAP, request,

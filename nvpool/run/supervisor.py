@@ -46,6 +46,7 @@ from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper, used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports
+from nvpool.run.renewing import keep_renewed
 from nvpool.run.served import follow_members
 from nvpool.run.tokens import TOKEN_S, address_of
 from nvpool.wire.dial import Dialer
@@ -105,6 +106,7 @@ class Supervisor:
         managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
         following = asyncio.ensure_future(self._follow_map())
+        renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
         try:
             while not asked.done():
@@ -125,8 +127,12 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, following, managing, *self._keepers.values()):
+            for task in (asked, ready, following, managing, renewing, *self._keepers.values()):
                 task.cancel()
+
+    async def _keep_renewed(self) -> None:
+        if self._identity is not None and self._identity.secured:
+            await keep_renewed(self._directory, self._identity, lambda: self._coordinator.pool_map, self._dialer)
 
     async def _follow_map(self) -> None:
         """What a new map means for this process."""

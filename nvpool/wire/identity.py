@@ -14,6 +14,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -24,6 +25,9 @@ from nvpool.wire.endpoint import Endpoint
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.crt", "member.crt", "member.key"
 """In secret/ of a pool directory, PEM."""
+ETCD_SECRET = "etcd"
+"""Below secret/: the same for etcd, with an authority of its own, which only nodes get a certificate of. With the pool's every
+client could write the map."""
 AUTHORITY_KEY_FILE = "authority.key"
 """On nodes that may lead, 0600."""
 
@@ -48,41 +52,69 @@ class Identity:
     `on_loopback`: also between programs of one host that use TCP."""
 
     def __init__(self, pool_id: str, shown: Shown | None, *, on_loopback: bool = False):
-        """CorruptRecord-like trouble with the PEM is BadConfiguration."""
+        """Nothing is looked at before it is needed: a pool on one machine never pays for it."""
         self.pool_id = pool_id
         self.secured = shown is not None
         self.shown = shown
         self.on_loopback = on_loopback
+        self._secret: Path | None = None
+        self._seen_ns = 0
         self.members: frozenset[str] | None = None
         """Who is in; None while no map is known: then the authority's word is enough."""
         self._watched: WeakKeyDictionary[Revocable, str] = WeakKeyDictionary()
-        if shown is not None:
-            self._serving, self._asking, self._joining = (
-                _context(shown, ssl.PROTOCOL_TLS_SERVER), _context(shown, ssl.PROTOCOL_TLS_CLIENT),
-                _context(shown, ssl.PROTOCOL_TLS_SERVER))
-            self._joining.verify_mode = ssl.CERT_OPTIONAL
-            self.member = self._own_name()
+
+    @cached_property
+    def _serving(self) -> ssl.SSLContext:
+        return _context(self.shown, ssl.PROTOCOL_TLS_SERVER)
+
+    @cached_property
+    def _asking(self) -> ssl.SSLContext:
+        return _context(self.shown, ssl.PROTOCOL_TLS_CLIENT)
+
+    @cached_property
+    def _joining(self) -> ssl.SSLContext:
+        context = _context(self.shown, ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_OPTIONAL
+        return context
 
     @classmethod
     def load(cls, secret: Path, pool_id: str) -> Identity:
-        """The identity whose files lie in `secret`. BadConfiguration, with the remedy, where they do not or can not be used."""
+        """The identity whose files lie in `secret`. BadConfiguration, with the remedy, where they do not."""
         try:
+            seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns  # before it is read: what comes between is seen again
             shown = Shown(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
         except FileNotFoundError as error:
             raise BadConfiguration(f"{error.filename} is missing: this directory has no certificate of its pool; join it "
                                    f"anew, or set network.plain_text = true in node.toml") from None
         except OSError as error:
             raise from_os_error(error, f"read {error.filename}") from error
-        return cls(pool_id, shown)
+        found = cls(pool_id, shown)
+        found._secret, found._seen_ns = secret, seen_ns
+        return found
+
+    def refresh(self) -> None:
+        """Show what lies in `secret` now, where that was renewed. BadConfiguration: what was shown so far is shown on."""
+        if self._secret is None:
+            return
+        try:
+            if (self._secret / CERTIFICATE_FILE).stat().st_mtime_ns == self._seen_ns:
+                return
+        except OSError:
+            return
+        found = Identity.load(self._secret, self.pool_id)
+        self.replace(found.shown)
+        self._seen_ns = found._seen_ns
 
     def replace(self, shown: Shown) -> None:
         """Show another certificate from the next handshake on. BadConfiguration."""
-        for context in (self._serving, self._asking, self._joining):
-            _load(context, shown)
+        for name in ("_serving", "_asking", "_joining"):
+            if (context := self.__dict__.get(name)) is not None:
+                _load(context, shown)
         self.shown = shown
 
-    def _own_name(self) -> str:
-        """What our certificate says: OpenSSL reads it when it is shown to ourselves."""
+    def own_member(self) -> str:
+        """Whom our certificate names: OpenSSL reads it when it is shown to ourselves. BadConfiguration where nobody would take
+        it."""
         ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = authority_unseen()  # a client's is none that may serve
         _load(context, self.shown)
@@ -105,7 +137,7 @@ class Identity:
         if self.shown is None:
             return ""
         try:
-            self._own_name()
+            self.own_member()
         except BadConfiguration as error:
             return str(error)
         return ""
@@ -150,7 +182,7 @@ class Stranger(Identity):
     def __init__(self, pool_id: str = "", authority: bytes = b""):
         super().__init__(pool_id, None)
         self.secured = True
-        self._asking = authority_known(authority) if authority else authority_unseen()
+        self.__dict__["_asking"] = authority_known(authority) if authority else authority_unseen()
 
 
 PLAIN_TEXT = Identity("", None)

@@ -210,7 +210,7 @@ def test_without_a_certificate_a_stranger_is_let_in_only_where_that_is_wanted(ca
     async def main():
         kept = Kept()
         joiner = identity("client/none")
-        joiner._asking = authority_known(AUTHORITY.certificate)
+        joiner.__dict__["_asking"] = authority_known(AUTHORITY.certificate)
         listener = await _serve("stream", NODE, kept)
         await refused(Unreachable, _ask("stream", listener, joiner))
         assert not kept.calls
@@ -302,8 +302,8 @@ def test_the_authority_signs_only_what_is_asked_for_properly():
 
 def test_an_own_certificate_that_nobody_would_take_is_found_out_at_once():
     with pytest.raises(BadConfiguration, match="has ended"):
-        identity("client/x", lives_s=-60)
+        identity("client/x", lives_s=-60).own_member()
     with pytest.raises(BadConfiguration, match="can not be used"):
-        Identity(POOL, shown("client/x")._replace(key=request_certificate().key))
+        Identity(POOL, shown("client/x")._replace(key=request_certificate().key)).own_member()
     with pytest.raises(AccessDenied, match="for the pool"):
-        identity("client/x", pool=OTHER)
+        identity("client/x", pool=OTHER).own_member()

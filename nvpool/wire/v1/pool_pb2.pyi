@@ -97,10 +97,12 @@ class RenewRequest(_message.Message):
     def __init__(self, request: _Optional[bytes] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("certificate",)
+    __slots__ = ("certificate", "etcd_certificate")
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    ETCD_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     certificate: bytes
-    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
+    etcd_certificate: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., etcd_certificate: _Optional[bytes] = ...) -> None: ...
 
 class AliveRequest(_message.Message):
     __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes")

@@ -1,0 +1,190 @@
+"""The pool map on its way from the embedded coordinator into etcd, and deaths on that way. A real etcd, with certificates."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import load
+from nvpool.base.errors import StaleEpoch, Unavailable
+from nvpool.cluster.etcd import EtcdCoordinator
+from nvpool.logic.poolmap import changed, decode_map
+from nvpool.run import keeping
+from nvpool.run.keeping import MapKeeper, read_keeping
+from nvpool.testing import real_etcd
+from nvpool.testing.real_pool import RealPool, end_process
+
+pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
+
+
+class Died(BaseException):
+    """As far as files and etcd can tell, the process was killed here."""
+
+
+@pytest.fixture
+def made(tmp_path):
+    with RealPool(tmp_path / "pool", sizes=(64 << 20,)) as pool:
+        pool.make()
+        yield pool
+        _end_etcd(pool)
+
+
+def _etcd_pids(pool) -> list[int]:
+    return [int(entry) for entry in filter(str.isdigit, os.listdir("/proc")) if _is_etcd_of(pool, entry)]
+
+
+def _is_etcd_of(pool, entry: str) -> bool:
+    try:
+        with open(f"/proc/{entry}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    begins = b"nvpool.run.etcd_daemon" in words and os.fsencode(pool.path) in words
+    return begins or os.fsencode(pool.path / "etcd") in words
+
+
+def _end_etcd(pool) -> None:
+    for pid in _etcd_pids(pool):
+        end_process(pid, signal.SIGKILL)
+
+
+async def _opened(pool) -> MapKeeper:
+    return await MapKeeper.open(pool.directory, load(pool.directory.node_toml), lambda reason: None)
+
+
+async def _rename(keeper: MapKeeper, name: str) -> None:
+    """Change the map, as soon as it can be changed."""
+    until_s = SYSTEM_CLOCK.boottime_s() + 60
+    while True:
+        try:
+            await keeper.relay.replace(changed(keeper.relay.pool_map, name=name))
+            return
+        except (Unavailable, StaleEpoch):
+            assert SYSTEM_CLOCK.boottime_s() < until_s
+            await asyncio.sleep(0.05)
+
+
+def test_the_map_moves_under_the_next_epoch_and_who_watches_notices_nothing_else(made):
+    async def main():
+        keeper = await _opened(made)
+        await _rename(keeper, "before")
+        epoch = keeper.relay.pool_map.epoch
+        watching = asyncio.ensure_future(keeper.relay.watch(epoch, 30))
+        await keeper.move()
+        found = await watching
+        assert (found.epoch, found.name) == (epoch + 1, "before") and found.etcd[0].node == 1
+        await keeper.move()
+        assert keeper.relay.pool_map == found
+        await _rename(keeper, "after")
+        assert decode_map(made.directory.poolmap.read_bytes()).name == "after"
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        assert not _etcd_pids(made)
+
+        again = await _opened(made)
+        await _rename(again, "later")
+        assert again.relay.pool_map.epoch == epoch + 3
+        await again.close(10.0, asyncio.Event(), stop=False)
+        left = _etcd_pids(made)
+        assert len(left) == 1
+
+        adopting = await _opened(made)
+        await _rename(adopting, "adopted")
+        assert _etcd_pids(made) == left
+        await adopting.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())
+
+
+STEPS = ["own", "moving", "found", "etcd"]
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, step, written):
+    put, found = keeping.write_keeping, EtcdCoordinator.found
+
+    def dying_put(directory, what):
+        here = step == (what.kind if what.kind != "embedded" else "own")
+        if here and not written:
+            raise Died
+        put(directory, what)
+        if here:
+            raise Died
+
+    async def dying_found(*arguments, **more):
+        if step == "found" and not written:
+            raise Died
+        coordinator = await found(*arguments, **more)
+        if step == "found":
+            await coordinator.close()
+            raise Died
+        return coordinator
+
+    async def die():
+        keeper = await _opened(made)
+        await _rename(keeper, "before")
+        monkeypatch.setattr(keeping, "write_keeping", dying_put)
+        monkeypatch.setattr(EtcdCoordinator, "found", dying_found)
+        try:
+            await keeper.move()
+            raise AssertionError("nobody died")
+        except Died:
+            pass
+        monkeypatch.undo()
+        epoch = keeper.relay.pool_map.epoch
+        if read_keeping(made.directory).kind == "embedded" and step != "moving":
+            await _rename(keeper, "still embedded")
+            epoch += 1
+        name = keeper.relay.pool_map.name
+        keeper._stopping.set()
+        await keeper.relay.close()  # its records are this process's, which does not really end
+        return epoch, name
+
+    def run(main):
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(main)
+        except Died:
+            raise AssertionError("the death came out of the loop") from None
+        finally:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.close()
+
+    epoch, name = run(die())
+    _end_etcd(made)
+
+    async def go_on():
+        keeper = await _opened(made)
+        assert keeper.relay.pool_map.epoch >= epoch and keeper.relay.pool_map.name == name
+        await keeper.move()
+        new = keeper.relay.pool_map
+        assert (new.epoch, new.name) == (epoch + 1, name)
+        await _rename(keeper, "after")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        return new
+
+    new = run(go_on())
+    assert new.etcd and read_keeping(made.directory).kind == "etcd"
+
+
+def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
+    async def main():
+        keeper = await _opened(made)
+        await keeper.move()
+        pool_map = keeper.relay.pool_map
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        os.rename(made.path / "etcd", made.path / "away")
+        (made.path / "etcd").write_bytes(b"not a directory: etcd can not start")
+        keeper = await _opened(made)
+        assert keeper.relay.pool_map == pool_map
+        with pytest.raises(Unavailable, match="what is there is served"):
+            await keeper.relay.replace(changed(pool_map, name="x"))
+        os.unlink(made.path / "etcd")
+        os.rename(made.path / "away", made.path / "etcd")
+        await _rename(keeper, "etcd is back")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())

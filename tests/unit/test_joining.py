@@ -1,0 +1,126 @@
+"""Tokens and members in the map, certificates renewed, and the move of the map into etcd, step by step with deaths between."""
+
+import asyncio
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from nvpool.base.authority import Authority, ends_s, request_certificate
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
+from nvpool.base.identities import new_member
+from nvpool.base.tokens import Token, hash_of, read_token
+from nvpool.logic.joining import joined, node_removed, token_for, token_given
+from nvpool.logic.poolmap import JoinToken, Node, decode_map, encode_map
+from nvpool.run.renewing import renew_once
+from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
+
+POOL = "0123456789abcdef" * 2
+
+
+def node(number: int) -> Node:
+    return Node(number, "beta", "host-b", ("stream://10.0.0.2:1",), member=f"node/beta.{number}")
+
+
+@given(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32))
+def test_a_token_is_read_as_it_was_written(secret, fingerprint):
+    assert read_token(f"  {Token(secret, fingerprint).text()}\n") == Token(secret, fingerprint)
+
+
+@given(st.text(max_size=90))
+@settings(max_examples=200)
+def test_nothing_else_is_a_token(text):
+    with pytest.raises(InvalidRequest):
+        read_token(text)
+
+
+@pytest.mark.parametrize("cut", range(1, 70, 7))
+def test_a_part_of_a_token_is_none(cut):
+    with pytest.raises(InvalidRequest):
+        read_token(Token(bytes(range(16)), bytes(range(32))).text()[:-cut])
+
+
+def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
+    pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
+    assert decode_map(encode_map(pool_map)) == pool_map
+    for wrong, kind, now_ms in (("x", "node", 0), ("h", "client", 0), ("h", "node", 1000)):
+        with pytest.raises(AccessDenied):
+            joined(pool_map, wrong, kind, "key-a", "node/beta.2", now_ms, node)
+    after = joined(pool_map, "h", "node", "key-a", "node/beta.2", 500, node)
+    assert after.epoch == pool_map.epoch + 1 and after.members == (*pool_map.members, "node/beta.2")
+    assert after.node_by_id[2].member == "node/beta.2"
+    assert joined(after, "h", "node", "key-a", "node/another.name", 600, node) is after
+    assert token_for(after, "h", "node", "key-a", 600).member == "node/beta.2"
+    with pytest.raises(AccessDenied, match="used already"):
+        joined(after, "h", "node", "key-b", "node/beta.3", 600, node)
+    assert token_given(after, JoinToken("i", "node", 9000), 1001).tokens == (JoinToken("i", "node", 9000),)
+
+
+def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
+    pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
+    after = joined(pool_map, "h", "node", "k", "node/beta.2", 0, node)
+    gone = node_removed(after, 2)
+    assert 2 not in gone.node_by_id and "node/beta.2" not in gone.members
+    for number, words in ((1, "has drives"), (7, "no node 7")):
+        with pytest.raises(InvalidRequest, match=words):
+            node_removed(after, number)
+
+
+def test_no_name_is_given_twice_and_each_is_one_a_certificate_takes():
+    made = request_certificate()
+    authority = Authority.make(POOL)
+    names = {new_member("node", name) for name in ("a", "a", "ünï cödé", "", "x" * 200, "host.example.org", "a/../b")}
+    assert len(names) == 7
+    for name in names:
+        authority.sign(made.request, POOL, name)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A pool directory's certificates, which end in a minute."""
+    place = tmp_path / "pool"
+    for below in ("", "etcd"):
+        (place / "secret" / below).mkdir(parents=True, exist_ok=True)
+        authority, asked = Authority.make(POOL), request_certificate()
+        for name, content in ((AUTHORITY_FILE, authority.certificate), (AUTHORITY_KEY_FILE, authority.key),
+                              (KEY_FILE, asked.key),
+                              (CERTIFICATE_FILE, authority.sign(asked.request, POOL, "node/alpha.1", lives_s=60))):
+            (place / "secret" / below / name).write_bytes(content)
+    return PoolDirectory(place)
+
+
+def test_a_certificate_is_renewed_before_it_ends_under_the_same_key_and_name(secret):
+    identity = Identity.load(secret.secret, POOL)
+    key, before = (secret.secret / KEY_FILE).read_bytes(), (secret.secret / CERTIFICATE_FILE).read_bytes()
+    pool_map = replace(first_map(), pool_id=POOL)
+    assert not asyncio.run(renew_once(secret, identity, pool_map, None, left_s=10.0))
+    assert asyncio.run(renew_once(secret, identity, pool_map, None))
+    after = (secret.secret / CERTIFICATE_FILE).read_bytes()
+    assert ends_s(after) > ends_s(before) + 86_400 * 80 and identity.shown.certificate == after
+    assert identity.own_member() == "node/alpha.1" and (secret.secret / KEY_FILE).read_bytes() == key
+    assert ends_s((secret.secret / "etcd" / CERTIFICATE_FILE).read_bytes()) > ends_s(before) + 86_400 * 80
+    assert not asyncio.run(renew_once(secret, identity, pool_map, None))
+
+
+def test_who_has_not_the_authoritys_key_and_reaches_nobody_says_so(secret):
+    os.unlink(secret.secret / AUTHORITY_KEY_FILE)
+    identity = Identity.load(secret.secret, POOL)
+    with pytest.raises(Unavailable, match="no node"):
+        asyncio.run(renew_once(secret, identity, replace(first_map(), pool_id=POOL, nodes=()), None))
+
+
+def test_a_process_shows_what_another_has_renewed(secret):
+    ours, theirs = (Identity.load(secret.secret, POOL) for _ in range(2))
+    pool_map = replace(first_map(), pool_id=POOL)
+    assert asyncio.run(renew_once(secret, theirs, pool_map, None))
+    assert ours.shown != theirs.shown
+    ours.refresh()
+    assert ours.shown == theirs.shown
+
+
+def test_the_hash_of_a_token_is_not_its_secret():
+    assert hash_of(bytes(16)) != bytes(16).hex() and len(hash_of(bytes(16))) == 64
