@@ -142,18 +142,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
         await keeper.relay.close()  # its records are this process's, which does not really end
         return epoch, name
 
-    def run(main):
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(main)
-        except Died:
-            raise AssertionError("the death came out of the loop") from None
-        finally:
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            loop.close()
-
-    epoch, name = run(die())
+    epoch, name = asyncio.run(die())
     _end_etcd(made)
 
     async def go_on():
@@ -166,7 +155,7 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
         await keeper.close(10.0, asyncio.Event(), stop=True)
         return new
 
-    new = run(go_on())
+    new = asyncio.run(go_on())
     assert new.etcd and read_keeping(made.directory).kind == "etcd"
 
 
