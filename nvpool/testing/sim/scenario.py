@@ -30,18 +30,22 @@ BLOCK = 4096
 BLOCKS = 3 * CHUNK_BYTES // BLOCK
 CALLER = Caller(0, 0, (0,))
 NAMES = [b"a", b"b", b"c"]
+WHOLE_S = 120
+"""In which all chains have all their copies, once nothing fails any more."""
 CALLS_PER_DIRECTORY = 7
 """Of each client: histories of names are judged by search."""
 
 
 class Scenario:
-    def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3) -> None:
+    def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3,
+                 replicas: int | None = None) -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
         self._count = clients
         self._chance = random.Random(f"{seed} scenario")
-        self._pool = SimPool(loop, str(seed), targets=self._chance.choice((1, 2, 3)))
+        replicas = self._chance.choice((1, 2, 2, 3)) if replicas is None else replicas
+        self._pool = SimPool(loop, str(seed), targets=replicas + self._chance.choice((0, 1, 2)), replicas=replicas)
         self._blocks: dict[int, list[Access]] = {}
         self._directories: dict[int, tuple[int, list[NameCall]]] = {}
         self._values = self._directory_tries = 0
@@ -70,6 +74,7 @@ class Scenario:
             if not problems:
                 await self._look_at_the_end(await pool.client("judge"), handle.inode)
                 problems += self._judge()
+                problems += await self._look_at_replicas()
         return problems + pool.failures
 
     # -- work
@@ -155,7 +160,7 @@ class Scenario:
         chance, pool = self._chance, self._pool
         while not self._over:
             await asyncio.sleep(chance.expovariate(0.7))
-            name = chance.choice([name for name in pool.processes if not name.startswith("client")])
+            name = chance.choice([name for name in pool.processes if not name.startswith(("client", "judge"))])
             process = pool.processes[name]
             kind = chance.choice(("kill", "die", "die", "cut"))
             if kind == "cut":
@@ -204,6 +209,17 @@ class Scenario:
                     await judge.vfs.look(directory, name)
                     there.add(name)
             self._final[number] = frozenset(there)
+
+    async def _look_at_replicas(self) -> list[str]:
+        for _ in range(WHOLE_S * 2):
+            if self._pool.is_whole():
+                await asyncio.sleep(5.0)
+                return self._pool.replica_problems()
+            await asyncio.sleep(0.5)
+        lacking = [(table.id, number, chain) for table in self._pool.pool_map.tables
+                   for number, chain in enumerate(table.chains)
+                   if len(chain.targets) < table.id or chain.joining or chain.leaving]
+        return [f"{len(lacking)} chains are not whole {WHOLE_S} s after all was mended, the first is {lacking[0]}"]
 
     def _judge(self) -> list[str]:
         problems = []
