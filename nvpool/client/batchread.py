@@ -9,6 +9,7 @@ Called by reader.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Sequence
 from functools import partial
@@ -18,8 +19,9 @@ from nvpool.base.checksum import block_checksums
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale
 from nvpool.client.cache import OpenInode
-from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient, submit_into
-from nvpool.client.lanes import Lane, reads_struct, results_struct
+from nvpool.client.chunkclient import GATHER_BYTES, GATHER_READS, ChunkClient
+from nvpool.client.hedging import Sent
+from nvpool.client.lanes import Lane, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
 from nvpool.drive.reading import read_now
 from nvpool.wire.codec import decode_read_reply, encode_read_request
@@ -32,7 +34,7 @@ _SAMPLE = 8
 class _Batch:
     """Part of a read_many for one target: packed headers, and for each read where its bytes go."""
 
-    __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future")
+    __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
 
     def __init__(self, lane: Lane):
         self.lane = lane
@@ -43,6 +45,7 @@ class _Batch:
         self.first = self.next = -1
         self.straight = True            # the payload, as it comes, is one part of `into`
         self.future = None
+        self.late = False               # each of its reads is asked for by itself by now
 
 
 class BatchReader:
@@ -205,14 +208,31 @@ class BatchReader:
         self._chunks.counters["reads"] += count
         batch.lane.in_flight += 1
         on_done = partial(self._batch_answered, batch, into)
+        sent = None
+        if self._chunks.replicas.several:
+            sent = self._chunks.hedging.watch(batch.lane, (), partial(self._late, batch, into), cost=math.inf)
+            on_done = partial(self._came, sent, on_done)
         if batch.straight:
-            submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
+            end = submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
+            if sent is not None:
+                sent.end = end
         else:
             connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done)
 
+    def _came(self, sent: Sent, on_done, reply, error) -> None:
+        self._chunks.hedging.came(sent)
+        on_done(reply, error)
+
+    def _late(self, batch: _Batch, into: memoryview, sent: Sent) -> None:
+        """The target is silent: each read is asked of whoever else has it."""
+        if not batch.future.done():
+            sent.end()
+            batch.late = True
+            self._one_by_one(batch, into)
+
     def _batch_answered(self, batch: _Batch, into: memoryview, reply, error) -> None:
         batch.lane.in_flight -= 1
-        if batch.future.done():
+        if batch.future.done() or batch.late:
             return
         if error is not None:
             self._one_by_one(batch, into)

@@ -45,7 +45,8 @@ from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
 from nvpool.client.flushing import PATIENCE_S, Flushing, WrittenAt
-from nvpool.client.lanes import Lane, Read, reads_struct, results_struct
+from nvpool.client.hedging import Hedging, Sent
+from nvpool.client.lanes import Lane, Read, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
@@ -85,6 +86,7 @@ class ChunkClient:
         self._read_flags = ASKER_KEEPS if options.reads_past else 0
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
+        self.hedging = Hedging(clock, self._is_late)
         self._flushing = Flushing(view, clock, ask_target=self.ask_target, call=self._call, delay=self._delay)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
@@ -107,6 +109,7 @@ class ChunkClient:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
+        self.hedging.close()
         await self.short.close()
 
     # -- where -----------------------------------------------------------------------------------------------------------
@@ -237,11 +240,35 @@ class ChunkClient:
         self.counters["messages"] += 1
         self.counters["reads"] += len(jobs)
         lane.in_flight += 1
+        on_done, sent = partial(self._answered, lane, jobs), None
+        if self.replicas.several:
+            sent = self.hedging.watch(lane, jobs, self._ask_another)
+            on_done = partial(self._answered_watched, sent)
         if into is None:
-            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s,
-                              on_done=partial(self._answered, lane, jobs))
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done)
         else:
-            submit_into(connection, lane, message, into, job.future, job.deadline_s, partial(self._answered, lane, jobs))
+            end = submit_into(connection, lane, message, into, job.future, job.deadline_s, on_done)
+            if sent is not None:
+                sent.end = end
+
+    def _answered_watched(self, sent: Sent, reply, error) -> None:
+        self.hedging.came(sent)
+        self._answered(sent.lane, sent.jobs, reply, error)
+
+    def _ask_another(self, sent: Sent) -> None:
+        """Reads that are slow: of other replicas, where there are some. What comes first counts."""
+        for job in sent.jobs:
+            try:
+                lane = self.find_lane(job.file, job.index, (*job.tried, sent.lane))
+            except Stale:
+                continue
+            if job.future.done() or job.second or lane is sent.lane or lane in job.tried:
+                continue
+            coming = Coming(0, job.length)
+            coming.on_end = partial(_second_came, job, sent)
+            second = Read(job.file, job.index, job.offset, job.length, None, coming, job.deadline_s)
+            second.second, second.tried = True, (*job.tried, sent.lane)
+            self._send(lane, [second])
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1
@@ -292,10 +319,13 @@ class ChunkClient:
                 whole[:length] = part
                 future.set_result(memoryview(whole))
 
-    def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
-        if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled) \
-                and self.replicas.failed(lane):
+    def _is_late(self, lane: Lane) -> None:
+        if self.replicas.failed(lane):
             self.map_changed_files()  # lanes that were chosen while it answered
+
+    def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
+        if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled):
+            self._is_late(lane)
         for job in jobs:
             self._again(job, error, lane)
 
@@ -305,7 +335,7 @@ class ChunkClient:
             job.tried = (*job.tried, lane)
         if job.future.done():
             return
-        if isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
+        if job.second or isinstance(error, StaleCut) or not isinstance(error, (Stale, Unavailable, Damaged)):
             job.future.set_exception(error)
             return
         if isinstance(error, Damaged):
@@ -533,6 +563,12 @@ class ChunkClient:
                     request.map_epoch = self.epoch
 
 
+def _second_came(job: Read, sent: Sent, found: memoryview | None, error: BaseException | None) -> None:
+    if error is None and not job.future.done():
+        sent.end()
+        _settle(job, found)
+
+
 def _settle(job: Read, found: memoryview) -> None:
     if job.future.done():
         return  # given up: the buffer is the asker's again
@@ -546,29 +582,6 @@ def _error_of(status: int, job: Read) -> NvpoolError:
     cls = errors.BY_WIRE_CODE.get(status, Unavailable)
     what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
     return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
-
-
-def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future: asyncio.Future, deadline_s: float,
-                on_done) -> None:
-    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future` has that memory back:
-    nothing is received there any more, and `on_done` is not called."""
-    ended = False
-
-    def done(reply, error) -> None:
-        nonlocal ended
-        if not ended:
-            ended = True
-            on_done(reply, error)
-
-    def left(future: asyncio.Future) -> None:
-        nonlocal ended
-        if future.cancelled() and not ended:
-            ended = True
-            connection.give_up(number)
-            lane.in_flight -= 1
-
-    number = connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, into=into, on_done=done)
-    future.add_done_callback(left)
 
 
 def _closed(jobs: list[Read], task: asyncio.Task) -> None:

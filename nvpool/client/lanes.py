@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 
 from nvpool.base.errors import NvpoolError
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
+from nvpool.wire.v1 import wire_pb2
 
 
 @lru_cache(maxsize=1024)
@@ -41,7 +43,8 @@ class Lane:
 class Read:
     """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
 
-    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried")
+    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried",
+                 "second")
 
     def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
                  future: asyncio.Future | Coming, deadline_s: float):
@@ -55,4 +58,29 @@ class Read:
         self.tries = 0
         self.reason: NvpoolError | None = None
         self.verify = False
+        self.second = False  # what it is for was asked of another replica before
         self.tried: tuple[Lane, ...] = ()  # replicas that were asked in vain, since all were
+
+
+def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future: asyncio.Future, deadline_s: float,
+                on_done) -> Callable[[], None]:
+    """Submit a read whose bytes are received right in memory of the caller's. Who cancels `future`, or calls what this returns,
+    has that memory back: nothing is received there any more, and `on_done` is not called."""
+    ended = False
+
+    def done(reply, error) -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            on_done(reply, error)
+
+    def end() -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            connection.give_up(number)
+            lane.in_flight -= 1
+
+    number = connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, into=into, on_done=done)
+    future.add_done_callback(lambda future: end() if future.cancelled() else None)
+    return end

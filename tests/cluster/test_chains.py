@@ -1,5 +1,5 @@
-"""Real processes that keep two replicas of each chunk: rotten bytes, stores that are killed or stopped. What is lost or damaged on
-one target is read from the other one, and nobody who reads or writes meets an error."""
+"""Real processes that keep two replicas of each chunk: rotten bytes, stores that are killed or stopped. What is lost or damaged
+on one target is read from the other one, and nobody who reads or writes meets an error."""
 
 import os
 import random
@@ -89,7 +89,8 @@ class Keeping:
                 client.write_bytes(f"/w{number}", bytes(size))
                 with client.open(f"/w{number}", "r+b", buffering=0) as file:
                     while not self.stop.is_set():
-                        offset, piece = chance.randrange(size - 150_000), chance.randbytes(chance.choice((10, 4096, 5000, 131072)))
+                        offset = chance.randrange(size - 150_000)
+                        piece = chance.randbytes(chance.choice((10, 4096, 5000, 131072)))
                         file.pwrite(piece, offset)
                         model[offset:offset + len(piece)] = piece
                         if chance.random() < 0.3:

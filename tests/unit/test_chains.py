@@ -6,21 +6,78 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from nvpool.base.errors import Busy, NoSpace
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
+from nvpool.client import hedging as hedging_module
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap, changed
+from nvpool.store.allocator import Transaction
+from nvpool.store.chunkstore import ALL_INODES
+from nvpool.store.reads import READ
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1.wire_pb2 import Method
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
+
+
+class HoldingPool(LocalPool):
+    """`hold`: what a target is asked of these methods is not answered, not even looked at, until `let_go`. `mute`: it is done,
+    and the answer is lost."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.asked: Counter = Counter()
+        self.held: dict[int, list] = defaultdict(list)
+        self._holding: dict[int, tuple] = {}
+        self._muted: dict[int, tuple] = {}
+        self._handlers: dict[int, object] = {}
+
+    async def _listen(self, role, number, handler):
+        if role != "target":
+            await super()._listen(role, number, handler)
+            return
+        self._handlers[number] = handler
+
+        def hand_on(call):
+            self.asked[number, call.method] += 1
+            if call.method in self._holding.get(number, ()):
+                self.held[number].append(call)
+                return
+            if call.method in self._muted.get(number, ()):
+                call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
+                                       deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
+            handler(call)
+        await super()._listen(role, number, hand_on)
+
+    def hold(self, target: int, *methods: int) -> None:
+        self._holding[target] = methods
+
+    def mute(self, target: int, *methods: int) -> None:
+        self._muted[target] = methods
+
+    def let_go(self, target: int) -> None:
+        calls, self.held[target], self._holding[target] = self.held[target], [], ()
+        for call in calls:
+            try:
+                self._handlers[target](call)
+            except Exception as error:
+                call.fail(error)
+
+    async def until(self, holds) -> None:
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - many things, none of which tells of itself
+                await asyncio.sleep(0.005)
 
 
 def in_loop(test):
@@ -45,7 +102,7 @@ def without(pool_map: PoolMap, dead: int) -> PoolMap:
 
 @asynccontextmanager
 async def made(tmp_path, replicas=2, targets=3, memory=False):
-    pool = LocalPool(None if memory else tmp_path, capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=256 * KIB)
+    pool = HoldingPool(None if memory else tmp_path, capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=256 * KIB)
     async with pool:
         client = await pool.client("first", FAST)
         yield pool, client.vfs
@@ -155,3 +212,155 @@ def check_replicas_now(pool: LocalPool, inode: int, replicas: int) -> None:
     for index in range(4):
         members = pool.pool_map.chain(replicas, chain_of(inode, index)).targets
         assert len({held[target].get(index) for target in members}) == 1, (index, members, held)
+
+
+
+def content_of(seed: int, length: int) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+@in_loop
+async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
+    async with made(tmp_path) as (pool, vfs):
+        content = content_of(3, 3 * MIB)
+        handle = await written(vfs, b"file", content)
+        inode = handle.file.inode
+        for silent in (1, 2, 3):
+            pool.hold(silent, Method.DATA_READ)
+            client = await pool.client(f"of {silent}", FAST)
+            # the whole file in pieces, single blocks gathered in one turn, and a batch: none of them waits for that target
+            assert await read_all(client.vfs, inode, len(content)) == content
+            opened = await client.vfs.open(inode, 0, ME)
+            places = [number * 40_000 for number in range(60)]
+            found = await asyncio.gather(*[client.vfs.read(opened, place, 4096) for place in places])
+            assert [bytes(one) for one in found] == [content[place:place + 4096] for place in places]
+            into = bytearray(60 * 5000)
+            await client.vfs.read_many([(opened, place, 5000) for place in places], memoryview(into))
+            assert into == b"".join([content[place:place + 5000] for place in places])
+            pool.let_go(silent)
+        counters = client.vfs.chunks.hedging.counters
+        assert counters["late"] + counters["hedged"] > 0
+
+
+@in_loop
+async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
+    async with made(tmp_path) as (pool, vfs):
+        content = content_of(4, 2 * MIB)
+        handle = await written(vfs, b"file", content)
+        hedging = vfs.chunks.hedging
+        hedging.delay_s = 0.0  # every read is slow
+        hedging.came = lambda sent: hedging._out.pop(sent.number, None)
+        before = {number: pool.asked[number, Method.DATA_READ] for number in pool.stores}
+        chance, reads = random.Random(1), 1500
+        opened = await vfs.open(handle.file.inode, 0, ME)
+        for _ in range(reads):
+            offset = chance.randrange(len(content) - 4096)
+            assert await vfs.read(opened, offset, 4096) == content[offset:offset + 4096]
+        asked = sum(pool.asked[number, Method.DATA_READ] - before[number] for number in pool.stores)
+        assert hedging.counters["hedged"] <= hedging_module.CREDIT_MAX + 1 + hedging_module.SHARE * (asked + reads)
+
+
+@in_loop
+async def test_a_read_at_the_head_waits_for_a_write_that_the_last_one_has_not_answered(tmp_path):
+    async with made(tmp_path) as (pool, vfs):
+        handle = await written(vfs, b"file", b"old" * 4000)
+        inode = handle.file.inode
+        head, last = pool.pool_map.chain(2, chain_of(inode, 0)).targets
+        pool.hold(last, Method.DATA_PEER_WRITE)
+        await vfs.write(handle, 0, b"new")
+        storing = asyncio.create_task(vfs.fsync(handle, False))
+        await pool.until(lambda: pool.held[last])
+        assert pool.stores[head].replica.is_pending([(inode, 0)])
+        # the last one has not committed: who asks there reads the old bytes, the head says nothing
+        other = await pool.client("other", FAST._replace(deadline_s=0.3))
+        reading = pool.stores[head].replica.decided([(inode, 0)], other._clock.boottime_s() + 0.2)
+        with pytest.raises(Busy):
+            await reading
+        assert (await read_all((await pool.client("third", FAST)).vfs, inode, 12_000))[:3] == b"old"
+        assert not storing.done()
+        pool.let_go(last)
+        await storing
+        assert (await read_all((await pool.client("fourth", FAST)).vfs, inode, 12_000))[:3] == b"new"
+        assert not pool.stores[head].replica.pending
+
+
+@in_loop
+async def test_what_the_last_one_committed_and_somebody_read_is_committed_by_the_head_when_it_is_gone(tmp_path):
+    async with made(tmp_path) as (pool, vfs):
+        handle = await written(vfs, b"file", b"old" * 4000)
+        inode = handle.file.inode
+        head, last = pool.pool_map.chain(2, chain_of(inode, 0)).targets
+        pool.mute(last, Method.DATA_PEER_WRITE)  # it does what it is told, and nobody hears of it
+        await vfs.write(handle, 0, b"new")
+        storing = asyncio.create_task(vfs.fsync(handle, False))
+        stores = [pool.stores[number].store for number in (head, last)]
+        await pool.until(lambda: stores[1].held(inode, 0).version > stores[0].held(inode, 0).version)
+        assert (await read_all((await pool.client("reader", FAST)).vfs, inode, 12_000))[:3] == b"new"
+        await kill(pool, last)
+        await asyncio.wait_for(storing, 8)
+        assert (await read_all((await pool.client("later", FAST)).vfs, inode, 12_000))[:3] == b"new"
+
+
+@in_loop
+async def test_a_truncation_while_a_write_is_pending_leaves_replicas_equal(tmp_path):
+    async with made(tmp_path) as (pool, vfs):
+        chance = random.Random(6)
+        handle = await written(vfs, b"file", bytes(400_000))
+        inode, model = handle.file.inode, bytearray(400_000)
+        for number in range(60):
+            offset, piece = chance.randrange(300_000), chance.randbytes(chance.choice((5000, 70_000)))
+            await vfs.write(handle, offset, piece)
+            model[offset:offset + len(piece)] = piece
+            if number % 3 == 0:
+                size = chance.randrange(100_000, 390_000)
+                await vfs.setattr(inode, caller=ME, size=size, handle=handle)
+                model[size:] = b""
+                await vfs.setattr(inode, caller=ME, size=400_000, handle=handle)
+                model += bytes(400_000 - size)
+        await vfs.fsync(handle, False)
+        assert await read_all(vfs, inode, 400_000) == model[:400_000]
+        check_replicas_now(pool, inode, 2)
+
+
+@in_loop
+async def test_writes_of_two_clients_to_one_chunk_end_in_the_same_order_everywhere(tmp_path):
+    async with made(tmp_path, replicas=3) as (pool, vfs):
+        handle = await written(vfs, b"file", bytes(64 * KIB))
+        inode = handle.file.inode
+
+        async def write_all(number: int) -> None:
+            client = await pool.client(f"writer {number}", FAST)
+            opened = await client.vfs.open(inode, 1, ME)
+            for round_number in range(20):
+                await client.vfs.write(opened, 0, bytes([number * 20 + round_number]) * 8192)
+                await client.vfs.fsync(opened, False)
+
+        await asyncio.gather(*[write_all(number) for number in range(4)])
+        check_replicas_now(pool, inode, 3)
+        copies = set()
+        for target in pool.pool_map.chain(3, chain_of(inode, 0)).targets:
+            batch = pool.stores[target].store.read_now(READ.pack(inode, 0, 0, 8192, 0, 0), [ALL_INODES])
+            copies.add(b"".join(batch.payload))
+        assert len(copies) == 1 and len(set(copies.pop())) == 1
+
+
+@in_loop
+async def test_a_full_member_refuses_for_all_and_nothing_is_left_of_the_write(tmp_path):
+    pool = HoldingPool(tmp_path, capacities=(64 * MIB, 64 * MIB), replicas=2, chunk_bytes=MIB)
+    async with pool:
+        client = await pool.client("first", FAST)
+        handle = await written(client.vfs, b"file", b"old" * 4000)
+        inode = handle.file.inode
+        _, last = pool.pool_map.chain(2, chain_of(inode, 0)).targets
+        allocator = pool.stores[last].store.allocator
+        taken = Transaction()
+        allocator.allocate(taken, allocator.block_count - allocator.used_blocks, grows=False)
+        await client.vfs.write(handle, 100_000, b"x" * 300_000)
+        with pytest.raises(NoSpace):
+            await client.vfs.fsync(handle, False)
+        allocator.drop(taken)
+        check_replicas_now(pool, inode, 2)
+        assert all(not service.replica.pending for service in pool.stores.values())
+        await client.vfs.write(handle, 100_000, b"y" * 300_000)
+        await client.vfs.fsync(handle, False)
+        check_replicas_now(pool, inode, 2)
