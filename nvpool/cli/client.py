@@ -1,13 +1,15 @@
-"""`nvpool client token|join`: machines that use a pool and give it nothing."""
+"""`nvpool client token|join|ls|remove`: machines that use a pool and give it nothing."""
 
 from __future__ import annotations
+
+import asyncio
 
 import click
 from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.cli.node import entered, make_token
-from nvpool.cli.render import json_option, pool_argument, print_json, say
+from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 
 @click.group(epilog="""\b
@@ -46,3 +48,30 @@ def join(address: str, directory: str, token_text: str, name: str, plain_text: b
     else:
         click.echo(f"{done['member']} is a client of the pool {done['name']} ({done['pool_id'][:8]}), in {done['directory']}")
         say(f"mount it with: nvpool mount {directory} MOUNTPOINT")
+
+
+@client.command(epilog="example: nvpool client ls /srv/nvpool")
+@pool_argument
+@json_option
+def ls(pool: str, as_json: bool) -> None:
+    """List who has a certificate of the pool and is no node."""
+    from nvpool.cli.reach import status_of
+    clients = [member for member in asyncio.run(status_of(pool))["members"] if not member.startswith("node/")]
+    if as_json:
+        print_json(clients)
+    else:
+        print_table(("client",), [(member,) for member in clients])
+
+
+@client.command(epilog="example: nvpool client remove /srv/nvpool client/ws1.0a1b2c3d")
+@pool_argument
+@click.argument("member", metavar="CLIENT")
+@json_option
+def remove(pool: str, member: str, as_json: bool) -> None:
+    """Take the certificate of CLIENT away: its connections end, and nobody lets it in any more."""
+    from nvpool.cli.reach import change
+    done = asyncio.run(change(pool, "member-remove", {"member": member}))
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(f"{member} is not in the pool any more")

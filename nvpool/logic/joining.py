@@ -54,6 +54,15 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
     return changed(pool_map, tokens=tokens, members=(*pool_map.members, member), nodes=nodes)
 
 
+def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
+    """Without a client or a bridge, whose certificate is worth nothing from then on. InvalidRequest for a node, and nobody."""
+    if any(node.member == member for node in pool_map.nodes):
+        raise InvalidRequest(f"{member} is a node; it is removed with: nvpool node remove")
+    if member not in pool_map.members:
+        raise InvalidRequest(f"{member} is not in the pool; nvpool client ls shows who is")
+    return changed(pool_map, members=tuple(one for one in pool_map.members if one != member))
+
+
 def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
     """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it."""
     node = pool_map.node_by_id.get(number)

@@ -37,7 +37,7 @@ from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.joining import node_removed
+from nvpool.logic.joining import member_removed, node_removed
 from nvpool.logic.poolmap import Drive, Node, PoolMap, Target, changed, encode_map
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
@@ -296,7 +296,8 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        verbs = {"drive-add": self._change_drive_add, "token": self._change_token, "node-remove": self._change_node_remove}
+        verbs = {"drive-add": self._change_drive_add, "token": self._change_token, "node-remove": self._change_node_remove,
+                 "member-remove": self._change_member_remove}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
         try:
@@ -325,6 +326,11 @@ class Supervisor:
             raise InvalidRequest("node-remove wants a node") from None
         new = await self.leading.change(lambda newest: node_removed(newest, number))
         return {"node": number, "epoch": new.epoch}
+
+    async def _change_member_remove(self, arguments: dict) -> dict:
+        member = str(arguments.get("member", ""))
+        new = await self._change(lambda newest: member_removed(newest, member))
+        return {"member": member, "epoch": new.epoch}
 
     async def _change_drive_add(self, arguments: dict) -> dict:
         try:
@@ -404,7 +410,7 @@ class Supervisor:
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
                      f"umount {state.mountpoint}" for state in dead.values()]
-        return {"nodes": nodes,
+        return {"nodes": nodes, "members": pool_map.members,
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),

@@ -47,7 +47,8 @@ DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.
         wire_pb2.DATA_VERSIONS: data_pb2.VersionsRequest, wire_pb2.DATA_FETCH: data_pb2.FetchRequest,
         wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
 POOL = {wire_pb2.POOL_MAP: pool_pb2.MapRequest, wire_pb2.POOL_STATUS: pool_pb2.PoolStatusRequest,
-        wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest}
+        wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest, wire_pb2.POOL_AUTHORITY: pool_pb2.AuthorityRequest,
+        wire_pb2.POOL_JOIN: pool_pb2.JoinRequest, wire_pb2.POOL_RENEW: pool_pb2.RenewRequest}
 HARMLESS = {"repair": False, "wait_s": 0.01, "valid": None}
 
 
@@ -96,7 +97,8 @@ class Fuzzer:
             elif field.message_type is not None:
                 self.fill(getattr(message, field.name), target)
             elif field.is_repeated:
-                value = {field.TYPE_BYTES: self.bytes}.get(field.type, lambda: self.number(63))
+                value = {field.TYPE_BYTES: self.bytes, field.TYPE_STRING: lambda: self.bytes().decode(errors="replace")}.get(
+                    field.type, lambda: self.number(63))
                 getattr(message, field.name).extend(value() for _ in range(self.chance.randrange(4)))
             elif field.type == field.TYPE_BYTES:
                 setattr(message, field.name, self.bytes())

@@ -251,6 +251,13 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             (second_client.path / "secret" / "member.key").write_bytes((second.path / "secret" / "member.key").read_bytes())
             refused = second.nvpool("status", str(second_client.path), check=False)
             assert refused.returncode and "is not in the pool" in refused.stderr
+            client, = [one for one in first.json("client", "ls", str(first.path))
+                       if one == json.loads(third.directory.node_json.read_text())["member"]]
+            first.nvpool("client", "remove", str(first.path), client)
+            refused = third.nvpool("status", str(third.path), check=False)
+            assert refused.returncode and "is not in the pool" in refused.stderr
+            refused = first.nvpool("client", "remove", str(first.path), first.map().nodes[0].member, check=False)
+            assert refused.returncode and "is a node" in refused.stderr
             refused = first.nvpool("node", "remove", str(first.path), "1", check=False)
             assert refused.returncode == 1 and "has drives" in refused.stderr
         finally:
