@@ -44,14 +44,16 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
 @click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk; fixed.")
+@click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
+              help="Further copies of the metadata, each beside another drive's data; one takes over when the first fails.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
 @click.option("--host", help="Address of this machine under which others reach it; default: network.host of the configuration. "
                              "Nobody can join 127.0.0.1.")
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
 @json_option
-def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, config_file: str | None,
-           host: str | None, force: bool, as_json: bool) -> None:
+def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
+           config_file: str | None, host: str | None, force: bool, as_json: bool) -> None:
     """Make a pool of one node, with its directory at DIR.
 
     DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
@@ -63,7 +65,7 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
         config = replace(config, network=replace(config.network, host=host))
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
-                 "config": configuration.sample(config), "force": force})
+                 "standbys": standbys, "config": configuration.sample(config), "force": force})
     if as_json:
         print_json(made)
         return

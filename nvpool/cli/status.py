@@ -16,7 +16,8 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
   processes   role (supervisor, meta, store, mount, reader, holder), pid (0: it does not run), state (starting, serving,
               restarting, draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
-              to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect; of a target
+              to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect and,
+              where it has standbys, member and in_map (primary; up: has everything; syncing: has not); of a target
               drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
@@ -72,6 +73,8 @@ def _show(seen: dict[str, Any]) -> None:
 
 
 def _what(process: dict[str, Any]) -> str:
+    if process.get("in_map") in ("up", "syncing"):
+        return "standby, has everything" if process["in_map"] == "up" else "standby, catching up"
     if process["role"] == "meta" and "inodes" in process:
         return f"{process['inodes']:,} inodes, {process['sessions']} sessions"
     if process["role"] == "store" and "read_path" in process:

@@ -36,6 +36,7 @@ from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
 from nvpool.client.once import Held, Once, asking
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
+from nvpool.client.primaries import Primaries
 from nvpool.client.watch import keep_watch
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
@@ -82,6 +83,7 @@ class MetaClient:
         self._options = options
         self._clock = clock
         self._name = name
+        self._primaries = Primaries(view, dialer, clock)
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
         self._kept = kept
@@ -193,6 +195,8 @@ class MetaClient:
         shard = self._view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
+        if shard.standbys:
+            return await self._primaries.send(shard, method, request.SerializeToString(), deadline_s)
         connection = self._dialer.live(shard.endpoints)
         if connection is None:
             connection = await self._dialer.connect(shard.endpoints, deadline_s)
@@ -544,6 +548,7 @@ class MetaClient:
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
+        self._primaries.close()
         for state in self._shards.values():
             self.leases.end_all(state.watch)
             for task in (state.renewal, state.releasing, state.opening, state.watching, state.telling):

@@ -26,7 +26,7 @@ NOTHING = Tail(Position(0, 0))
 class MemberKv(LmdbKv):
     """See kv/contract and kv/lmdb_engine; what is added is for the shipping of changes."""
 
-    history: History
+    history: History | None
 
     @classmethod
     async def open_member(cls, path: str | os.PathLike[str], options: LmdbOptions, *, keep: int | None = None,
@@ -72,6 +72,15 @@ class MemberKv(LmdbKv):
         if not formatted and self._begin is not None:
             return Mark(self._begin.sequence, 0, self._begin.term)
         return super()._stored_mark(formatted)
+
+    # -- what is remembered ------------------------------------------------------------------------------------------
+
+    def remember(self, on: bool) -> None:
+        """Keep the last changes from here on, or forget them: without standbys nobody asks, and it costs."""
+        if not on:
+            self.history = None
+        elif self.history is None:
+            self.history = History(self.last, self._retain_bytes)
 
     # -- taking changes of another engine ----------------------------------------------------------------------------
 

@@ -122,6 +122,11 @@ class Shipping:
                     self._own(peer, work)
         self._settle()
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether the map may call a member up, so that it could be promoted without our knowing."""
+        return any(peer.may_be_up for peer in self._peers.values())
+
     def states(self) -> dict[int, dict]:
         """For status: of each member whether it counts, how far behind it is, and why it is not reached."""
         return {number: {"counts": peer.counts, "behind": max(0, self._history.last.sequence - peer.acked),

@@ -21,6 +21,21 @@ def members(shard: Shard) -> tuple[int, ...]:
     return (shard.member, *(standby.member for standby in shard.standbys))
 
 
+def process_name(shard: int, member: int) -> str:
+    """Of the daemon of a member, its lock, log and socket."""
+    return f"meta-{shard}.{member}" if member else f"meta-{shard}"
+
+
+def node_and_path(shard: Shard, member: int) -> tuple[int, str]:
+    """Where a member's records are; an empty path: in the pool's directory. InvalidRequest: it is no member."""
+    found = _standby(shard, member)
+    if member == shard.member:
+        return shard.node, shard.path
+    if found is None:
+        raise InvalidRequest(f"shard {shard.id} has no member {member}")
+    return found.node, found.path
+
+
 def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
     """Nothing where it is no member."""
     found = _standby(shard, member)

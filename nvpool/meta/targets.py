@@ -10,14 +10,13 @@ from typing import Any, Protocol
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, WrongTarget
-from nvpool.base.grants import SERVICE, Grant, sign
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
+from nvpool.meta.service_right import ServiceRight
 
 CALL_S = 5.0
 """An answer that takes longer is asked for again: cutting and removing may be repeated."""
-AUTHORITY_S = 600.0
 
 
 class Dialer(Protocol):
@@ -31,13 +30,10 @@ class Targets:
     def __init__(self, dialer: Dialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
         self._dialer = dialer
         self._clock = clock
-        self._secret = grant_secret
-        self._shard = shard
         self._map: PoolMap | None = None
         self._has_map = asyncio.Event()
         self._of_table: dict[int, frozenset[int]] = {}
-        self._authority = b""
-        self._authority_ends_ms = 0
+        self.authority = ServiceRight(clock, grant_secret, shard)
 
     def use_map(self, pool_map: PoolMap) -> None:
         self._map = pool_map
@@ -64,14 +60,6 @@ class Targets:
         chains = self._map.table_by_id[table].chains
         touched = [chains[chain_of(inode, index)] for index in chunks]
         return frozenset(target for chain in touched for target in (*chain.targets, *chain.joining))
-
-    def authority(self) -> bytes:
-        """The service's own right over all inodes of a store, renewed at half of its life."""
-        now_ms = self._clock.wall_ns() // 1_000_000
-        if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
-            self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
-            self._authority = sign(Grant(SERVICE, 0, self._shard, 0, 0, self._authority_ends_ms), self._secret)
-        return self._authority
 
     async def ask(self, target: int, method: int, request: Any) -> Any:
         """The Reply of one target; any NvpoolError."""

@@ -35,10 +35,10 @@ log = logging.getLogger("nvpool.run.child")
 class Child:
     def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
                  clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
-                 on_death: Callable[[int], None] = lambda pid: None):
+                 on_death: Callable[[int], None] = lambda pid: None, name: str = ""):
         """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is.
         `on_death` is called, with its pid, when a process has ended that was not asked to."""
-        self.name = f"{'target' if role == 'store' else role}-{number}"
+        self.name = name or f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
         self.state = "starting"

@@ -226,7 +226,8 @@ class MapKeeper:
 
 def used_ports(pool_map: PoolMap) -> set[int]:
     """TCP ports that the map gives to somebody, whatever the node."""
-    return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes)
+    return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes,
+                                                              *(s for shard in pool_map.shards for s in shard.standbys))
             for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
 
 

@@ -14,14 +14,13 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NvpoolError, Unavailable
-from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator
+from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.transitions import died
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1.pool_pb2 import AliveRequest
-from nvpool.wire.v1.wire_pb2 import POOL_ALIVE
 
 _LEAD_S = LEASE_S_MIN
 """So soon another node may lead; its manager then gives every target a lease's time."""
@@ -44,6 +43,7 @@ class Leading:
         self._pid_of = pid_of
         self._passing: set[asyncio.Task[None]] = set()
         self.manager: Manager | None = None
+        self._lease: Lease | None = None
         self.grace_s = LEASE_S
         """Of the first manager: see Manager."""
 
@@ -58,6 +58,7 @@ class Leading:
             if lease is None:
                 continue
             log.info("this node leads the pool")
+            self._lease = lease
             self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s)
             self.grace_s = LEASE_S
             deciding = asyncio.ensure_future(manager.run())
@@ -70,7 +71,7 @@ class Leading:
                         raise Bug("nobody manages the pool any more")
                 log.warning("this node does not lead the pool any more")
             finally:
-                self.manager = None
+                self.manager = self._lease = None
                 deciding.cancel()
                 following.cancel()
 
@@ -85,6 +86,12 @@ class Leading:
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
         """See cluster/manager.change; from any node."""
         return await change(self._coordinator, decide)
+
+    async def change_as_leader(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
+        """As `change`, only while this node leads. Unavailable when it does not; StaleLease when it no longer did."""
+        if self._lease is None:
+            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
+        return await change(self._coordinator, decide, self._lease)
 
     def died(self, target: int, pid: int) -> None:
         """The process of one of our targets has ended: its place is taken at once, by us where nobody leads."""
@@ -122,15 +129,22 @@ class Leading:
 
     async def _pass_on(self, call: Call) -> None:
         try:
-            leader = self._coordinator.leader()
-            node = self._coordinator.pool_map.node_by_id.get(int(leader)) if leader is not None else None
-            if node is None or node.id == self._node:
-                raise Unavailable("nobody leads the pool at the moment", retry_after_s=0.1)
-            reply = await self._dialer.call(node.endpoints, POOL_ALIVE, bytes(call.message),
-                                            deadline_s=min(call.deadline_s, SYSTEM_CLOCK.boottime_s() + LEASE_S / 3))
-            call.reply(bytes(reply.message))
+            call.reply(await self.ask_leader(call))
         except NvpoolError as error:
             call.fail(error)
+
+    async def ask_leader(self, call: Call) -> bytes:
+        """What the node that leads answers to this call, which came from a process of ours. Unavailable: nobody leads, or the
+        call was passed on to us by another node."""
+        if call.peer.member:
+            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)  # never in a circle
+        leader = self._coordinator.leader()
+        node = self._coordinator.pool_map.node_by_id.get(int(leader)) if leader is not None else None
+        if node is None or node.id == self._node:
+            raise Unavailable("nobody leads the pool at the moment", retry_after_s=0.1)
+        reply = await self._dialer.call(node.endpoints, call.method, bytes(call.message),
+                                        deadline_s=min(call.deadline_s, SYSTEM_CLOCK.boottime_s() + LEASE_S / 3))
+        return bytes(reply.message)
 
     def _own(self, work) -> None:
         task = asyncio.ensure_future(work)

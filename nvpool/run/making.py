@@ -42,7 +42,8 @@ from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Standby, Target
+from nvpool.logic.shards import STANDBYS_MAX, process_name
 from nvpool.run.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
@@ -182,6 +183,21 @@ def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, targe
     sync_directory(path.parent)
 
 
+def make_standby_place(directory: PoolDirectory, store: str, pool_id: str, shard: int, member: int) -> str:
+    """An empty directory for the records of a shard's standby: beside the store of a drive, or in the pool's directory where
+    the store is a device or lies there. What an interrupted making left is removed."""
+    place = Path(store)
+    if place.is_block_device() or place.parent == directory.target(0).parent:
+        path = directory.shard(shard).with_name(f"{shard}.{member}")
+    else:
+        path = place.with_name(f"nvpool-{pool_id[:8]}-{process_name(shard, member)}")
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.mkdir(mode=0o700)
+    sync_directory(path.parent)
+    return str(path)
+
+
 def store_name(pool_id: str, target: int) -> str:
     return f"nvpool-{pool_id[:8]}-target-{target}"
 
@@ -209,6 +225,9 @@ async def make_pool(request: dict) -> dict:
         raise InvalidRequest(f"{replicas} replicas need as many drives, there are {len(drives)}")
     if not 1 <= replicas <= 3:
         raise InvalidRequest(f"a chunk has 1, 2 or 3 replicas, not {replicas}: --replicas")
+    standbys = int(request.get("standbys") or 0)
+    if not 0 <= standbys <= min(STANDBYS_MAX, len(drives)):
+        raise InvalidRequest(f"{standbys} standbys of the metadata need as many drives; at most {STANDBYS_MAX} are possible")
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
     for drive in drives:  # before anything is made: what is refused leaves nothing behind
@@ -233,7 +252,7 @@ async def make_pool(request: dict) -> dict:
         if request.get("throw_away"):
             write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
 
-        ports = free_ports(2 * (len(drives) + 2), config.network, set())
+        ports = free_ports(2 * (len(drives) + standbys + 2), config.network, set())
         host = config.network.host
         made = []
         for number, drive in enumerate(drives, 1):
@@ -244,13 +263,18 @@ async def make_pool(request: dict) -> dict:
         targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
                                endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
                         for n, drive in enumerate(made, 1))
+        after = 4 + 2 * len(drives)
+        shard_standbys = tuple(
+            Standby(n, 1, endpoints_for(directory, process_name(1, n), host, ports[after + 2 * n - 2:][:2]),
+                    path=make_standby_place(directory, drive["path"], pool_id, 1, n))
+            for n, drive in enumerate(made[:standbys], 1))
         first = PoolMap(
             format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
             nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
                         member=member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
-            shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4])),),
+            shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4]), standbys=shard_standbys),),
             partitions=(PartitionRange(0, PARTITION_COUNT, 1),), members=(member,), tokens=(kept,))
         for place in (directory.shard(1), directory.map):
             kv = await LmdbKv.open(place, LmdbOptions())

@@ -64,7 +64,10 @@ def check_formats(directory: PoolDirectory) -> None:
     """WrongFormat when a part of the pool on this node was made by another version: then nothing is started, since its daemon
     would end again and again. What is missing is left to its daemon: a drive that is gone must not keep the others from work.
     """
+    from pathlib import Path
+
     from nvpool.kv.directory import FORMAT
+    from nvpool.logic.shards import members, node_and_path
     from nvpool.run.served import read_map
     from nvpool.store.chunkstore import FORMAT_TEXT
     try:
@@ -75,7 +78,8 @@ def check_formats(directory: PoolDirectory) -> None:
     node = directory.node
     stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
               if target.node == node and target.state != "gone"]
-    shards = [directory.shard(shard.id) for shard in pool_map.shards if shard.node == node]
+    places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)]
+    shards = [Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node]
     parts = [(directory.map, FORMAT), *((shard, FORMAT) for shard in shards),
              *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]
     for path, known in parts:

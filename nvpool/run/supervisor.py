@@ -38,7 +38,8 @@ from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.joining import member_removed, node_removed
-from nvpool.logic.poolmap import Drive, Node, PoolMap, Target, changed, encode_map
+from nvpool.logic.poolmap import Drive, Node, PoolMap, Shard, Target, changed, encode_map
+from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
@@ -47,7 +48,8 @@ from nvpool.run.keeping import MapKeeper, used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports
 from nvpool.run.renewing import keep_renewed
-from nvpool.run.served import follow_members
+from nvpool.run.served import follow_members, read_grant_key
+from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.tokens import TOKEN_S, address_of
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
@@ -91,6 +93,8 @@ class Supervisor:
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of)
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
+        self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
+                                             lambda: read_grant_key(directory), lambda: self.leading.manager is not None)
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
@@ -108,14 +112,16 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow_map())
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
+        keeping = asyncio.ensure_future(self._keeper_of_shards.run())
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
-                await asyncio.wait([asked, managing, self._failed, following, *self._keepers.values()], timeout=_LOOK_S,
-                                   return_when=asyncio.FIRST_COMPLETED)
-                if following.done():
-                    following.result()
-                    raise Bug("nobody follows the map any more")
+                await asyncio.wait([asked, managing, self._failed, following, keeping, *self._keepers.values()],
+                                   timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for lasting in (following, keeping):
+                    if lasting.done():
+                        lasting.result()
+                        raise Bug("nobody follows the map, or watches over the shards, any more")
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
@@ -127,7 +133,7 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, following, managing, renewing, *self._keepers.values()):
+            for task in (asked, ready, following, managing, renewing, keeping, *self._keepers.values()):
                 task.cancel()
 
     async def _keep_renewed(self) -> None:
@@ -153,28 +159,38 @@ class Supervisor:
 
     def _start_missing(self) -> None:
         pool_map = self._coordinator.pool_map
-        wanted = [("meta", shard.id) for shard in pool_map.shards if shard.node == self._node]
-        wanted += [("store", target.id) for target in pool_map.targets if target.node == self._node and target.state != "gone"]
-        for role, number in wanted:
-            arguments = command(f"{role}_daemon", str(self._directory.path), str(number))
-            child = Child(self._directory, role, number, arguments, self._config.supervisor, SYSTEM_CLOCK,
-                          partial(self._before_start, number) if role == "store" else None,
-                          partial(self._has_died, number) if role == "store" else lambda pid: None)
+        path, timing = str(self._directory.path), self._config.supervisor
+        wanted = [Child(self._directory, "meta", shard.id, command("meta_daemon", path, str(shard.id), str(member)), timing,
+                        SYSTEM_CLOCK, None, partial(self._member_has_died, shard.id, member),
+                        process_name(shard.id, member))
+                  for shard in pool_map.shards for member in members(shard) if node_and_path(shard, member)[0] == self._node]
+        wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
+                         SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id))
+                   for target in pool_map.targets if target.node == self._node and target.state != "gone"]
+        for child in wanted:
             if child.name not in self._children:
                 self._children[child.name] = child
                 self._keepers[child.name] = asyncio.ensure_future(child.keep(self._stop.asked))
 
     async def _end_children(self) -> None:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-        for role in ("meta", "store"):
-            await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in self._children.values()
-                                   if child.role == role))
+        primaries = {process_name(shard.id, shard.member) for shard in self._coordinator.pool_map.shards}
+        children = self._children.values()
+        for ending in ([child for child in children if child.name in primaries],  # what they answer last waits for standbys
+                       [child for child in children if child.role == "meta" and child.name not in primaries],
+                       [child for child in children if child.role == "store"]):
+            await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
 
     async def _before_start(self, target: int) -> None:
         if target in self._begun:  # its epochs are raised already
             self._begun.discard(target)
             return
         await self.leading.change(lambda pool_map: restarted(pool_map, target))
+
+    def _member_has_died(self, shard: int, member: int, _pid: int) -> None:
+        # Not where it is one that found another at work and ended: that one may be the primary.
+        if holder_of(self._directory.run / f"{process_name(shard, member)}.lock") is None:
+            self._keeper_of_shards.member_ended(shard, member)
 
     def _has_died(self, target: int, pid: int) -> None:
         self.leading.died(target, pid)
@@ -240,6 +256,7 @@ class Supervisor:
             return
         answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
                    wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop}
+        answers |= dict.fromkeys(ShardKeeper.METHODS, self._answer_member)
         answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
         if answer is None:
             call.fail(InvalidRequest(f"a supervisor does not know method {call.method}"))
@@ -286,6 +303,14 @@ class Supervisor:
     async def _answer_status(self, call: Call) -> bytes:
         status = json.dumps(await self.status(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
+
+    async def _answer_member(self, call: Call) -> bytes:
+        if self.leading.manager is None:
+            return await self.leading.ask_leader(call)
+        try:
+            return await self._keeper_of_shards.answer(call.method, bytes(call.message))
+        except DecodeError:
+            raise InvalidRequest(f"the message of method {call.method} can not be read") from None
 
     async def _answer_stop(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolStopRequest, call)
@@ -371,7 +396,7 @@ class Supervisor:
         """What `nvpool status --json` prints: pool, processes, drives, problems. Paths of damaged files are looked for a short
         time, at most until `until_s`."""
         pool_map = self._coordinator.pool_map
-        shards = [self._shard_status(shard) for shard in pool_map.shards]
+        shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
         targets = [self._target_status(target) for target in pool_map.targets]
         nodes, answers = await asyncio.gather(asyncio.gather(*(self._node_status(node) for node in pool_map.nodes)),
                                               asyncio.gather(*shards, *targets))
@@ -405,6 +430,8 @@ class Supervisor:
                     if p["state"] not in ("serving", "starting") or p.get("reason")]
         problems += [f"node {one['node']} ({one['name']}) does not answer: {one['reason']}" for one in nodes
                      if one.get("reason")]
+        problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
+                     if p.get("in_map") == "syncing" and p["state"] in ("serving", "starting")]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         degraded = bool(problems)
@@ -441,12 +468,18 @@ class Supervisor:
             await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply)
         return seen
 
-    async def _shard_status(self, shard) -> dict:
-        seen = self._seen(f"meta-{shard.id}", "meta", shard.endpoints, shard.node) | {"shard": shard.id}
+    async def _shard_status(self, shard: Shard, member: int) -> dict:
+        seen = self._seen(process_name(shard.id, member), "meta", endpoints_of(shard, member), node_and_path(shard, member)[0])
+        seen["shard"] = shard.id
+        if shard.standbys:
+            state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
+            seen |= {"member": member, "in_map": state}
         reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
         if reply is not None:
-            seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
-                     "orphans": reply.orphans, "to_collect": reply.to_collect, "counters": dict(reply.counters)}
+            if reply.state not in ("standby", "filling"):  # it does what it is there for
+                seen |= {"state": reply.state or seen["state"], "inodes": reply.inodes, "sessions": reply.sessions,
+                         "orphans": reply.orphans, "to_collect": reply.to_collect}
+            seen["counters"] = dict(reply.counters)
         return seen
 
     async def _target_status(self, target: Target) -> dict:

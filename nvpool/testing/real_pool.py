@@ -47,11 +47,11 @@ class RealPool:
     """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself."""
 
     def __init__(self, directory: Path, *, sizes: tuple[int, ...] = SIZES, config: str = "", drives: tuple[str, ...] = (),
-                 replicas: int = 1):
+                 replicas: int = 1, standbys: int = 0):
         self.directory = PoolDirectory(directory)
         self._replicas = replicas
         self.path = self.directory.path
-        self._sizes, self._config, self._drives, self._replicas = sizes, config, drives, replicas
+        self._sizes, self._config, self._drives, self._standbys = sizes, config, drives, standbys
         self._connected: list[FileSystem] = []
         self._supervisors: list[subprocess.Popen] = []
 
@@ -74,7 +74,7 @@ class RealPool:
         drives += [{"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
                    for number, size in enumerate(self._sizes, 1)]
         return {"verb": "pool", "directory": str(self.path), "name": "faulty", "chunk_bytes": MIB, "replicas": self._replicas,
-                "config": self._config, "drives": drives, "throw_away": True}
+                "config": self._config, "drives": drives, "standbys": self._standbys, "throw_away": True}
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(self.request()), text=True,

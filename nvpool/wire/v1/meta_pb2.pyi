@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -834,3 +835,125 @@ class NamesReply(_message.Message):
     cursor: bytes
     done: bool
     def __init__(self, names: _Optional[_Iterable[_Union[NamedInode, _Mapping]]] = ..., gone: _Optional[bytes] = ..., cursor: _Optional[bytes] = ..., done: _Optional[bool] = ...) -> None: ...
+
+class ShipRequest(_message.Message):
+    __slots__ = ("shard", "member", "term", "committed", "pairs", "authority")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    member: int
+    term: int
+    committed: int
+    pairs: bool
+    authority: bytes
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., committed: _Optional[int] = ..., pairs: _Optional[bool] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class ShipReply(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("shard", "member", "term", "step", "sequence", "sequence_term", "authority")
+    class Step(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[FollowRequest.Step]
+        BEGIN: _ClassVar[FollowRequest.Step]
+        KEEP: _ClassVar[FollowRequest.Step]
+        INSTALL: _ClassVar[FollowRequest.Step]
+        INSTALLED: _ClassVar[FollowRequest.Step]
+        SYNC: _ClassVar[FollowRequest.Step]
+    NONE: FollowRequest.Step
+    BEGIN: FollowRequest.Step
+    KEEP: FollowRequest.Step
+    INSTALL: FollowRequest.Step
+    INSTALLED: FollowRequest.Step
+    SYNC: FollowRequest.Step
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_TERM_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    member: int
+    term: int
+    step: FollowRequest.Step
+    sequence: int
+    sequence_term: int
+    authority: bytes
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[_Union[FollowRequest.Step, str]] = ..., sequence: _Optional[int] = ..., sequence_term: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class FollowRun(_message.Message):
+    __slots__ = ("term", "first", "last")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    first: int
+    last: int
+    def __init__(self, term: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class FollowReply(_message.Message):
+    __slots__ = ("stored", "stored_term", "runs", "synced")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    STORED_TERM_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    SYNCED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    stored_term: int
+    runs: _containers.RepeatedCompositeFieldContainer[FollowRun]
+    synced: int
+    def __init__(self, stored: _Optional[int] = ..., stored_term: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[FollowRun, _Mapping]]] = ..., synced: _Optional[int] = ...) -> None: ...
+
+class ShardAliveRequest(_message.Message):
+    __slots__ = ("shard", "member", "term", "map_epoch", "authority")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    member: int
+    term: int
+    map_epoch: int
+    authority: bytes
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., map_epoch: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class ShardAliveReply(_message.Message):
+    __slots__ = ("term", "lease_ms", "map")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    lease_ms: int
+    map: bytes
+    def __init__(self, term: _Optional[int] = ..., lease_ms: _Optional[int] = ..., map: _Optional[bytes] = ...) -> None: ...
+
+class StandbyRequest(_message.Message):
+    __slots__ = ("shard", "member", "term", "up", "epoch", "authority")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    member: int
+    term: int
+    up: bool
+    epoch: int
+    authority: bytes
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., up: _Optional[bool] = ..., epoch: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class StandbyReply(_message.Message):
+    __slots__ = ("map",)
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    map: bytes
+    def __init__(self, map: _Optional[bytes] = ...) -> None: ...

@@ -60,6 +60,10 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_STATUS: _ClassVar[Method]
     META_COLLECT: _ClassVar[Method]
     META_NAMES: _ClassVar[Method]
+    META_SHIP: _ClassVar[Method]
+    META_FOLLOW: _ClassVar[Method]
+    META_ALIVE: _ClassVar[Method]
+    META_STANDBY: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -119,6 +123,10 @@ META_FSCK: Method
 META_STATUS: Method
 META_COLLECT: Method
 META_NAMES: Method
+META_SHIP: Method
+META_FOLLOW: Method
+META_ALIVE: Method
+META_STANDBY: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

@@ -1,0 +1,309 @@
+"""One member of a shard: standby or primary, as the map says, and the way from the one to the other.
+
+A primary without standbys is the service and its engine, nothing else. With standbys it ships (kv/shipping), answers behind a
+gate (meta/gate), and holds a lease: it tells who keeps the map every half second that it lives, and the lease counts from the
+sending. A standby takes what is shipped (meta/shipwire) until the map makes it the primary: then it goes on with the engine
+that it has, as a shard does after a restart.
+
+A process that begins asks before it serves, since the map that it has read may be old: it is given a new term, or told that
+another member has become the primary. One that learns that it is not the primary any more ends; it begins again as a standby.
+
+Run by run/meta_daemon, which gives the engine's options and makes the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import CorruptRecord, Draining, NotFound, NvpoolError, StaleTerm, Unavailable
+from nvpool.kv.member import MemberKv, with_term
+from nvpool.kv.options import LmdbOptions
+from nvpool.kv.shipping import Shipping, ShippingOptions
+from nvpool.kv.standby import StandbyKv
+from nvpool.logic.poolmap import PoolMap, Shard, decode_map
+from nvpool.logic.shards import endpoints_of
+from nvpool.meta.gate import Gate
+from nvpool.meta.service import MetaService
+from nvpool.meta.service_right import ServiceRight
+from nvpool.meta.shipwire import StandbyDoor, WireStandby
+from nvpool.wire.dial import Dialer
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 0.5
+ASK_S = 1.0
+"""For one renewal; the next does not wait longer for it. An answer that took more than half a lease is thrown away."""
+LEASE_SHARE = 0.95
+"""Of the lease, by our clock: clocks may differ in speed by less than the rest."""
+BEGIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOptions:
+    node: int
+    shard: int
+    member: int
+    path: Path
+    engine: LmdbOptions
+    secret: bytes
+    shipping: ShippingOptions = ShippingOptions()
+
+
+class ShardMember:
+    """What run/served serves: `handle`, `update_map`, `start`, `close`."""
+
+    def __init__(self, options: MemberOptions, pool_map: PoolMap, dialer: Dialer, clock: Clock,
+                 make_service: Callable[[MemberKv], MetaService], fail: Callable[[str], None]) -> None:
+        """`fail(reason)` ends the process: it can not go on as what it is."""
+        self._options = options
+        self._map = pool_map
+        self._dialer = dialer
+        self._clock = clock
+        self._make_service = make_service
+        self._fail = fail
+        self._authority = ServiceRight(clock, options.secret, options.shard)
+        self._term = 0
+        self._service: MetaService | None = None
+        self._kv: MemberKv | None = None
+        self._shipping: Shipping | None = None
+        self._gate: Gate | None = None
+        self._standby: StandbyKv | None = None
+        self._door: StandbyDoor | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._promoting = False
+        self._closed = False
+        self.handle: Callable[[Call], None] = self._not_yet
+
+    @property
+    def _shard(self) -> Shard:
+        return self._map.shard_by_id[self._options.shard]
+
+    @property
+    def _is_primary(self) -> bool:
+        return self._shard.member == self._options.member
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """On return requests are taken: as primary, or as a standby that waits for its primary.
+
+        NotFound, CorruptRecord: the primary's records are not where they were; an empty shard is never made in their place.
+        Unavailable: who keeps the map does not answer.
+        """
+        if not self._options.path.is_dir():
+            raise NotFound(f"{self._options.path} is missing: is its file system mounted? It is never made anew here")
+        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1):
+            await self._ask_to_begin()
+        if self._is_primary:
+            if not (self._options.path / "FORMAT").exists():
+                raise CorruptRecord(f"{self._options.path} holds no whole records; restore it, or another member of the shard")
+            kv = await MemberKv.open_member(self._options.path, with_term(self._options.engine, self._shard.term),
+                                            on_fence=self._fail)
+            await self._serve(kv)
+        else:
+            self._stand_by()
+
+    def update_map(self, pool_map: PoolMap) -> None:
+        """Take a newer map; an older one is ignored."""
+        if pool_map.epoch <= self._map.epoch and pool_map is not self._map:
+            return
+        self._map = pool_map
+        if self._service is not None:
+            self._service.update_map(pool_map)
+        if self._shard.id != self._options.shard or self._closed:
+            return
+        if self._standby is not None:
+            if self._is_primary and not self._promoting:
+                self._promoting = True
+                self._own(self._promote())
+        elif self._kv is not None:
+            if not self._is_primary or self._shard.term > self._term:
+                self._depose()
+            else:
+                self._use_standbys()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        self._closed = True
+        self.handle = self._not_yet
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._door is not None:
+            await self._door.close()
+        if self._standby is not None:
+            await self._standby.close()
+        if self._service is not None:
+            await self._service.close(drain_s)
+        if self._shipping is not None:
+            await self._shipping.close()
+        if self._kv is not None:
+            await self._kv.close()
+
+    def _own(self, work) -> asyncio.Task:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("member %d of shard %d: %s", self._options.member, self._options.shard, error,
+                      exc_info=not isinstance(error, NvpoolError) and error)
+            self._fail(f"the member can not go on: {error}")
+
+    def _not_yet(self, call: Call) -> None:
+        if call.method == wire.META_STATUS:
+            self._tell_status(call)
+        else:
+            call.fail(Draining(f"shard {self._options.shard} changes its primary"))
+
+    def _tell_status(self, call: Call) -> None:
+        state = "promoting" if self._promoting else "standby"
+        counters: dict[str, float] = {"term": self._shard.term}
+        standby = self._standby
+        if standby is not None and standby.kv is not None:
+            state = "filling" if standby.filling else state
+            counters.update((f"kv_{name}", value) for name, value in standby.kv.statistics().items())
+        call.reply(pb.MetaStatusReply(shard=self._options.shard, state=state, counters=counters).SerializeToString())
+
+    # -- standby -----------------------------------------------------------------------------------------------------
+
+    def _stand_by(self) -> None:
+        options = self._options
+        self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
+        self._door = StandbyDoor(self._standby, shard=options.shard, member=options.member, clock=self._clock,
+                                 secret=options.secret)
+        self.handle = self._handle_as_standby
+        log.info("member %d is a standby of shard %d", options.member, options.shard)
+
+    def _handle_as_standby(self, call: Call) -> None:
+        if call.method == wire.META_STATUS:
+            self._tell_status(call)
+        else:
+            self._door.handle(call)
+
+    async def _promote(self) -> None:
+        """From the standby that we were to the primary that the map names."""
+        term = self._shard.term
+        log.warning("member %d becomes the primary of shard %d in term %d", self._options.member, self._options.shard, term)
+        self.handle = self._not_yet
+        kv = await self._standby.promote(term)
+        await self._door.close()
+        self._standby = self._door = None
+        await self._serve(kv)
+        self._promoting = False
+        log.warning("shard %d is served by member %d in term %d", self._options.shard, self._options.member, term)
+
+    # -- primary -----------------------------------------------------------------------------------------------------
+
+    async def _serve(self, kv: MemberKv) -> None:
+        self._kv, self._term = kv, kv.term
+        kv.remember(bool(self._shard.standbys))
+        self._use_standbys()
+        self._service = self._make_service(kv)
+        self._service.update_map(self._map)
+        await self._service.start()
+        self.handle = self._service.handle if self._gate is None else self._handle_behind_gate
+
+    def _begin_shipping(self) -> None:
+        kv = self._kv
+        kv.remember(True)
+        self._shipping = Shipping(kv, clock=self._clock, ask=self._ask_for_standby, on_deposed=self._depose,
+                                  options=self._options.shipping)
+        self._gate = Gate(kv.history, self._clock, lambda: self._shipping.may_be_replaced)
+        self._own(self._keep_lease())
+
+    def _use_standbys(self) -> None:
+        if self._shipping is None:
+            if not self._shard.standbys:
+                return
+            self._begin_shipping()
+            if self._service is not None and self.handle == self._service.handle:
+                self.handle = self._handle_behind_gate
+        self._shipping.use({standby.member: (partial(self._reach, standby.member), standby.state == "up")
+                            for standby in self._shard.standbys})
+
+    def _reach(self, member: int) -> WireStandby:
+        return WireStandby(self._dialer, lambda: endpoints_of(self._shard, member), shard=self._options.shard, member=member,
+                           clock=self._clock, authority=self._authority)
+
+    def _handle_behind_gate(self, call: Call) -> None:
+        if call.method == wire.META_STATUS:
+            self._service.handle(call)
+        elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
+            call.fail(StaleTerm(f"member {self._options.member} is the primary of shard {self._options.shard} in term "
+                                f"{self._term}"))
+        else:
+            self._gate.handle(self._service.handle, call)
+
+    def _depose(self) -> None:
+        """Another is, or will be, the primary: answer nothing from here on."""
+        if self._gate is not None:
+            self._gate.closed = True
+        self.handle = self._not_yet
+        self._fail(f"member {self._options.member} is not the primary of shard {self._options.shard} any more; it begins again "
+                   "as a standby")
+
+    # -- who keeps the map -------------------------------------------------------------------------------------------
+
+    async def _call_keeper(self, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
+        request.shard, request.authority = self._options.shard, self._authority()
+        reply = await self._dialer.call(self._map.node_by_id[self._options.node].endpoints, method, request.SerializeToString(),
+                                        deadline_s=self._clock.boottime_s() + wait_s)
+        return reply_type.FromString(bytes(reply.message))
+
+    async def _ask_to_begin(self) -> None:
+        """Be given a term to serve in, or learn who is the primary."""
+        give_up_s = self._clock.boottime_s() + BEGIN_S
+        while self._is_primary:
+            try:
+                request = pb.ShardAliveRequest(member=self._options.member, map_epoch=self._map.epoch)
+                reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, 5.0)
+            except (Unavailable, StaleTerm) as error:
+                if self._clock.boottime_s() > give_up_s:
+                    raise Unavailable(f"who keeps the map does not let shard {self._options.shard} begin: {error}") from None
+                await asyncio.sleep(0.1)
+                continue
+            if reply.map:
+                self.update_map(decode_map(reply.map))
+            if self._is_primary and reply.term == self._shard.term:
+                return
+
+    async def _keep_lease(self) -> None:
+        """Say that we live, for as long as we do. Renewals wait for nothing but the loop."""
+        gate = self._gate
+        while True:
+            sent_s = self._clock.boottime_s()
+            try:
+                request = pb.ShardAliveRequest(member=self._options.member, term=self._term, map_epoch=self._map.epoch)
+                reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, ASK_S)
+            except StaleTerm as error:
+                log.warning("%s", error)
+                self._depose()
+                return
+            except NvpoolError as error:
+                log.info("the lease is not renewed: %s", error)
+            else:
+                lease_s = reply.lease_ms / 1000
+                if reply.map:
+                    self.update_map(decode_map(reply.map))
+                if reply.term == self._term and self._clock.boottime_s() - sent_s < lease_s / 2:
+                    gate.lease_until_s = sent_s + lease_s * LEASE_SHARE
+            await asyncio.sleep(max(0.05, sent_s + RENEW_S - self._clock.boottime_s()))
+
+    async def _ask_for_standby(self, member: int, up: bool) -> None:
+        epoch = self._shard.epoch
+        request = pb.StandbyRequest(member=member, term=self._term, up=up, epoch=epoch)
+        reply = await self._call_keeper(wire.META_STANDBY, request, pb.StandbyReply, 5.0)
+        self.update_map(decode_map(reply.map))

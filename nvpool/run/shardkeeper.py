@@ -1,0 +1,145 @@
+"""Who is the primary of each shard: the leases of primaries, and the changes of the map when one is lost.
+
+A primary of a shard with standbys says every half second that it lives (META_ALIVE). Its lease counts from the sending, here
+it is counted from the arrival: so it has ended there before it has here. One that has been silent for a whole lease, or whose
+process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask here that a standby be
+up, or be not (META_STANDBY). What changes is decided by logic/shards. Used by run/supervisor, on its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import NvpoolError, StaleTerm
+from nvpool.logic import shards
+from nvpool.logic.poolmap import PoolMap, encode_map
+from nvpool.meta.service_right import AuthorityCheck
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+LEASE_S = 3.0
+LOOK_S = 0.2
+
+log = logging.getLogger(__name__)
+
+Change = Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]
+
+
+class ShardKeeper:
+    def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
+                 secret: Callable[[], bytes], leads: Callable[[], bool] = lambda: True, lease_s: float = LEASE_S) -> None:
+        """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
+        pool's key of grants, asked for with the first message. `leads`: whether primaries tell us that they live, and not
+        another node's supervisor; nothing is decided else."""
+        self._newest = pool_map
+        self._change = change
+        self._clock = clock
+        self._secret = secret
+        self._checking: AuthorityCheck | None = None
+        self._leads = leads
+        self._lease_s = lease_s
+        self._heard: dict[int, tuple[int, float]] = {}  # shard -> term, when
+        self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
+        self._woken = asyncio.Event()
+
+    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY))
+
+    def _check(self, authority: bytes) -> None:
+        if self._checking is None:
+            self._checking = AuthorityCheck(self._clock, self._secret())
+        self._checking(authority)
+
+    async def answer(self, method: int, message: bytes) -> bytes:
+        """The encoded answer to one of METHODS. StaleGrant, StaleTerm, StaleEpoch, InvalidRequest; DecodeError."""
+        if method == wire.META_ALIVE:
+            alive = pb.ShardAliveRequest.FromString(message)
+            self._check(alive.authority)
+            return (await self._alive(alive)).SerializeToString()
+        request = pb.StandbyRequest.FromString(message)
+        self._check(request.authority)
+
+        def decide(pool_map: PoolMap) -> PoolMap:
+            if request.up:
+                return shards.standby_up(pool_map, request.shard, request.member, request.term, request.epoch)
+            return shards.standby_out(pool_map, request.shard, request.member, request.term)
+
+        new = await self._change(decide)
+        log.info("standby %d of shard %d is %s", request.member, request.shard, "up" if request.up else "not up any more")
+        return pb.StandbyReply(map=encode_map(new)).SerializeToString()
+
+    async def _alive(self, request: pb.ShardAliveRequest) -> pb.ShardAliveReply:
+        pool_map = self._newest()
+        shard = shards.shard_of(pool_map, request.shard)
+        if request.term == 0 and request.member == shard.member:
+            pool_map = await self._change(lambda newest: shards.primary_began(newest, request.shard, request.member))
+            shard = pool_map.shard_by_id[request.shard]
+            self._heard[shard.id] = shard.term, self._clock.boottime_s()
+            log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
+        elif request.term and (request.member, request.term) != (shard.member, shard.term):
+            raise StaleTerm(f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
+                            f"{request.member} in term {request.term}")
+        elif request.term:
+            self._heard[shard.id] = shard.term, self._clock.boottime_s()
+            self._ended.pop(shard.id, None)
+        reply = pb.ShardAliveReply(lease_ms=int(self._lease_s * 1000),
+                                   map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"")
+        if request.member == shard.member:
+            reply.term = shard.term
+        return reply
+
+    def member_ended(self, shard: int, member: int) -> None:
+        """The process of that member has ended: where it was the primary it will not answer before it has asked again."""
+        known = self._newest().shard_by_id.get(shard)
+        if known is not None and known.member == member:
+            self._ended[shard] = known.term
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Look after the primaries until cancelled."""
+        while True:
+            try:
+                await asyncio.wait_for(self._woken.wait(), LOOK_S)
+            except TimeoutError:
+                pass
+            self._woken.clear()
+            try:
+                await self.run_once()
+            except NvpoolError as error:
+                log.warning("no primary could be named: %s", error)
+
+    async def run_once(self) -> None:
+        """Promote a standby wherever a primary is lost."""
+        now_s = self._clock.boottime_s()
+        if not self._leads():
+            self._heard.clear()  # who leads again has heard nobody yet
+            self._ended.clear()
+            return
+        for shard in self._newest().shards:
+            if not shard.standbys:
+                continue
+            term, heard_s = self._heard.get(shard.id, (0, 0.0))
+            if term != shard.term:
+                self._heard[shard.id] = shard.term, now_s  # a new primary, or we begin: it has a whole lease to be heard
+                heard_s = now_s
+            ended = self._ended.get(shard.id) == shard.term
+            if not ended and now_s - heard_s <= self._lease_s:
+                continue
+            if not any(standby.state == "up" for standby in shard.standbys):
+                continue
+
+            def decide(newest: PoolMap, lost=shard) -> PoolMap:
+                if newest.shard_by_id[lost.id].term != lost.term:
+                    raise StaleTerm("another has been named")
+                return shards.primary_lost(newest, lost.id) or newest
+
+            try:
+                new = await self._change(decide)
+            except StaleTerm:
+                continue
+            self._heard[shard.id] = new.shard_by_id[shard.id].term, self._clock.boottime_s()
+            log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,
+                        "has ended" if ended else "was silent for its whole lease", new.shard_by_id[shard.id].member,
+                        new.shard_by_id[shard.id].term)

@@ -1,0 +1,206 @@
+"""A metadata shard with a standby, real processes under a checking load on a real mount: the primary killed again and again,
+stopped for longer than its lease, the standby killed, its drive full. No error at the application, nothing acknowledged is
+lost."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.directory import PoolDirectory
+from nvpool.logic.poolmap import decode_map
+from nvpool.logic.shards import process_name
+from nvpool.testing.load import CheckingLoad
+from nvpool.testing.real_pool import end_process
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
+                                                    reason="a mount needs /dev/fuse and root")]
+NVPOOL = str(Path(sys.executable).with_name("nvpool"))
+DEADLINE_S = 60.0
+
+
+def nvpool(*arguments, timeout=120, check=True):
+    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+class Pool:
+    def __init__(self, top):
+        self.path, self.mountpoint = top / "p", top / "m"
+        self.directory = PoolDirectory(self.path)
+
+    @property
+    def shard(self):
+        return decode_map(self.directory.poolmap.read_bytes()).shards[0]
+
+    def pid(self, member):
+        state = self.directory.state_of(process_name(1, member))
+        return state.pid if state is not None else 0
+
+    def until(self, holds, what, wait_s=DEADLINE_S):
+        end = time.monotonic() + wait_s
+        while not holds():
+            assert time.monotonic() < end, f"not within {wait_s} s: {what}\n{self.shard}\n{self.said()}"
+            time.sleep(0.02)
+
+    def until_up(self):
+        self.until(lambda: all(standby.state == "up" for standby in self.shard.standbys), "the standby is up")
+
+    def said(self):
+        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+                         for path in sorted(self.directory.log.glob("meta*.log")))
+
+    def check(self):
+        found = nvpool("fsck", self.path, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.fixture
+def pool(tmp_path_factory):
+    top = tmp_path_factory.mktemp("standby")
+    made = Pool(top)
+    nvpool("dev", "up", made.path, "--drives", 2, "--standbys", 1, "--mount", made.mountpoint)
+    try:
+        made.until_up()
+        yield made
+    finally:
+        nvpool("dev", "down", made.path)
+
+
+class Pauses:
+    """The longest time for which no file could be made, as one thread sees it."""
+
+    def __init__(self, directory):
+        self._directory = directory
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.longest_s, self.made, self.error = 0.0, 0, None
+
+    def _run(self):
+        try:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                (self._directory / f"pause-{self.made}").touch()
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                self.made += 1
+                time.sleep(0.005)
+        except OSError as error:
+            self.error = error
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc):
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+
+    def verify(self):
+        assert self.error is None and not self._thread.is_alive(), self.error
+        there = {name for name in os.listdir(self._directory) if name.startswith("pause-")}
+        assert there == {f"pause-{number}" for number in range(self.made)}
+
+
+def kill_primaries(pool, kills, seed):
+    chance, pauses = random.Random(seed), []
+    with CheckingLoad(pool.mountpoint, threads=3, seed=seed) as load:
+        for kill in range(kills):
+            directory = pool.mountpoint / f"kill-{kill}"
+            directory.mkdir()
+            with Pauses(directory) as pause:
+                time.sleep(chance.uniform(0.1, 0.6))
+                shard = pool.shard
+                os.kill(pool.pid(shard.member), signal.SIGKILL)
+                pool.until(lambda was=shard: pool.shard.term > was.term, "another member is the primary")
+                pool.until(lambda made=pause.made: pause.made > made + 2, "files are made again")
+            pause.verify()
+            pauses.append(pause.longest_s)
+            if kill % 10 == 9 or kill == kills - 1:
+                pool.until_up()
+            else:
+                pool.until(lambda: any(standby.state == "up" for standby in pool.shard.standbys), "the standby is up")
+        before = load.operations
+        time.sleep(0.5)
+        load.finish()
+    assert load.operations > before, "the load has not gone on after the last kill"
+    load.verify()
+    pool.check()
+    print(f"{kills} primaries killed: pauses of {', '.join(f'{pause:.2f}' for pause in sorted(pauses)[-5:])} s at most, "
+          f"{sum(pauses) / len(pauses):.2f} s on average")
+
+
+def test_killing_the_primary_under_load_loses_nothing_and_nobody_sees_an_error(pool):
+    kill_primaries(pool, kills=5, seed=1)
+    assert pool.shard.term >= 7
+
+
+@pytest.mark.soak
+def test_killing_the_primary_hundreds_of_times_loses_nothing(pool):
+    kill_primaries(pool, kills=200, seed=2)
+
+
+def test_a_primary_that_was_stopped_for_longer_than_its_lease_does_not_speak_for_the_past(pool):
+    with CheckingLoad(pool.mountpoint, threads=3, seed=3) as load:
+        for _ in range(2):
+            was, directory = pool.shard, pool.mountpoint / f"stop-{pool.shard.term}"
+            directory.mkdir()
+            with Pauses(directory) as pause:
+                stopped = pool.pid(was.member)
+                os.kill(stopped, signal.SIGSTOP)
+                try:
+                    pool.until(lambda was=was: pool.shard.term > was.term, "another member is the primary")
+                    pool.until(lambda made=pause.made: pause.made > made + 20, "files are made again")
+                finally:
+                    os.kill(stopped, signal.SIGCONT)
+                pool.until(lambda stopped=stopped, was=was: pool.pid(was.member) not in (0, stopped), "it began again")
+                pool.until_up()
+            pause.verify()
+            print(f"primary stopped: pause of {pause.longest_s:.2f} s")
+        load.finish()
+    load.verify()
+    pool.check()
+
+
+def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_returns(pool):
+    with CheckingLoad(pool.mountpoint, threads=3, seed=4) as load, Pauses(pool.mountpoint) as pause:
+        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+            standby, term = pool.shard.standbys[0].member, pool.shard.term
+            pid, made = pool.pid(standby), pause.made
+            os.kill(pid, number)
+            pool.until(lambda made=made: pause.made > made + 20, "files are made")
+            if number == signal.SIGSTOP:
+                pool.until(lambda: pool.shard.standbys[0].state == "syncing", "it was taken out")
+                os.kill(pid, signal.SIGCONT)
+            else:
+                pool.until(lambda pid=pid, standby=standby: pool.pid(standby) not in (0, pid), "it began again")
+            pool.until_up()
+            assert pool.shard.term == term
+        load.finish()
+    assert pause.error is None
+    print(f"standby killed and stopped: pause of {pause.longest_s:.2f} s")
+    end_process(pool.pid(pool.shard.member))  # what it has been given since is all there
+    pool.until(lambda: pool.shard.term > term, "the standby is the primary")
+    load.verify()
+    pool.check()
+
+
+def test_what_a_standby_needs_is_shown_by_status(pool):
+    found = json.loads(nvpool("status", pool.path, "--json").stdout)
+    members = {process["member"]: process["in_map"] for process in found["processes"] if process["role"] == "meta"}
+    assert members == {0: "primary", 1: "up"} and found["problems"] == []
+    standby = pool.pid(1)
+    os.kill(standby, signal.SIGSTOP)
+    try:
+        (pool.mountpoint / "made").touch()
+        found = json.loads(nvpool("status", pool.path, "--json").stdout)
+        assert any("meta-1.1" in problem for problem in found["problems"]), found["problems"]
+    finally:
+        os.kill(standby, signal.SIGCONT)

@@ -1,0 +1,257 @@
+"""What a member of a shard answers, and who watches over its primaries, without processes."""
+
+
+import asyncio
+import functools
+
+import pytest
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import AlreadyExists, StaleEpoch, StaleGrant, StaleTerm, Unavailable
+from nvpool.base.grants import READ, SERVICE, Grant, read, sign
+from nvpool.kv.history import History, Position
+from nvpool.kv.options import LmdbOptions
+from nvpool.kv.standby import StandbyKv
+from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
+from nvpool.meta.gate import Gate
+from nvpool.meta.service_right import AuthorityCheck, ServiceRight
+from nvpool.meta.shipwire import StandbyDoor
+from nvpool.run.shardkeeper import LEASE_S, ShardKeeper
+from nvpool.testing.meta_shard import DirectCall
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+SECRET = bytes(range(32))
+
+
+def in_a_loop(check):
+    @functools.wraps(check)
+    def run(*arguments, **fixtures):
+        async def bounded():
+            async with asyncio.timeout(30):
+                await check(*arguments, **fixtures)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+class Bench:
+    """A keeper with a map in memory and a clock by hand."""
+
+    def __init__(self, *states):
+        standbys = tuple(Standby(number, 1, (), state) for number, state in enumerate(states, 1))
+        shard = Shard(1, 1, (), standbys=standbys)
+        self.map = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(shard,))
+        self.clock = ManualClock()
+        self.leads = True
+        self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.leads)
+        self.right = ServiceRight(self.clock, SECRET, 1)
+
+    async def change(self, decide):
+        self.map = decide(self.map)
+        return self.map
+
+    @property
+    def shard(self):
+        return self.map.shards[0]
+
+    async def alive(self, member, term, right=None):
+        request = pb.ShardAliveRequest(shard=1, member=member, term=term, map_epoch=self.map.epoch,
+                                       authority=self.right() if right is None else right)
+        return pb.ShardAliveReply.FromString(await self.keeper.answer(wire.META_ALIVE, request.SerializeToString()))
+
+    async def standby(self, member, up, term, epoch):
+        request = pb.StandbyRequest(shard=1, member=member, up=up, term=term, epoch=epoch, authority=self.right())
+        answer = await self.keeper.answer(wire.META_STANDBY, request.SerializeToString())
+        return decode_map(pb.StandbyReply.FromString(answer).map)
+
+
+@in_a_loop
+async def test_a_primary_is_followed_only_when_it_was_silent_for_its_whole_lease():
+    bench = Bench("up")
+    await bench.keeper.run_once()
+    for _ in range(10):
+        bench.clock.advance(LEASE_S)
+        assert (await bench.alive(0, 1)).term == 1
+        await bench.keeper.run_once()
+    bench.clock.advance(LEASE_S)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
+    bench.clock.advance(0.01)
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (1, 2)
+    with pytest.raises(StaleTerm):
+        await bench.alive(0, 1)
+    assert (await bench.alive(1, 2)).lease_ms == LEASE_S * 1000
+
+
+@in_a_loop
+async def test_a_primary_whose_process_has_ended_is_followed_at_once_and_none_that_is_not_up_follows():
+    bench = Bench("syncing")
+    bench.keeper.member_ended(1, 0)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
+    assert (await bench.standby(1, True, 1, 1)).shards[0].standbys[0].state == "up"
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (1, 2)
+    bench.keeper.member_ended(1, 0)  # a standby's
+    await bench.standby(0, True, 2, bench.shard.epoch)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 1
+
+
+@in_a_loop
+async def test_a_process_that_lives_again_is_not_taken_for_the_one_that_ended():
+    bench = Bench("syncing")
+    bench.keeper.member_ended(1, 0)
+    reply = await bench.alive(0, 0)
+    assert reply.term == 2 == bench.shard.term
+    await bench.standby(1, True, 2, bench.shard.epoch)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
+    # it ended, and began again before anybody saw: the one that is up has what it may have lost
+    reply = await bench.alive(0, 0)
+    assert reply.term == 0 and decode_map(reply.map).shards[0].member == 1
+
+
+@in_a_loop
+async def test_who_does_not_lead_decides_nothing_and_who_leads_anew_waits_a_whole_lease():
+    bench = Bench("up")
+    await bench.keeper.run_once()
+    bench.leads = False
+    bench.clock.advance(100)
+    await bench.keeper.run_once()
+    bench.leads = True
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
+    bench.clock.advance(LEASE_S + 0.1)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 1
+
+
+@in_a_loop
+async def test_only_services_of_the_pool_are_heard():
+    bench = Bench("syncing")
+    reading = sign(Grant(READ, 0, 1, 0, 0, bench.clock.wall_ns() // 1_000_000 + 10_000), SECRET)
+    for wrong in (b"", b"x" * 60, reading, ServiceRight(bench.clock, b"y" * 32, 1)()):
+        with pytest.raises(StaleGrant):
+            await bench.alive(0, 1, wrong)
+    assert bench.map.epoch == 1
+
+
+def test_a_right_is_good_until_it_ends():
+    clock = ManualClock()
+    check, right = AuthorityCheck(clock, SECRET), ServiceRight(clock, SECRET, 1)
+    signed = right()
+    check(signed)
+    clock.advance(290)
+    assert right() == signed
+    clock.advance(20)
+    assert right() != signed
+    check(signed)
+    clock.advance(600)
+    with pytest.raises(StaleGrant):
+        check(signed)
+
+
+def gated(needs_lease=True):
+    clock, history = ManualClock(), History(Position(0, 0))
+    history.alone = False
+    gate = Gate(history, clock, lambda: needs_lease)
+    gate.lease_until_s = clock.boottime_s() + 1.0
+    return gate, history, clock
+
+
+def ask(gate, answer):
+    call = DirectCall(wire.META_GETATTR, b"")
+    gate.handle(answer, call)
+    return call.answer
+
+
+def test_answers_wait_for_what_was_changed_before_them_and_no_longer():
+    gate, history, _ = gated()
+    answers = []
+
+    def one(number, error=None):
+        call = DirectCall(wire.META_GETATTR, b"")
+        answers.append(call)
+        gate.handle(lambda held: held.fail(error) if error else held.reply(b"%d" % number), call)
+
+    one(0)
+    assert answers[0].answer == (b"0", b"")
+    history.note(1, 1, b"r")
+    one(1)
+    one(2, AlreadyExists("made by the change that nobody else has yet"))
+    history.note(2, 1, b"r")
+    one(3)
+    assert [call.answer for call in answers[1:]] == [None] * 3
+    history.advance(1)
+    assert answers[1].answer == (b"1", b"") and isinstance(answers[2].answer, AlreadyExists) and answers[3].answer is None
+    history.end()
+    assert isinstance(answers[3].answer, Unavailable) and answers[3].answer.may_be_applied
+
+
+def test_the_lease_is_looked_at_after_the_work():
+    gate, history, clock = gated()
+
+    def slow(held):
+        clock.advance(2.0)
+        held.reply(b"of the past")
+
+    assert isinstance(ask(gate, slow), Unavailable)
+    assert isinstance(ask(gate, lambda held: held.reply(b"")), StaleEpoch)
+    gate.lease_until_s = clock.boottime_s() + 1.0
+    history.note(1, 1, b"r")
+    call = DirectCall(wire.META_GETATTR, b"")
+    gate.handle(lambda held: held.reply(b"late"), call)
+    clock.advance(2.0)
+    history.advance(1)
+    assert isinstance(call.answer, Unavailable)
+    alone, _, clock = gated(needs_lease=False)
+    clock.advance(100)
+    assert ask(alone, lambda held: held.reply(b"nobody can follow")) == (b"nobody can follow", b"")
+    alone.closed = True
+    assert isinstance(ask(alone, lambda held: held.reply(b"")), StaleEpoch)
+
+
+@in_a_loop
+async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tmp_path):
+    clock = ManualClock()
+    standby = StandbyKv(tmp_path / "kv", LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20))
+    door = StandbyDoor(standby, shard=1, member=2, clock=clock, secret=SECRET)
+    right = ServiceRight(clock, SECRET, 1)
+
+    async def follow(**fields):
+        request = pb.FollowRequest(**({"shard": 1, "member": 2, "term": 1} | fields))
+        call = DirectCall(wire.META_FOLLOW, request.SerializeToString())
+        door.handle(call)
+        return pb.FollowReply.FromString((await call.wait())[0])
+
+    asked = DirectCall(wire.META_GETATTR, b"")
+    door.handle(asked)
+    assert isinstance(asked.answer, StaleEpoch)
+    step = pb.FollowRequest
+    with pytest.raises(StaleGrant):
+        await follow(step=step.BEGIN)
+    for wrong in ({"shard": 2}, {"member": 1}):
+        with pytest.raises(StaleEpoch):
+            await follow(step=step.BEGIN, authority=right(), **wrong)
+    shipped = DirectCall(wire.META_SHIP, pb.ShipRequest(shard=1, member=2, term=1).SerializeToString())
+    door.handle(shipped)
+    assert isinstance(shipped.answer, StaleGrant)
+    reply = await follow(step=step.BEGIN, authority=right())
+    assert (reply.stored, reply.stored_term, len(reply.runs)) == (0, 0, 0) and not (tmp_path / "kv").exists()
+    await follow(step=step.KEEP, authority=right())
+    with pytest.raises(StaleTerm):
+        await follow(step=step.SYNC, term=0, authority=right())
+    await door.close()
+    await standby.close()
+
+
+def test_a_right_is_one_of_a_service():
+    clock = ManualClock()
+
+    assert read(ServiceRight(clock, SECRET, 7)()).rights == SERVICE and read(ServiceRight(clock, SECRET, 7)()).session == 7
+
+
