@@ -389,6 +389,12 @@ class StaleTerm(Stale):
     wire_code = 230
 
 
+class StaleMember(Stale):
+    """The members of the shard have changed since this was asked for: ask again with what the map says now."""
+
+    wire_code = 231
+
+
 # -- Unavailable -----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm
 from nvpool.logic.poolmap import PoolMap, Shard, Standby, changed
 
 STANDBYS_MAX = 4
@@ -63,11 +63,11 @@ def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: 
     """The primary of `term` says that the standby has everything, and waits for it with each answer. It said so when the
     shard's epoch was `epoch`: what it has said or asked since counts more.
 
-    StaleTerm: there is a later primary. StaleEpoch: something has changed since.
+    StaleTerm: there is a later primary. StaleMember: something has changed since.
     """
     shard = _in_term(pool_map, shard_id, term)
     if shard.epoch != epoch:
-        raise StaleEpoch(f"shard {shard_id} has epoch {shard.epoch}, not {epoch}, by now")
+        raise StaleMember(f"shard {shard_id} has epoch {shard.epoch}, not {epoch}, by now")
     return _with_state(pool_map, shard, member, "up")
 
 

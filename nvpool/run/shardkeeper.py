@@ -53,7 +53,7 @@ class ShardKeeper:
         self._checking(authority)
 
     async def answer(self, method: int, message: bytes) -> bytes:
-        """The encoded answer to one of METHODS. StaleGrant, StaleTerm, StaleEpoch, InvalidRequest; DecodeError."""
+        """The encoded answer to one of METHODS. StaleGrant, StaleTerm, StaleMember, InvalidRequest; DecodeError."""
         if method == wire.META_ALIVE:
             alive = pb.ShardAliveRequest.FromString(message)
             self._check(alive.authority)

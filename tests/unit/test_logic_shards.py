@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm
 from nvpool.logic import shards
 from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map, encode_map
 
@@ -46,7 +46,7 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
     there = a_map("syncing")
     out = shards.standby_out(there, 1, 1, 7)
     assert out.shard_by_id[1].epoch == 21 and shards.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
-    with pytest.raises(StaleEpoch):
+    with pytest.raises(StaleMember):
         shards.standby_up(out, 1, 1, 7, 20)
     for term in (6, 8):
         with pytest.raises(StaleTerm):
@@ -83,7 +83,7 @@ def test_terms_and_epochs_only_grow_and_nobody_is_promoted_who_is_not_up(steps):
                 there = shards.primary_lost(there, 1) or there
             else:
                 there = shards.primary_began(there, 1, member)
-        except (InvalidRequest, StaleEpoch, StaleTerm):
+        except (InvalidRequest, StaleMember, StaleTerm):
             continue
         now = there.shard_by_id[1]
         assert sorted(shards.members(now)) == [0, 1, 2, 3]
