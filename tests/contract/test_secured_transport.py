@@ -262,7 +262,9 @@ def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
 
     with caplog.at_level(logging.ERROR):
         run(main())
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    # gRPC's poller, shared by all loops of a process, says so when another was first to read what woke both of them
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR
+                and not (record.exc_info and isinstance(record.exc_info[1], BlockingIOError))]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
