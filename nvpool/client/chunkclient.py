@@ -331,7 +331,7 @@ class ChunkClient:
 
     def _again(self, job: Read, error: BaseException, lane: Lane | None = None) -> None:
         """Decide what follows from `error` of `lane`: the future fails, or a task repeats the read."""
-        if lane is not None and isinstance(error, Unavailable | Damaged):
+        if lane is not None and isinstance(error, Unavailable | Damaged | StaleTenure):
             job.tried = (*job.tried, lane)
         if job.future.done():
             return
