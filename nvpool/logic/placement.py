@@ -270,7 +270,11 @@ class Placing:
         onward = {between: self._onward(between) for between in self._ids if between != giver}
         for number in self._chains_of(giver):
             for between, found in onward.items():
-                if found is not None and self._can(number, giver, between) and found[0] != number:
+                if found is None or not self._can(number, giver, between):
+                    continue
+                if not self._can(found[0], between, found[1]) or self._over(found[1]) >= 0:
+                    found = onward[between] = self._onward(between)  # what was found has moved meanwhile
+                if found is not None and found[0] != number:
                     other, taker = found
                     self._move(number, giver, between)
                     self._move(other, between, taker)
