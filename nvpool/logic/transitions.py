@@ -85,8 +85,8 @@ def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
         joining = _without(chain.joining, ids)
         left.update(member for member in dead if member not in targets)
         leaving = tuple(target for target in chain.leaving if target in targets)
-        return replace(chain, targets=targets, joining=joining, goal=chain.goal or chain.targets,
-                       leaving=() if len(leaving) == len(targets) else leaving)
+        return settled(replace(chain, targets=targets, joining=joining, goal=chain.goal or chain.targets,
+                               leaving=() if len(leaving) == len(targets) else leaving))
 
     return with_targets(with_chains(pool_map, decide), left, state="down")
 
