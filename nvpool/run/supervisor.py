@@ -354,7 +354,7 @@ class Supervisor:
 
     async def _change_member_remove(self, arguments: dict) -> dict:
         member = str(arguments.get("member", ""))
-        new = await self._change(lambda newest: member_removed(newest, member))
+        new = await self.leading.change(lambda newest: member_removed(newest, member))
         return {"member": member, "epoch": new.epoch}
 
     async def _change_drive_add(self, arguments: dict) -> dict:
