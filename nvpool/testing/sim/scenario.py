@@ -162,8 +162,16 @@ class Scenario:
             await asyncio.sleep(chance.expovariate(0.7))
             name = chance.choice([name for name in pool.processes if not name.startswith(("client", "judge"))])
             process = pool.processes[name]
-            kind = chance.choice(("kill", "die", "die", "cut"))
-            if kind == "cut":
+            kind = chance.choice(("kill", "die", "die", "cut", "isolate"))
+            if kind == "isolate":  # for longer than a lease, and who asks it does not notice
+                alone = f"node-{chance.choice(list(pool.stores))}"
+                for node in sorted(set(pool.network.places.values())):
+                    if not node.startswith("node-of-client"):
+                        pool.network.cut(alone, node)
+                self.done["cuts"] += 1
+                await asyncio.sleep(chance.uniform(3.0, 9.0))
+                pool.network.heal()
+            elif kind == "cut":
                 nodes = sorted(set(pool.network.places.values()))
                 for _ in range(chance.randint(1, 3)):
                     pool.network.cut(*chance.sample(nodes, 2))
