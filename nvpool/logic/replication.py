@@ -63,9 +63,15 @@ def place_in(chain: Chain, target: int) -> Place | None:
     return Place(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
 
 
+Deciders = frozenset[int]
+"""Of a pending write: the members that there were when it began, and those that have become targets since. Whatever a target
+that is gone had committed, they have compared themselves with."""
+
+
 class Offer(NamedTuple):
     """A write as one member names it to the next: `epoch` is that of the chain as the sender knows it, `version` what the chunk
-    has after the write and `base` what it has before; 0: there is no such chunk."""
+    has after the write and `base` what it has before; 0: there is no such chunk. `last` is the member behind whom nobody takes
+    part in it; 0: all do."""
 
     sender: int
     epoch: int
@@ -73,6 +79,7 @@ class Offer(NamedTuple):
     base: int
     cut: int
     request: RequestId
+    last: int = 0
 
 
 class Held(NamedTuple):
@@ -134,11 +141,15 @@ def next_version(held: Held, epoch: int, above: int = 0) -> int:
     return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
 
 
+_CUT_STEP = 4
+
+
 def after_cut(version: int) -> int:
     """What a chunk that a cut changes has after it. Each member cuts when it is told, so it is not the head who gives this one:
-    two more, since of two that had the same version one may have committed one write more, the one that was pending when the
-    other left the chain. What writes and cuts gave from there on is then never the same number on both."""
-    return version + 2
+    four more, since of two that had the same version one may have committed two writes more in that epoch: the one that was
+    pending when the other left the chain, and the next one, where the head did not know yet that he had. What writes and cuts
+    gave from there on is then never the same number on both."""
+    return version + _CUT_STEP
 
 
 def is_refusal(error: NvpoolError) -> bool:
@@ -153,23 +164,44 @@ class Next(Enum):
     DROP = auto()
 
 
-def next_step(before: Place, now: Place | None) -> Next:
-    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`.
+def next_step(before: Place, now: Place | None, deciders: Deciders) -> Next:
+    """What becomes of a write that is pending with a member that stood at `before` and stands at `now`; `deciders` are those of
+    now.
 
-    It is offered to the successor, while there is one who was there before, or who has become one of the targets since:
-    whatever a target had committed that is gone, that one has compared itself with. Else it is committed: who was behind us may
-    have done so, and whoever still joins has no part in that and must not be able to refuse it; see `gained`. Who is no part
-    of the chain any more drops it, for what the others have is not his to know; so does who has left it meanwhile and joins it
-    anew: he would stand behind others than before."""
+    It is offered to the successor, while one of the deciders is behind us. Else it is committed: who was behind us may have
+    done so, and whoever joins has no part in that and must not be able to refuse it. Who is no part of the chain any more drops
+    it, for what the others have is not his to know; so does who has left it meanwhile and joins it anew: he would stand behind
+    others than before."""
     if now is None or before.number < before.full and now.number >= now.full:
         return Next.DROP
     if not set(now.members[:now.number]) <= set(before.members[:before.number]):
         return Next.DROP
-    known = {*before.members[before.number + 1:], *now.members[:now.full]}
-    return Next.OFFER if known & set(now.members[now.number + 1:]) else Next.COMMIT
+    return Next.COMMIT if taking_part(now, deciders).is_last else Next.OFFER
 
 
-def gained(before: Place, now: Place) -> bool:
-    """Whether somebody has joined the chain. Writes that are pending then are decided without him; so he must not compare what
-    he has with what we have before they are."""
-    return not set(now.members) <= set(before.members)
+def deciders_now(before: Place, now: Place, deciders: Deciders) -> Deciders:
+    """Of a pending write. One that joined already stays one, unless it can have left and come back since the chain was seen."""
+    kept = deciders.intersection(now.members) if now.epoch <= before.epoch + 1 else frozenset()
+    return kept.union(now.members[:now.full])
+
+
+def gained(deciders: Deciders, now: Place) -> bool:
+    """Whether somebody joins the chain who is none of the deciders. A write that is pending with its last target is decided
+    without him; so he must not compare what he has with what that one has before it is."""
+    return not deciders.issuperset(now.members)
+
+
+def taking_part(now: Place, deciders: Deciders) -> Place:
+    """`now`, with those who take part in a pending write: of the last target and those behind it only deciders. A target before
+    that offers it to the last one, who has it too, or takes it as any other."""
+    if now.number < now.full - 1:
+        return now
+    count = now.number + 1
+    while count < len(now.members) and (count < now.full or now.members[count] in deciders):
+        count += 1
+    return now._replace(members=now.members[:count])
+
+
+def until(place: Place, last: int) -> Place:
+    """`place`, in a chain that ends with `last`; 0: as it is."""
+    return place._replace(members=place.members[:place.members.index(last) + 1]) if last in place.members else place

@@ -39,11 +39,14 @@ from nvpool.logic.replication import (
     Next,
     Offer,
     Place,
+    deciders_now,
     gained,
     is_refusal,
     judge,
     next_step,
     next_version,
+    taking_part,
+    until,
     was_done,
 )
 from nvpool.store.chunkstore import ChunkStore, MustWait, Placed
@@ -67,13 +70,18 @@ _TRIES_MAX = 1000
 class Pending:
     """A write that is not decided here yet."""
 
-    __slots__ = ("write", "version", "base", "place", "last", "older", "dropped", "decided", "waiter", "sending")
+    __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
+                 "sending")
 
     def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
         self.write = write
         self.version = version
         self.base = base
         self.place = place
+        """With those who take part in this write."""
+        self.whole = place
+        """As the map has it."""
+        self.deciders = frozenset(place.members)
         self.last = place.is_last
         """It is for us to commit it first."""
         self.older = False
@@ -219,6 +227,7 @@ class ChainWrites:
             error.version = version
             raise error
         self.counters["followed"] += 1
+        whole, place = place, until(place, offer.last)
         if answer is Answer.TAKE and place.is_last and not self._store.places_first(write.offset, len(write.buffer)):
             try:
                 return self._write_now(write, offer.version, None)
@@ -228,6 +237,7 @@ class ChainWrites:
                 self._cannot(error)
                 raise
         pending = self._begin(write, offer.version, offer.base, place)
+        pending.whole = whole
         task = self._own(self._carry_out(pending, offer.sender if answer is Answer.FETCH else 0))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return pending.decided
@@ -324,7 +334,8 @@ class ChainWrites:
         request = pb.PeerWriteRequest(
             target=place.successor, sender=self._target, table=write.table, chain_epoch=place.epoch, version=pending.version,
             base=pending.base, inode=write.inode, index=write.index, offset=write.offset, cut=write.cut, session=session,
-            slot=slot, sequence=sequence, checksums=write.checksums)
+            slot=slot, sequence=sequence, checksums=write.checksums,
+            last=0 if place.members == pending.whole.members else place.members[-1])
         waiter = pending.waiter = asyncio.get_running_loop().create_future()
 
         def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
@@ -414,14 +425,17 @@ class ChainWrites:
     def map_changed(self) -> None:
         for pending in list(self.pending.values()):
             now = self._place_of(pending.write.table, *pending.write.name)
-            if now == pending.place:
+            if now == pending.whole:
                 continue
-            step = next_step(pending.place, now)
+            deciders = pending.deciders if now is None else deciders_now(pending.whole, now, pending.deciders)
+            step = next_step(pending.whole, now, deciders)
             if step is Next.DROP:
                 pending.dropped = True
             else:
-                pending.older = pending.older or gained(pending.place, now)
-                pending.place, pending.last = now, step is Next.COMMIT
+                pending.deciders = deciders
+                pending.older = pending.older or gained(pending.deciders, now)
+                pending.place, pending.whole = taking_part(now, pending.deciders), now
+                pending.last = step is Next.COMMIT
             if pending.waiter is not None and not pending.waiter.done():
                 pending.waiter.set_result(None)
 

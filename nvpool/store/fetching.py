@@ -72,6 +72,8 @@ class Giving:
         self._authority(request.authority)
         chains = decode_chains(request.chains)
         self._check(request.map_epoch, chains)
+        if any(chain in chains for chain in self._replica.settling()):
+            raise Busy("a write from before somebody joined the chain is not decided", retry_after_s=0.02)
         after = (request.after_inode, request.after_index) if request.begun else None
         step = self._store.versions(after, max(1, min(request.limit or VERSIONS_MAX, VERSIONS_MAX)), chains)
         end = step.end or (0, 0)
@@ -126,16 +128,12 @@ class Giving:
         return self._map.epoch if self._map is not None else 0
 
     def _check(self, epoch: int, chains: Iterable[tuple[int, int]]) -> None:
-        """Busy until our map is as new as the asker's, and while a write is pending that is decided without him; WrongTarget
-        where a chain is not ours."""
+        """Busy until our map is as new as the asker's, WrongTarget where a chain is not ours by it."""
         if self._map is None:
             return
         if epoch > self._epoch:
             raise Busy(f"this target knows the map {self._epoch}, not yet {epoch}", retry_after_s=0.1)
-        settling = self._replica.settling()
         for table, number in chains:
-            if settling and (table, number) in settling:
-                raise Busy("a write from before somebody joined the chain is not decided", retry_after_s=0.02)
             of_table = self._map.table_by_id.get(table)
             if of_table is None or self._target not in of_table.chains[number].targets:
                 raise WrongTarget(f"chain {number} of table {table} is not held here")

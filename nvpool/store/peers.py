@@ -71,7 +71,7 @@ def peer_write(request: pb.PeerWriteRequest, payload: memoryview) -> tuple[Offer
     if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
         raise InvalidRequest(f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}")
     name = RequestId(request.session, request.slot, request.sequence)
-    return (Offer(request.sender, request.chain_epoch, request.version, request.base, request.cut, name),
+    return (Offer(request.sender, request.chain_epoch, request.version, request.base, request.cut, name, request.last),
             Write(request.table, request.inode, request.index, request.offset, payload, request.checksums, request.cut, name))
 
 

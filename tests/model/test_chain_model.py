@@ -1,4 +1,4 @@
-"""A chain of up to three members and one chunk, decided by logic/replication alone: messages as connections bring them,
+"""A chain of up to four members and one chunk, decided by logic/replication alone: messages as connections bring them,
 connections that break, deaths, members that are taken for dead, returns, maps that each learns of in his own time, cuts.
 
 The content of the chunk is the list of writes that made it. So a later read has to begin with what an earlier one returned, and
@@ -24,11 +24,14 @@ from nvpool.logic.replication import (
     Offer,
     Place,
     after_cut,
+    deciders_now,
     gained,
     judge,
     next_step,
     next_version,
     place_in,
+    taking_part,
+    until,
     was_done,
 )
 
@@ -43,6 +46,8 @@ class Waiting(NamedTuple):
     client: int | None
     last: bool
     older: bool = False
+    whole: Place | None = None
+    deciders: frozenset = frozenset()
 
 
 class Question(NamedTuple):
@@ -113,7 +118,8 @@ class World:
         to = pending.place.successor
         link = member.own_links.setdefault(to, member.process * LINKS + 1)
         member.question = next(self.numbers)
-        offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch)
+        last = 0 if pending.whole is None or pending.whole.members == pending.place.members else pending.place.members[-1]
+        offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch, last=last)
         self.send(member.number, to, link, Question(member.question, link, offer, pending.content))
 
     def send(self, sender: int, to: int, link: int, message) -> None:
@@ -192,8 +198,9 @@ class World:
             if verdict is Answer.FETCH and not self.fetch(member, sender, offer):
                 return answer(0, Answer.BUSY)
             content = (*member.content, offer.request.sequence)
-            member.pending = Waiting(offer, content, member.place, (sender, question.number, question.link), None,
-                                     member.place.is_last)
+            place = until(member.place, offer.last)
+            member.pending = Waiting(offer, content, place, (sender, question.number, question.link), None, place.is_last,
+                                     whole=member.place)
             self.go_on(member)
         else:
             answer(version, verdict)
@@ -227,14 +234,18 @@ class World:
             return
         member.chain = self.chain
         pending = member.pending
-        if pending is None or pending.place == member.place:
+        if pending is None or (pending.whole or pending.place) == member.place:
             return
-        step = next_step(pending.place, member.place)
+        deciders = pending.deciders or frozenset(pending.place.members)
+        if member.place is not None:
+            deciders = deciders_now(pending.whole or pending.place, member.place, deciders)
+        step = next_step(pending.whole or pending.place, member.place, deciders)
         if step is Next.DROP:
             member.pending, member.question = None, 0
             return
-        older = pending.older or gained(pending.place, member.place)
-        member.pending = pending._replace(place=member.place, last=step is Next.COMMIT, older=older)
+        older = pending.older or gained(deciders, member.place)
+        member.pending = pending._replace(place=taking_part(member.place, deciders), whole=member.place, deciders=deciders,
+                                          last=step is Next.COMMIT, older=older)
         self.go_on(member)
 
     def do_cut(self, member: Member) -> None:
@@ -412,6 +423,6 @@ def run(members: int, choices: bytes) -> World:
 
 
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.integers(2, 3), st.binary(max_size=400).map(lambda raw: raw[:len(raw) & -2]))
+@given(st.integers(2, 4), st.binary(max_size=400).map(lambda raw: raw[:len(raw) & -2]))
 def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(members, choices):
     run(members, choices)

@@ -85,7 +85,7 @@ class WriteReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ...) -> None: ...
 
 class PeerWriteRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums")
+    __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums", "last")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class PeerWriteRequest(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     authority: bytes
@@ -120,7 +121,8 @@ class PeerWriteRequest(_message.Message):
     slot: int
     sequence: int
     checksums: bytes
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    last: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ..., last: _Optional[int] = ...) -> None: ...
 
 class PeerWriteReply(_message.Message):
     __slots__ = ("map_epoch", "status", "version")
