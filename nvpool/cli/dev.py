@@ -41,12 +41,13 @@ examples:
 @click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, one a drive at most.")
 @click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
+@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
 @click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
 @click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]), help="Of the mount; see nvpool mount --help.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
 @json_option
-def up(directory: str, drives: int | None, standbys: int, sizes: tuple[int, ...], mountpoint: str | None, engine: str | None,
-       config_file: str | None, as_json: bool) -> None:
+def up(directory: str, drives: int | None, standbys: int, sizes: tuple[int, ...], replicas: int, mountpoint: str | None,
+       engine: str | None, config_file: str | None, as_json: bool) -> None:
     """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for.
 
     Returns when it serves. May be repeated: what is there stays as it is.
@@ -58,14 +59,14 @@ def up(directory: str, drives: int | None, standbys: int, sizes: tuple[int, ...]
     from nvpool.cli.pool import name_of
     where = PoolDirectory(directory)
     if being_made(where) or not where.exists():
-        wanted = list(sizes) or default_sizes(drives or 2, free_bytes(where))
+        wanted = list(sizes) or default_sizes(drives or max(2, replicas), free_bytes(where))
         if drives is not None and len(wanted) < drives:
             wanted += [wanted[-1]] * (drives - len(wanted))
         config = configuration.load(config_file) if config_file else configuration.Config()
         pool_life.make({"verb": "pool", "directory": str(where.path), "name": name_of(directory), "throw_away": True,
                         "drives": [{"path": str(where.target(number)), "capacity_bytes": size}
                                    for number, size in enumerate(wanted, 1)],
-                        "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": 1, "standbys": standbys,
+                        "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": replicas, "standbys": standbys,
                         "config": configuration.sample(config)})
         say(f"made a pool in {where.path} with drives of {', '.join(map(format_bytes, wanted))}")
     elif drives is not None or sizes or config_file:

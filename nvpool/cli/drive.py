@@ -1,9 +1,10 @@
-"""`nvpool drive ls|add`."""
+"""`nvpool drive ls|add|drain|remove|replace`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import click
 
@@ -25,53 +26,213 @@ class Size(click.ParamType):
             self.fail(str(error), parameter, context)
 
 
+wait_option = click.option("--wait", is_flag=True, help="Return when it is done, and show how far it is. Interrupted, it goes "
+                                                        "on in the pool; the same command waits again.")
+drive_argument = click.argument("drive", metavar="DRIVE")
+
+
 @click.group(epilog="""\b
+DRIVE is the number or the path that `nvpool drive ls` shows.
+
+\b
 examples:
   nvpool drive ls /srv/pool
-  nvpool drive add /srv/pool /mnt/nvme2
+  nvpool drive add /srv/pool /mnt/nvme2 --wait
+  nvpool drive drain /srv/pool 1 --wait && nvpool drive remove /srv/pool 1
 """)
 def drive() -> None:
-    """List drives and add them to a running pool."""
+    """List, add, drain, replace and remove the drives of a running pool."""
 
 
-@drive.command(epilog="example: nvpool drive ls /srv/pool")
+@drive.command(epilog="""\b
+--json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
+(empty, draining, drained, removing, lost), chains (that it holds), share (of all chains), chains_to_come, chains_to_go
+
+\b
+example: nvpool drive ls /srv/pool
+""")
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the drives of a pool."""
+    """List the drives of a pool: state, share of the chains, and what is on its way to them and from them."""
     from nvpool.cli.reach import status_of
     drives = asyncio.run(status_of(pool))["drives"]
     if as_json:
         print_json(drives)
         return
-    print_table(("drive", "target", "state", "in use", "used", "capacity", "path"), [
-        (one["drive"], one["target"], one["state"], one["in_use"],
+    print_table(("drive", "target", "state", "share", "moving", "used", "capacity", "path"), [
+        (one["drive"], one["target"], state_of(one), f"{100 * one['share']:.1f} %", moving_of(one),
          format_bytes(one["used_bytes"]) if one["used_bytes"] is not None else None, format_bytes(one["capacity_bytes"]),
          one["path"]) for one in drives])
+
+
+def state_of(one: dict[str, Any]) -> str:
+    if one["wish"] in ("", "lost"):
+        return one["wish"] or one["state"]
+    return f"{one['state']}, {one['wish']}"
+
+
+def moving_of(one: dict[str, Any]) -> str:
+    """What is on its way, in chains."""
+    return ", ".join(text for count, text in ((one["chains_to_come"], f"{one['chains_to_come']} to come"),
+                                              (one["chains_to_go"], f"{one['chains_to_go']} to go")) if count)
+
+
+async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
+    """Return the status when nothing of the drive, or of the pool, is to be moved any more. The pool may be away for a while;
+    any error that is not of that kind ends it."""
+    from nvpool.base.errors import Unavailable
+    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.reach import status_of
+    seen: dict[str, Any] = {}
+    most = 0
+
+    def left() -> int:
+        return sum(one["chains_to_come"] + one["chains_to_go"] for one in seen["drives"] if drive in (None, one["drive"]))
+
+    async def watch() -> dict[str, Any]:
+        nonlocal seen, most
+        while True:
+            try:
+                seen = await status_of(pool, 30.0)
+            except Unavailable as error:
+                say(f"the pool does not answer at the moment: {error}")
+                await asyncio.sleep(1.0)
+                continue
+            most = max(most, left())
+            if not left():
+                return seen
+            await asyncio.sleep(0.5)
+
+    def look() -> Look:
+        if not seen:
+            return Look(0, None, in_bytes=False)
+        return Look(most - left(), most, time_left(seen["chains"]), in_bytes=False)
+
+    return await shown(title, watch(), look, quiet=quiet)
+
+
+def time_left(chains: dict[str, Any]) -> str:
+    """What is known of when it is done, as words."""
+    if chains["paused"] and not chains["filling"]:
+        return "paused; go on with: nvpool pool rebalance --resume"
+    words = [f"about {format_bytes(chains['bytes_left'])} left"] if chains["to_copy"] else []
+    if chains["seconds_left"] is not None:
+        seconds = int(chains["seconds_left"])
+        words.append(f"{seconds // 60} min {seconds % 60} s to go" if seconds >= 60 else f"{seconds} s to go")
+    return ", ".join(words)
 
 
 @drive.command(epilog="""\b
 examples:
   nvpool drive add /srv/pool /mnt/nvme2
-  nvpool drive add /srv/pool /dev/nvme3n1
+  nvpool drive add /srv/pool /dev/nvme3n1 --wait
 """)
 @pool_argument
 @click.argument("path", type=click.Path(exists=True))
 @click.option("--size", type=Size(), default=0, help="How much of it may be used, like 500G; default: all of a block device, "
                                                      "nine tenths of what is free in a directory.")
 @click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@wait_option
 @json_option
-def add(pool: str, path: str, size: int, force: bool, as_json: bool) -> None:
+def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool) -> None:
     """Add the drive at PATH, a directory or a block device, to a running pool.
 
-    Its target is made and its process started at once. The chains of chunks stay where they are: in this version, which has no
-    rebalancing yet, the new drive stays empty and adds no capacity. It is used as soon as rebalancing moves chains onto it.
+    Its target is made and its process started at once; then it gets its share of the chunks, by capacity, from the other
+    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down.
     """
     from nvpool.cli.reach import change
     result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
-    if as_json:
-        print_json(result)
-    else:
+    if not as_json:
         click.echo(f"drive {result['drive']} added: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
                    f"{result['path']}")
-        say(f"note: {result['note']}")
+        if not wait:
+            say(f"note: {result['chains_to_come']} chains move to it now; look with: nvpool drive ls {pool}")
+    _end(pool, result, wait, as_json, f"filling drive {result['drive']}")
+
+
+def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, drive: int | None = None) -> None:
+    if wait:
+        seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
+        result["drives"] = seen["drives"]
+        result["chains"] = seen["chains"]
+        if not as_json:
+            say(f"{title}: done")
+    if as_json:
+        print_json(result)
+
+
+def _name(drive: str) -> str:
+    return drive if drive.isdigit() else os.path.abspath(drive)
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive drain /srv/pool 2 --wait
+  nvpool drive drain /srv/pool 2 --cancel
+""")
+@pool_argument
+@drive_argument
+@click.option("--cancel", is_flag=True, help="It shall hold its share again.")
+@wait_option
+@json_option
+def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> None:
+    """Move everything that is on a drive to the others, while the pool is in use. Then it is empty and can be removed.
+
+    Refused where the others are too few for the pool's copies, or have too little room. May be repeated.
+    """
+    from nvpool.cli.reach import change
+    result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
+    if not as_json:
+        if cancel:
+            click.echo(f"drive {result['drive']} holds its share of the pool again")
+        elif result["state"] == "drained":
+            click.echo(f"drive {result['drive']} is empty; remove it with: nvpool drive remove {pool} {result['drive']}")
+        else:
+            click.echo(f"drive {result['drive']} is being drained: {result['chains_to_go']} chains to go")
+    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"])
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive remove /srv/pool 2
+  nvpool drive remove /srv/pool 3 --lost --wait    it is broken, and its chunks are made again from their other copies
+""")
+@pool_argument
+@drive_argument
+@click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
+@wait_option
+@json_option
+def remove(pool: str, drive: str, lost: bool, wait: bool, as_json: bool) -> None:
+    """Take a drive out of the pool for ever.
+
+    Refused while anything is on it, and with --lost where something is on no other drive. Its files stay as they are.
+    """
+    from nvpool.cli.reach import change
+    result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost}))
+    if not as_json:
+        click.echo(f"drive {result['drive']} is {result['state']}")
+    _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
+
+
+@drive.command(epilog="""\b
+examples:
+  nvpool drive replace /srv/pool 2 /mnt/nvme7 --wait
+  nvpool drive replace /srv/pool 2 /dev/nvme7n1 --lost
+""")
+@pool_argument
+@drive_argument
+@click.argument("path", type=click.Path(exists=True))
+@click.option("--size", type=Size(), default=0, help="How much of the new one may be used; see nvpool drive add --help.")
+@click.option("--force", is_flag=True, help="Take a block device although something is on it, which is lost.")
+@click.option("--lost", is_flag=True, help="The old one is broken: what it held is copied from the drives that have it too.")
+@wait_option
+@json_option
+def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
+    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty."""
+    from nvpool.cli.reach import change
+    result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
+                                                        "capacity_bytes": size, "force": force, "lost": lost}))
+    if not as_json:
+        click.echo(f"drive {result['drive']} at {result['path']} takes the place of drive {result['replaces']}")
+    _end(pool, result, wait, as_json, f"moving drive {result['replaces']}")

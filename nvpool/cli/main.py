@@ -14,14 +14,14 @@ from importlib import import_module
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pool": ("nvpool.cli.pool:pool", "Make and destroy pools."),
+    "pool": ("nvpool.cli.pool:pool", "Make and destroy pools, and have their chunks moved."),
     "status": ("nvpool.cli.status:status", "Show a pool: its processes, drives and problems."),
     "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
     "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
     "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
-    "drive": ("nvpool.cli.drive:drive", "List drives and add them to a running pool."),
+    "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),

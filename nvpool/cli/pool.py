@@ -1,4 +1,4 @@
-"""`nvpool pool create|destroy`."""
+"""`nvpool pool create|destroy|rebalance`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from msgspec.structs import replace
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import InUse
-from nvpool.base.units import CHUNK_BYTES_DEFAULT, format_bytes
-from nvpool.cli.drive import Size
-from nvpool.cli.render import json_option, print_json, say
+from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
+from nvpool.cli.drive import Size, time_left, wait_option, wait_until_moved
+from nvpool.cli.render import json_option, pool_argument, print_json, say
 
 
 @click.group(epilog="""\b
 examples:
   nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /dev/nvme1n1
+  nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1 --drive /mnt/nvme2 --replicas 2
+  nvpool pool rebalance /srv/pool --limit 200
   nvpool pool destroy /srv/pool
 """)
 def pool() -> None:
-    """Make and destroy pools."""
+    """Make and destroy pools, and have their chunks moved."""
 
 
 def drive_of(text: str) -> dict:
@@ -43,7 +45,9 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
               help="A directory on a drive, or an empty block device, and how much of it to use. Repeat it.")
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
 @click.option("--chunk-size", type=Size(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
-@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk; fixed.")
+@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True,
+              help="Copies of each chunk, each on a drive of its own (with several nodes: on a node); fixed. With 2 a drive "
+                   "may fail, with 3 two, and nothing is lost.")
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
               help="Further copies of the metadata, each beside another drive's data; one takes over when the first fails.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
@@ -112,3 +116,49 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
     else:
         for line in [*done, f"removed {where.path}"]:
             click.echo(line)
+
+
+@pool.command(epilog="""\b
+examples:
+  nvpool pool rebalance /srv/pool --status
+  nvpool pool rebalance /srv/pool --pause
+  nvpool pool rebalance /srv/pool --resume --limit 200 --wait
+""")
+@pool_argument
+@click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is.")
+@click.option("--pause/--resume", "pause", default=None, help="Begin no more chains for now, or again. Copies that are missing "
+                                                              "are made nevertheless.")
+@click.option("--limit", "limit_mib", type=click.FloatRange(0), metavar="MIB/S",
+              help="Of each drive that is filled; 0: as much as [store] resync_rate of its node allows.")
+@wait_option
+@json_option
+def rebalance(pool: str, only_status: bool, pause: bool | None, limit_mib: float | None, wait: bool, as_json: bool) -> None:
+    """Move chunks so that all drives are filled alike. It begins by itself when drives come and go; see how far it is, pause it
+    and slow it down. Without an option: look whether anything is out of balance, and move it."""
+    import asyncio
+
+    from nvpool.cli.reach import change, status_of
+    if not only_status:
+        wanted = {"pause": pause, "limit_bytes_s": None if limit_mib is None else int(limit_mib * MIB)}
+        asyncio.run(change(pool, "rebalance", wanted))
+    if wait:
+        asyncio.run(wait_until_moved(pool, "moving chains", as_json))
+    chains = asyncio.run(status_of(pool))["chains"]
+    if as_json:
+        print_json(chains)
+        return
+    click.echo(chains_line(chains))
+    if chains["paused"] or chains["limit_bytes_s"]:
+        limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive"
+        click.echo("moving is " + ("paused" if chains["paused"] else limit))
+
+
+def chains_line(chains: dict) -> str:
+    """How the chains of a pool are, in one line."""
+    words = [f"{chains['full']:,} of {chains['total']:,} full"]
+    words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),
+                                                            ("filling", "being filled")) if chains[name]]
+    if chains["to_copy"]:
+        words.append(f"{chains['to_copy']:,} copies to make")
+        words.append(time_left(chains))
+    return "chains: " + ", ".join(word for word in words if word)

@@ -22,7 +22,9 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
               of a mount mountpoint, engine (kernel, pyfuse3)
-  drives      drive, target, path, capacity_bytes, used_bytes, state, in_use (whether chunks are placed on it)
+  drives      as `nvpool drive ls --json`
+  chains      total, full, fewer (than they shall have copies), without (any that serves), filling, to_copy (copies still to be
+              made), bytes_left (an estimate), seconds_left (null: not known), paused, limit_bytes_s
   problems    sentences; none when all is well
 
 \b
@@ -54,6 +56,8 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
 
 def _show(seen: dict[str, Any]) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
+    from nvpool.cli.drive import moving_of, state_of
+    from nvpool.cli.pool import chains_line
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
     pool = seen["pool"]
     click.echo(f"pool {pool['name']} ({pool['id'][:8]}): {pool['state']}, map epoch {pool['epoch']}, "
@@ -64,10 +68,11 @@ def _show(seen: dict[str, Any]) -> None:
          ago(process["since_ms"], now_ms) if process["since_ms"] else None, process.get("restarts"), _what(process))
         for process in seen["processes"]])
     click.echo()
-    print_table(("drive", "target", "state", "used", "capacity", "path"), [
-        (drive["drive"], drive["target"], drive["state"] if drive["in_use"] else f"{drive['state']}, not used yet",
+    print_table(("drive", "target", "state", "share", "moving", "used", "capacity", "path"), [
+        (drive["drive"], drive["target"], state_of(drive), f"{100 * drive['share']:.1f} %", moving_of(drive),
          format_bytes(drive["used_bytes"]) if drive["used_bytes"] is not None else None, format_bytes(drive["capacity_bytes"]),
          drive["path"]) for drive in seen["drives"]])
+    click.echo(f"\n{chains_line(seen['chains'])}")
     for problem in seen["problems"]:
         say(f"problem: {problem}")
 

@@ -115,7 +115,8 @@ class Manager:
             raise Fenced(f"process {request.pid} of target {request.target} is not listened to any more")
         self._dead.pop(request.target, None)
         heard = self._heard.setdefault(request.target, _Heard(0.0))
-        if target.state == "down" or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map)):
+        is_back = heard.at_s + LEASE_S < self._clock.boottime_s() or heard.pid != request.pid
+        if target.state == "down" or is_back or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map)):
             self._news.set()
         heard.at_s, heard.pid, heard.epoch = self._clock.boottime_s(), request.pid, request.epoch
         heard.copied_bytes, heard.used_bytes = request.copied_bytes, request.used_bytes

@@ -88,6 +88,11 @@ class Target(msgspec.Struct, frozen=True):
     state: TargetState = "up"
     wish: TargetWish = "share"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is not to be served, nor waited for, any more."""
+        return self.state == "gone" or self.wish == "lost"
+
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
     """`targets` hold every committed byte of the chain's chunks, from head to tail; a target that fails leaves, the last one

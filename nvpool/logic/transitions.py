@@ -171,12 +171,9 @@ def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolM
 
 
 def wished(pool_map: PoolMap, target: int, wish: str) -> PoolMap:
-    """Target with this wish. `lost` takes it out of every chain that another target holds, at once. Goals are to be made anew.
-    """
-    pool_map = with_targets(pool_map, {target}, wish=wish)
-    if wish == "lost":
-        pool_map = with_targets(died(pool_map, {target}), {target}, state="down")
-    return pool_map
+    """Target with this wish. Goals are to be made anew. A lost one leaves its chains when it has died, or is silent: it gets no
+    lease any more."""
+    return with_targets(pool_map, {target}, wish=wish)
 
 
 def named(pool_map: PoolMap) -> frozenset[int]:
@@ -191,9 +188,9 @@ def retired(pool_map: PoolMap) -> PoolMap:
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 
 
-def only_copies(pool_map: PoolMap, target: int) -> int:
-    """Chains of which no other target than this one holds every byte."""
-    return sum(chain.targets == (target,) for table in pool_map.tables for chain in table.chains)
+def only_copies(pool_map: PoolMap, target: int, table: int = 0) -> int:
+    """Chains, of one table or of all, of which no other target than this one holds every byte."""
+    return sum(chain.targets == (target,) for one in pool_map.tables if table in (0, one.id) for chain in one.chains)
 
 
 def remaining(pool_map: PoolMap) -> list[Target]:

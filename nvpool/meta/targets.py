@@ -42,8 +42,10 @@ class Targets:
         self._has_map.set()
 
     def all(self) -> frozenset[int]:
-        """Those that the map names; none without a map or a dialer."""
-        return frozenset(self._map.target_by_id) if self._map is not None and self._dialer is not None else frozenset()
+        """Those that are in the pool; none without a map or a dialer."""
+        if self._map is None or self._dialer is None:
+            return frozenset()
+        return frozenset(target.id for target in self._map.targets if not target.is_over)
 
     async def of_table(self, table: int) -> frozenset[int]:
         """Targets that can hold chunks of files with this table, or catch up with those; none where it is gone from the map."""

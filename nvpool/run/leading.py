@@ -83,6 +83,11 @@ class Leading:
                 epoch = newest.epoch
                 manager.look()
 
+    @property
+    def pool_map(self) -> PoolMap:
+        """The newest."""
+        return self._coordinator.pool_map
+
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
         """See cluster/manager.change; from any node."""
         return await change(self._coordinator, decide)

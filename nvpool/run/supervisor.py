@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 from collections.abc import Awaitable
 from functools import partial
 
@@ -29,7 +28,6 @@ from nvpool.base.errors import (
     Busy,
     InvalidRequest,
     NvpoolError,
-    Refused,
     TooManyOpen,
     Unavailable,
 )
@@ -38,15 +36,15 @@ from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
 from nvpool.logic.joining import member_removed, node_removed
-from nvpool.logic.poolmap import Drive, Node, PoolMap, Shard, Target, changed, encode_map
+from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, changed, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
+from nvpool.run.drives import Drives, Progress, drives_told
 from nvpool.run.joining import Reception
-from nvpool.run.keeping import MapKeeper, used_ports
+from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
-from nvpool.run.making import endpoints_for, free_ports
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
@@ -60,12 +58,10 @@ _ANSWER_S = 0.3
 """Of the asker's time, kept for the answer to be made and to travel."""
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
-_MAKE_DEADLINE_S = 120.0
 _LOOK_S = 5.0
 _START_S = 15.0
 """For a store to be there when all begin: only then it is missed."""
 _DRAIN_S_MAX = 3600.0
-DRIVE_ADDED_NOTE = "the drive is used once rebalancing moves chains to it; until then it stays empty"
 
 log = logging.getLogger("nvpool.run.supervisor")
 
@@ -83,7 +79,6 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._answers: set[asyncio.Task[None]] = set()
-        self._adding = asyncio.Lock()
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
         self._begun: set[int] = set()
@@ -95,6 +90,9 @@ class Supervisor:
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.manager is not None)
+        self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
+                              end=self._end_target)
+        self._progress = Progress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
     async def run(self) -> None:
@@ -148,6 +146,9 @@ class Supervisor:
             if newest is not None:
                 epoch = newest.epoch
                 follow_members(self._identity, newest)
+                for target in newest.targets:
+                    if target.node == self._node and target.is_over:
+                        await self._end_target(target.id)
 
     async def close(self) -> None:
         for task in list(self._answers):
@@ -166,7 +167,7 @@ class Supervisor:
                   for shard in pool_map.shards for member in members(shard) if node_and_path(shard, member)[0] == self._node]
         wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
                          SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id))
-                   for target in pool_map.targets if target.node == self._node and target.state != "gone"]
+                   for target in pool_map.targets if target.node == self._node and not target.is_over]
         for child in wanted:
             if child.name not in self._children:
                 self._children[child.name] = child
@@ -180,6 +181,21 @@ class Supervisor:
                        [child for child in children if child.role == "meta" and child.name not in primaries],
                        [child for child in children if child.role == "store"]):
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
+
+    async def _end_target(self, target: int) -> None:
+        """On return the target's process does not run, and nobody starts it."""
+        name = f"target-{target}"
+        child, keeper = self._children.pop(name, None), self._keepers.pop(name, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        if child is not None:
+            await child.end(self._drain_s, self._stop.hurry)
+
+    async def _used_bytes(self) -> dict[int, int]:
+        """Of each target that answers."""
+        answers = await asyncio.gather(*(self._target_status(target) for target in remaining(self._coordinator.pool_map)))
+        return {one["target"]: one["used_bytes"] for one in answers if one["used_bytes"] is not None}
 
     async def _before_start(self, target: int) -> None:
         if target in self._begun:  # its epochs are raised already
@@ -321,8 +337,8 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        verbs = {"drive-add": self._change_drive_add, "token": self._change_token, "node-remove": self._change_node_remove,
-                 "member-remove": self._change_member_remove}
+        verbs = self._drives.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
+                                      "member-remove": self._change_member_remove}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
         try:
@@ -357,39 +373,6 @@ class Supervisor:
         new = await self.leading.change(lambda newest: member_removed(newest, member))
         return {"member": member, "epoch": new.epoch}
 
-    async def _change_drive_add(self, arguments: dict) -> dict:
-        try:
-            path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
-            force = bool(arguments.get("force", False))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InvalidRequest("drive-add wants a path and perhaps capacity_bytes and force") from None
-        if not os.path.isabs(path):
-            raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
-        return await self._add_drive(path, capacity_bytes, force)
-
-    async def _add_drive(self, path: str, capacity_bytes: int, force: bool) -> dict:
-        """Make a chunk store at `path` and a target on it, and start its process.
-
-        The chain tables stay as they are: a chain that moved to the new target before its chunks did would lose them from
-        sight. So the new target holds nothing until rebalancing moves chains, with their chunks, onto it.
-        """
-        async with self._adding:
-            pool_map = self._coordinator.pool_map
-            drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
-            target_id = max((target.id for target in pool_map.targets), default=0) + 1
-            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map,
-                                           force)
-            used = used_ports(pool_map)
-            endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
-                                      free_ports(2, self._config.network, used))
-            drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
-            target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
-            new = await self.leading.change(lambda newest: msgspec.structs.replace(
-                newest, drives=(*newest.drives, drive), targets=(*newest.targets, target)))
-            self._start_missing()
-            return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
-                    "epoch": new.epoch, "note": DRIVE_ADDED_NOTE}
-
     # -- status ----------------------------------------------------------------------------------------------------
 
     async def status(self, until_s: float) -> dict:
@@ -397,7 +380,7 @@ class Supervisor:
         time, at most until `until_s`."""
         pool_map = self._coordinator.pool_map
         shards = [self._shard_status(shard, member) for shard in pool_map.shards for member in members(shard)]
-        targets = [self._target_status(target) for target in pool_map.targets]
+        targets = [self._target_status(target) for target in pool_map.targets if not target.is_over]
         nodes, answers = await asyncio.gather(asyncio.gather(*(self._node_status(node) for node in pool_map.nodes)),
                                               asyncio.gather(*shards, *targets))
         metas, stores = answers[:len(shards)], answers[len(shards):]
@@ -419,15 +402,17 @@ class Supervisor:
         dead = self._directory.dead_mounts()
         processes += [{"role": "mount", "name": name, "pid": 0, "state": "dead", "since_ms": state.since_ms,
                        "mountpoint": state.mountpoint} for name, state in dead.items()]
-        in_chains = {t for table in pool_map.tables for chain in table.chains for t in chain.targets}
-        drives = []
-        for drive in pool_map.drives:
-            store = next((s for s in stores if s["drive"] == drive.id), {})
-            drives.append({"drive": drive.id, "target": store.get("target"), "node": drive.node, "path": drive.path,
-                           "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
-                           "state": store.get("state", "unknown"), "in_use": store.get("target") in in_chains})
+        serving = frozenset(store["target"] for store in stores if store["state"] in ("serving", "draining"))
+        used = {store["target"]: store["used_bytes"] for store in stores if store["used_bytes"] is not None}
+        chains = self._progress.told(pool_map, serving, used)
+        drives = drives_told(pool_map, {store["target"]: store for store in stores})
         problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting") or p.get("reason")]
+        if chains["without"]:
+            problems.append(f"{chains['without']} chains have no target that serves: what they hold can not be read or written "
+                            f"until one is back")
+        if chains["fewer"]:
+            problems.append(f"{chains['fewer']} chains have fewer copies than they shall, {chains['filling']} are being filled")
         problems += [f"node {one['node']} ({one['name']}) does not answer: {one['reason']}" for one in nodes
                      if one.get("reason")]
         problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
@@ -442,7 +427,7 @@ class Supervisor:
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
                          "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
-                "processes": processes, "drives": drives, "problems": problems}
+                "processes": processes, "drives": drives, "chains": chains, "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
         return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
@@ -530,20 +515,3 @@ def _read(kind, call: Call):
         return kind.FromString(bytes(call.message))
     except DecodeError:
         raise InvalidRequest(f"not a {kind.DESCRIPTOR.name}") from None
-
-
-def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap, force: bool) -> dict:
-    """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
-    request = {"verb": "store", "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
-               "pool_id": pool_map.pool_id, "known": [drive.path for drive in pool_map.drives], "force": force}
-    try:
-        done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
-                              timeout=_MAKE_DEADLINE_S, check=False)
-        answer = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True) from None
-    except ValueError:
-        raise Bug("the program that makes stores gave no answer; its reason is in the log") from None
-    if "error" in answer:
-        raise Refused(answer["error"])
-    return answer

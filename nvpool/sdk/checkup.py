@@ -100,7 +100,7 @@ class _Check:
         self._secret = grant_secret
 
     async def run(self, scrub: bool) -> None:
-        targets = [target.id for target in self._map.targets if target.state != "gone"]
+        targets = [target.id for target in self._map.targets if not target.is_over]
         for target in targets:
             status = await self._asking.target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
                                                data_pb2.DataStatusReply)

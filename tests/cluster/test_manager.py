@@ -1,8 +1,12 @@
 """The manager over real processes: who dies leaves its chains, who returns joins them again, who is silent keeps them for a
 lease."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -95,3 +99,112 @@ def test_a_pool_that_was_stopped_in_order_goes_on_as_it_was(pool):
     assert [chain.targets for chain in after] == [chain.targets for chain in before]
     assert all(new.epoch == old.epoch + 1 and not new.joining for old, new in zip(before, after, strict=True))
     assert pool.connect().read_bytes("/f") == b"x" * 100
+
+
+def nvpool(pool, *words, code=0):
+    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *words[:2], str(pool.path), *map(str, words[2:])],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, (words, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
+    return done
+
+
+def fill(pool, count=40, step=7919):
+    """Files of a few chunks, and what they hold."""
+    client = pool.connect()
+    written = {}
+    for number in range(count):
+        written[f"/f{number}"] = bytes([number % 251]) * (number * step % (3 * MIB) + 1)
+        client.write_bytes(f"/f{number}", written[f"/f{number}"])
+    return written
+
+
+def all_is_there(pool, written):
+    client = pool.connect()
+    assert [name for name, content in written.items() if client.read_bytes(name) != content] == []
+    client.close()
+    # chunks whose chains have moved away stay a minute, for readers with an older map
+    assert [problem for problem in pool.fsck() if not problem.startswith("misplaced")] == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_removed(tmp_path, replicas):
+    with RealPool(tmp_path / "pool", sizes=(192 * MIB,) * 2, replicas=replicas) as pool:
+        pool.make()
+        pool.start()
+        written = fill(pool, step=79193)
+        (tmp_path / "new").mkdir()
+        added = json.loads(nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout)
+        assert [one["chains_to_come"] + one["chains_to_go"] for one in added["drives"]] == [0, 0, 0]
+        full(pool)
+        shares = [one["share"] for one in added["drives"]]
+        assert max(shares) - min(shares) < 0.01
+        all_is_there(pool, written)
+        used = [one["used_bytes"] for one in pool.status()["drives"]]
+        assert used[2] > 0.15 * sum(used)
+        assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
+        nvpool(pool, "drive", "drain", 1, "--wait")
+        one = next(one for one in pool.status()["drives"] if one["drive"] == 1)
+        assert (one["chains"], one["wish"]) == (0, "drained")
+        all_is_there(pool, written)
+        assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
+        gone = pool.pid("target-1")
+        nvpool(pool, "drive", "remove", 1)
+        nvpool(pool, "drive", "remove", 1)
+        pool.until(lambda: gone not in pool.processes(), "its process has ended")
+        assert [one["drive"] for one in json.loads(nvpool(pool, "drive", "ls", "--json").stdout)] == [2, 3]
+        all_is_there(pool, written)
+        pool.end_daemons()
+        pool.start()
+        all_is_there(pool, written)
+
+
+def test_a_lost_drive_is_made_again_from_the_others(pool):
+    written = fill(pool)
+    shutil.rmtree(pool.directory.target(2) / "index")
+    end_process(pool.pid("target-2"))
+    pool.until(lambda: not chains_of(pool, 2), "it has left")
+    done = json.loads(nvpool(pool, "drive", "remove", 2, "--lost", "--wait", "--json").stdout)
+    assert done["state"] == "lost" and done["chains"]["fewer"] == 0
+    assert {t for chain in pool.pool_map.table_by_id[2].chains for t in chain.targets} == {1, 3}
+    all_is_there(pool, written)
+    assert "target-2" not in {process.get("name") for process in pool.status()["processes"]}
+    assert "only copy" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr or \
+        "would be left" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
+
+
+def test_what_no_other_drive_has_is_not_given_up(tmp_path):
+    with RealPool(tmp_path / "pool", replicas=1) as pool:
+        pool.make()
+        pool.start()
+        assert "only copy of" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
+        pool.wait()
+        assert pool.pool_map.target_by_id[1].wish == "share"
+
+
+def test_a_drive_is_replaced_by_a_larger_one(pool, tmp_path):
+    written = fill(pool)
+    (tmp_path / "new").mkdir()
+    done = json.loads(nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout)
+    assert done["replaces"] == 1
+    full(pool)
+    assert {t for table in pool.pool_map.tables for chain in table.chains for t in chain.targets} == {2, 3, 4}
+    pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old one has left the pool")
+    all_is_there(pool, written)
+
+
+def test_wishes_that_can_not_be_carried_out_are_refused_and_change_nothing(pool):
+    before = pool.pool_map
+    fill(pool, 3)
+    assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
+    assert "no drive '9'" in nvpool(pool, "drive", "drain", 9, code=1).stderr
+    nvpool(pool, "pool", "rebalance", "--pause")
+    nvpool(pool, "drive", "drain", 3)
+    assert "add a drive" in nvpool(pool, "drive", "drain", 2, code=1).stderr, "two replicas, one drive"
+    nvpool(pool, "drive", "drain", 3, "--cancel")
+    assert "paused" in nvpool(pool, "pool", "rebalance", "--status").stdout
+    nvpool(pool, "pool", "rebalance", "--resume", "--limit", "8")
+    nvpool(pool, "pool", "rebalance", "--wait")
+    after = pool.pool_map
+    assert not after.moving.paused and after.moving.limit_bytes_s == 8 * MIB
+    assert [t.wish for t in after.targets] == ["share"] * 3 and len(after.drives) == len(before.drives)
+    full(pool)

@@ -118,8 +118,10 @@ class Pool(RuleBasedStateMachine):
     def wish(self, data, wish):
         target = data.draw(st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"]))
         new = transitions.wished(self.map, target, wish)
-        if wish == "lost" and transitions.only_copies(new, target):
-            return  # refused to the operator
+        if wish == "lost":
+            new = transitions.died(new, {target})
+            if transitions.only_copies(new, target):
+                return  # refused to the operator
         try:
             new = with_goals(new)
         except InvalidRequest:
@@ -222,7 +224,7 @@ def test_who_is_replaced_is_read_no_more_before_he_leaves():
 
 
 def test_a_lost_target_returns_to_no_chain():
-    lost = transitions.wished(a_pool((4, 4, 4), 2), 1, "lost")
+    lost = transitions.died(transitions.wished(a_pool((4, 4, 4), 2), 1, "lost"), {1})
     assert transitions.returned(lost, {1}) is lost and not any(1 in c.targets for c in lost.table_by_id[2].chains)
     assert transitions.retired(lost) is lost, "as long as it has the only copies of something"
     only = replace(lost, tables=tuple(replace(t, chains=tuple(

@@ -161,7 +161,7 @@ class Attributes(Core):
         if self._statfs is not None and self._statfs[1] > now_s:
             return self._statfs[0]
         pool_map = self.view.map
-        targets = [target.id for target in pool_map.targets if target.state != "gone"]
+        targets = [target.id for target in pool_map.targets if not target.is_over]
         told = dict(zip(targets, await asyncio.gather(*map(self._space_of, targets)), strict=True))
         capacity = {target: space[0] for target, space in told.items()}
         free = {target: space[1] for target, space in told.items()}

@@ -1,0 +1,343 @@
+"""What the operator wishes of drives: to be added, drained, removed, replaced; and how far moving their chains has come.
+
+Called by run/supervisor with the verbs of POOL_CHANGE. Each wish is one change of the map, refused before anything is changed;
+what follows from it is the manager's work, and goes on after any restart, since all of it stands in the map. A wish may be
+repeated: what is so already stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.logic.poolmap import Drive, PoolMap, Target
+from nvpool.logic.rebalance import check_room, standing, with_goals
+from nvpool.logic.transitions import died, named, only_copies, retired, wished
+from nvpool.run.daemon import command
+from nvpool.run.keeping import used_ports
+from nvpool.run.leading import Leading
+from nvpool.run.making import endpoints_for, free_ports
+
+_MAKE_DEADLINE_S = 120.0
+_SAMPLES = 64
+_SAMPLE_S = 1.0
+"""Between two looks at what is left, of which the speed is made."""
+
+
+class Drives:
+    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *,
+                 used: Callable[[], Awaitable[dict[int, int]]], start: Callable[[], None],
+                 end: Callable[[int], Awaitable[None]]):
+        """`used`: bytes that targets hold, as far as they answer; `start` starts what the map wants here, `end` ends the
+        process of a target for good."""
+        self._directory = directory
+        self._config = config
+        self._node = node
+        self._leading = leading
+        self._used = used
+        self._start = start
+        self._end = end
+        self._adding = asyncio.Lock()
+        self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
+            "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
+            "rebalance": self._rebalance}
+
+    # -- adding ------------------------------------------------------------------------------------------------------------
+
+    async def _add(self, arguments: dict) -> dict:
+        return await self._take_in(*_drive_of(arguments, "drive-add"), lambda pool_map: pool_map)
+
+    async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap]) -> dict:
+        """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
+        it one after the other, each with its chunks. `also`: what else is changed in the same map."""
+        async with self._adding:
+            pool_map = self._leading.pool_map
+            _check_count(also(pool_map))  # what will be refused leaves no store behind
+            drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
+            target_id = max((target.id for target in pool_map.targets), default=0) + 1
+            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map,
+                                           force)
+            endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
+                                      free_ports(2, self._config.network, used_ports(pool_map)))
+            drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
+            target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
+            new = await self._leading.change(lambda newest: with_goals(also(msgspec.structs.replace(
+                newest, drives=(*newest.drives, drive), targets=(*newest.targets, target)))))
+            self._start()
+            return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
+                    "epoch": new.epoch, "chains_to_come": coming(new)[target_id]}
+
+    # -- draining and removing -----------------------------------------------------------------------------------------------
+
+    async def _drain(self, arguments: dict) -> dict:
+        cancel, used = bool(arguments.get("cancel", False)), await self._used()
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments)
+            if target.wish == "lost":
+                raise InvalidRequest(f"drive {target.drive} is lost; it is being taken out of the pool")
+            if cancel:
+                return newest if target.wish == "share" else with_goals(wished(newest, target.id, "share"))
+            if target.wish in ("drain", "remove"):
+                return newest
+            wanted = wished(newest, target.id, "drain")
+            check_room(wanted, used)
+            return with_goals(wanted)
+
+        return self._told(await self._leading.change(decide), arguments)
+
+    async def _remove(self, arguments: dict) -> dict:
+        if bool(arguments.get("lost", False)):
+            return await self._lose(arguments)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments, gone=True)
+            if target.state == "gone":
+                return newest
+            if target.id in named(newest):
+                raise InUse(f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
+                            f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove --lost")
+            return retired(wished(newest, target.id, "remove"))
+
+        return self._told(await self._leading.change(decide), arguments)
+
+    async def _lose(self, arguments: dict) -> dict:
+        """The target ends first: nobody is served by it while others take its place."""
+        used = await self._used()
+
+        def decide(newest: PoolMap) -> PoolMap:
+            target = find(newest, arguments, gone=True)
+            return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used)
+
+        target = find(self._leading.pool_map, arguments, gone=True)
+        decide(self._leading.pool_map)
+        if target.node == self._node and target.state != "gone":
+            await self._end(target.id)
+        try:
+            return self._told(await self._leading.change(decide), arguments)
+        finally:
+            self._start()  # where it was refused after all
+
+    def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int]) -> PoolMap:
+        """The map in which the target is lost. InvalidRequest where that would give up what is stored. Chains of a smaller
+        replica count than the pool's stay with it, and are not served: whether anything is in them nobody can say."""
+        left = died(newest, {target.id}) if target.node == self._node else newest
+        self._check_copies(newest, target)
+        wanted = wished(left, target.id, "lost")
+        check_room(wanted, {one: count for one, count in used.items() if one != target.id})
+        return retired(with_goals(wanted))
+
+    @staticmethod
+    def _check_copies(newest: PoolMap, target: Target) -> None:
+        only = only_copies(died(newest, {target.id}), target.id, newest.settings.replicas)
+        if only:
+            raise InvalidRequest(f"drive {target.drive} has the only copy of {only} chains; without it their chunks are lost. "
+                                 f"Bring it back, wait until other drives have them, or drain it while it can be read")
+
+    async def _replace(self, arguments: dict) -> dict:
+        lost = bool(arguments.get("lost", False))
+        new_drive = _drive_of(arguments, "drive-replace")
+        old = find(self._leading.pool_map, arguments)
+        if old.wish in ("remove", "lost"):
+            raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive add")
+        if lost:
+            self._check_copies(self._leading.pool_map, old)
+        if lost and old.node == self._node:
+            await self._end(old.id)
+
+        def also(newest: PoolMap) -> PoolMap:
+            target = find(newest, {"drive": str(old.drive)})
+            if lost and target.node == self._node:
+                newest = died(newest, {target.id})
+            return wished(newest, target.id, "lost" if lost else "remove")
+
+        try:
+            made = await self._take_in(*new_drive, also)
+        finally:
+            self._start()
+        return made | {"replaces": old.drive}
+
+    def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
+        target = find(pool_map, arguments, gone=True)
+        return {"drive": target.drive, "target": target.id, "state": state_of(pool_map, target), "epoch": pool_map.epoch,
+                "chains": held(pool_map)[target.id], "chains_to_go": going(pool_map)[target.id]}
+
+    # -- moving in general ---------------------------------------------------------------------------------------------------
+
+    async def _rebalance(self, arguments: dict) -> dict:
+        """Pause, resume, limit; with none of them balance what is out of balance."""
+        try:
+            pause = arguments.get("pause")
+            limit = arguments.get("limit_bytes_s")
+            limit = None if limit is None else int(limit)
+        except (TypeError, ValueError):
+            raise InvalidRequest("rebalance wants pause and limit_bytes_s") from None
+        if limit is not None and limit < 0:
+            raise InvalidRequest("a limit is not negative; 0 takes it away")
+
+        def decide(newest: PoolMap) -> PoolMap:
+            moving = newest.moving
+            if pause is not None:
+                moving = msgspec.structs.replace(moving, paused=bool(pause))
+            if limit is not None:
+                moving = msgspec.structs.replace(moving, limit_bytes_s=limit)
+            if pause is None and limit is None:
+                return with_goals(newest)
+            return msgspec.structs.replace(newest, moving=moving)
+
+        new = await self._leading.change(decide)
+        return {"epoch": new.epoch, "paused": new.moving.paused, "limit_bytes_s": new.moving.limit_bytes_s,
+                "chains_to_move": sum(coming(new).values())}
+
+
+class Progress:
+    """How far moving has come, with the speed of the last minute."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK):
+        self._clock = clock
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+
+    def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
+        """What status says of the chains of the pool's replica count; `to_copy` counts all. Of what is left bytes are an
+        estimate: what a holder has stored, by its chains."""
+        seen = standing(pool_map, serving, pool_map.settings.replicas)._replace(to_copy=standing(pool_map, serving).to_copy)
+        holds = held(pool_map)
+        left = 0.0
+        for table in pool_map.tables:
+            for chain in table.chains:
+                missing = sum(target not in chain.targets for target in chain.goal)
+                if missing:
+                    source = next((t for t in reversed(chain.targets) if t in used), None)
+                    left += missing * used[source] / max(1, holds[source]) if source is not None else 0
+        now_s = self._clock.boottime_s()
+        if not seen.to_copy:
+            self._samples.clear()
+        elif not self._samples or now_s - self._samples[-1][0] >= _SAMPLE_S:
+            if self._samples and seen.to_copy > self._samples[-1][1]:
+                self._samples.clear()  # more was wished since
+            self._samples.append((now_s, seen.to_copy))
+        seconds_left = None
+        if len(self._samples) > 1 and (done := self._samples[0][1] - self._samples[-1][1]) > 0:
+            seconds_left = round(seen.to_copy * (self._samples[-1][0] - self._samples[0][0]) / done, 1)
+        return {"total": seen.chains, "full": seen.full, "fewer": seen.short, "filling": seen.filled, "without": seen.without,
+                "to_copy": seen.to_copy, "bytes_left": int(left), "seconds_left": seconds_left,
+                "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
+
+
+# -- looking at a map ------------------------------------------------------------------------------------------------------
+
+
+def held(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target holds."""
+    return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.targets)
+
+
+def coming(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target is still to get."""
+    return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.goal
+                   if target not in chain.targets)
+
+
+def going(pool_map: PoolMap) -> Counter[int]:
+    """Chains that each target is still to give away."""
+    return Counter(target for table in pool_map.tables for chain in table.chains if chain.goal
+                   for target in chain.targets if target not in chain.goal)
+
+
+def state_of(pool_map: PoolMap, target: Target) -> str:
+    """What a person calls the state of a drive that the operator wishes something of; nothing where he does not."""
+    if target.state == "gone":
+        return "removed"
+    if target.wish == "share":
+        return ""
+    if target.wish == "lost":
+        return "lost"
+    if target.id in named(pool_map):
+        return "draining" if target.wish == "drain" else "removing"
+    return "drained"
+
+
+def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
+    """What status says of each drive; `stores`: what the targets say of themselves."""
+    holds, come, go = held(pool_map), coming(pool_map), going(pool_map)
+    all_chains = max(1, sum(holds.values()))
+    told = []
+    for target in pool_map.targets:
+        if target.state == "gone":
+            continue
+        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
+        store = stores.get(target.id, {})
+        told.append({"drive": drive.id, "target": target.id, "node": drive.node, "path": drive.path,
+                     "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
+                     "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
+                     "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
+                     "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
+                     "chains_to_go": go[target.id]})
+    return told
+
+
+def find(pool_map: PoolMap, arguments: dict, *, gone: bool = False) -> Target:
+    """The target on the drive that `arguments` name by its number or path. NotFound; `gone`: also one that was removed."""
+    name = str(arguments.get("drive", ""))
+    wanted = os.path.realpath(name) if os.path.isabs(name) else ""
+    found = None
+    for target in pool_map.targets:
+        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
+        if name == str(drive.id) or (wanted and wanted in (os.path.realpath(drive.path),
+                                                           os.path.realpath(os.path.dirname(drive.path)))):
+            found = target  # of several at a path the last is the one that may be there still
+    if found is None:
+        raise NotFound(f"the pool has no drive {name!r}; `nvpool drive ls` lists them")
+    if found.state == "gone" and not gone:
+        raise NotFound(f"drive {found.drive} was removed from the pool")
+    return found
+
+
+def _check_count(pool_map: PoolMap) -> None:
+    """InvalidRequest where one more target would still be too few."""
+    most = max((table.id for table in pool_map.tables), default=1)
+    if len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1 < most:
+        with_goals(pool_map)
+
+
+def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
+    try:
+        path, capacity_bytes = str(arguments["path"]), int(arguments.get("capacity_bytes", 0))
+        force = bool(arguments.get("force", False))
+    except (ValueError, KeyError, TypeError):
+        raise InvalidRequest(f"{verb} wants a path and perhaps capacity_bytes and force") from None
+    if not os.path.isabs(path):
+        raise InvalidRequest(f"the path of a drive is absolute, {path!r} is not")
+    return path, capacity_bytes, force
+
+
+def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap, force: bool) -> dict:
+    """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
+    request = {"verb": "store", "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
+               "pool_id": pool_map.pool_id, "known": _in_use(pool_map), "force": force}
+    try:
+        done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
+                              timeout=_MAKE_DEADLINE_S, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True) from None
+    except ValueError:
+        raise Bug("the program that makes stores gave no answer; its reason is in the log") from None
+    if "error" in answer:
+        raise Refused(answer["error"])
+    return answer
+
+
+def _in_use(pool_map: PoolMap) -> list[str]:
+    drives = {target.drive for target in pool_map.targets if target.state != "gone"}
+    return [drive.path for drive in pool_map.drives if drive.id in drives]

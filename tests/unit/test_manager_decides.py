@@ -1,0 +1,141 @@
+"""The manager and a target's tenure on a counted clock."""
+
+import asyncio
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import Fenced, StaleTenure, Unavailable, WrongTarget
+from nvpool.cluster.embedded import EmbeddedCoordinator
+from nvpool.cluster.manager import EQUAL, LEASE_S, Manager
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import Chain, PartitionRange, Shard
+from nvpool.store.tenure import Tenure
+from nvpool.wire.v1.pool_pb2 import AliveRequest
+from tests.unit.test_placement import a_pool
+
+
+def with_manager(run, pool_map=None, leader=False):
+    async def main():
+        now = pool_map or replace(a_pool((4, 4, 4), 2), shards=(Shard(1, 1, ("inproc://m",)),),
+                                  partitions=(PartitionRange(0, 4096, 1),))
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), now)
+        clock = ManualClock()
+        lease = await coordinator.lead("1", 3.0, 1.0) if leader else None
+        manager = Manager(coordinator, clock=clock, leader=lease)
+        await run(coordinator, manager, clock, *([lease] if leader else []))
+        await coordinator.close()
+    asyncio.run(main())
+
+
+def beat(manager, target, epoch=1, pid=None, equal=()):
+    return manager.alive(AliveRequest(target=target, pid=pid or 100 + target, epoch=epoch,
+                                      equal=b"".join(EQUAL.pack(*one) for one in equal)))
+
+
+def holds(pool_map, target):
+    return sum(target in chain.targets for chain in pool_map.table_by_id[2].chains)
+
+
+def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_knows_that():
+    async def run(coordinator, manager, clock):
+        for _ in range(4):
+            clock.advance(1.0)
+            for target in (1, 2):
+                assert beat(manager, target).lease_s == LEASE_S
+            assert not await manager.run_once() or clock.now_s > 1000 + LEASE_S
+        now = coordinator.pool_map
+        assert not holds(now, 3) and now.target_by_id[3].state == "down"
+        answer = beat(manager, 3)
+        assert answer.epoch_min == now.epoch == answer.epoch
+        assert await manager.run_once() and coordinator.pool_map.target_by_id[3].state == "up"
+        assert all(3 in c.joining for c in coordinator.pool_map.table_by_id[2].chains if 3 in c.goal)
+    with_manager(run)
+
+
+def test_a_dead_process_is_not_listened_to_and_another_one_of_the_target_is():
+    async def run(coordinator, manager, clock):
+        for target in (1, 2, 3):
+            beat(manager, target)
+        manager.died({2: 102})
+        assert await manager.run_once() and not holds(coordinator.pool_map, 2)
+        with pytest.raises(Fenced):
+            beat(manager, 2)
+        beat(manager, 2, pid=7)
+        assert await manager.run_once() and coordinator.pool_map.target_by_id[2].state == "up"
+        with pytest.raises(WrongTarget):
+            beat(manager, 9)
+    with_manager(run)
+
+
+def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_who_leaves_goes_when_he_knows():
+    def changed(pool_map):
+        chain = Chain(5, (1, 2), (3,), (2, 3))
+        table = replace(pool_map.table_by_id[2], chains=(chain, *pool_map.table_by_id[2].chains[1:]))
+        return replace(pool_map, tables=(pool_map.tables[0], table), shards=(Shard(1, 1, ("inproc://m",)),),
+                       partitions=(PartitionRange(0, 4096, 1),))
+
+    async def run(coordinator, manager, clock):
+        beat(manager, 1, epoch=0)
+        beat(manager, 2)
+        beat(manager, 3, equal=[(2, 0, 5)])
+        assert not await manager.run_once(), "target 1 does not know the map yet"
+        beat(manager, 1)
+        assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(6, (1, 2, 3), (), (2, 3), (1,))
+        beat(manager, 1)
+        assert not await manager.run_once()
+        beat(manager, 1, epoch=coordinator.pool_map.epoch)
+        assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(7, (2, 3))
+    with_manager(run, changed(a_pool((4, 4, 4), 2)))
+
+
+def test_who_does_not_lead_any_more_gives_no_lease():
+    async def run(coordinator, manager, clock, lease):
+        assert beat(manager, 1).lease_s == LEASE_S
+        await lease.release()
+        with pytest.raises(Unavailable):
+            beat(manager, 1)
+    with_manager(run, leader=True)
+
+
+class Told:
+    """What a store tells the clients of its host."""
+
+    def __init__(self):
+        self.until_s, self.changed = None, 0
+
+    def serve_until(self, until_s):
+        self.until_s = until_s
+
+    def changing_all(self):
+        self.changed += 1
+
+
+def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_of_the_drive():
+    clock, told = ManualClock(), Told()
+    tenure = Tenure(1, clock, told)
+    pool_map = a_pool((4, 4, 4), 2)
+    alone = replace(pool_map, tables=pool_map.tables[:1])
+    tenure.update_map(alone)
+    assert tenure.holds() and told.until_s == math.inf, "whoever holds its chains alone needs none"
+    tenure.update_map(replace(pool_map, epoch=2))
+    assert not tenure.holds()
+    sent_s = clock.boottime_s()
+    clock.advance(1.0)
+    tenure.renewed(sent_s, LEASE_S, 2)
+    assert tenure.holds() and told.until_s == sent_s + LEASE_S
+    tenure.renewed(sent_s, LEASE_S, 3)
+    assert not tenure.holds() and told.until_s == 0.0, "it was taken out by a map that it does not know"
+    gone = replace(pool_map, epoch=3, tables=(pool_map.tables[0], replace(pool_map.tables[1], chains=tuple(
+        replace(c, targets=tuple(t for t in c.targets if t != 1)) if len(c.targets) > 1 else c
+        for c in pool_map.tables[1].chains))))
+    before = told.changed
+    tenure.update_map(gone)
+    assert told.changed == before + 1 and not tenure.shared and tenure.holds()
+    tenure.update_map(replace(pool_map, epoch=4))
+    assert tenure.holds()
+    clock.advance(LEASE_S)
+    with pytest.raises(StaleTenure):
+        tenure.check()
