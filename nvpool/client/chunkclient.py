@@ -15,7 +15,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 from nvpool.base import errors
@@ -87,7 +87,7 @@ class ChunkClient:
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
         self.hedging = Hedging(clock, self._is_late)
-        self._flushing = Flushing(view, clock, ask_target=self.ask_target, call=self._call, delay=self._delay)
+        self._flushing = Flushing(view, clock, call=self._call, delay=self._delay)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
@@ -510,7 +510,7 @@ class ChunkClient:
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
                 self.short.forget_chunk(file, index)
-                return lane.target if alone else self.replicas.written_at(file, index)
+                return self.replicas.written_at(file, index)
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
@@ -536,8 +536,8 @@ class ChunkClient:
         finally:
             asked.cancel()
 
-    async def flush(self, places: Iterable[WrittenAt]) -> None:
-        """Return when everything that these have answered survives the loss of power."""
+    async def flush(self, places: Collection[WrittenAt]) -> None:
+        """Return when everything that was written to these chains survives the loss of power."""
         await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:

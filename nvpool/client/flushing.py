@@ -1,14 +1,13 @@
 """Having what stores have answered survive the loss of power, on each target that has it.
 
-What was written to one target is flushed there. What was written to a chain is flushed by who are its targets, or join it, when
-it is flushed: who came since has copied it and flushes that before it counts, and who is gone is not waited for. Called by
-chunkclient.
+What was written is remembered by its chain, and flushed by who are its targets, or join it, when it is flushed: who came since
+has copied it and flushes that before it counts, and who is gone is not waited for. Called by chunkclient.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Stale, Unavailable
@@ -16,42 +15,23 @@ from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.poolview import PoolView
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
-WrittenAt = int | tuple[int, int]
-"""A target, or a chain with several members: table and number."""
+WrittenAt = tuple[int, int]
+"""A chain: table and number."""
 PATIENCE_S = 1.0
 """For an answer, before the map is asked for: perhaps the target is gone."""
 
 
 class Flushing:
-    """`ask_target(target, method, request, deadline_s)`: until it answers; `call(target, method, message, deadline_s)`:
-    once."""
+    """`call(target, method, message, deadline_s)`: ask a target once."""
 
-    def __init__(self, view: PoolView, clock: Clock, *, ask_target: Callable[..., Awaitable[bytes]],
-                 call: Callable[..., Awaitable], delay: Callable[[int, Exception, float], float]):
+    def __init__(self, view: PoolView, clock: Clock, *, call: Callable[..., Awaitable],
+                 delay: Callable[[int, Exception, float], float]):
         self._view = view
         self._clock = clock
-        self._ask_target = ask_target
         self._call = call
         self._delay = delay
 
-    async def flush(self, places: Iterable[WrittenAt], deadline_s: float) -> None:
-        """Return when everything that these have answered survives the loss of power. Unavailable at the deadline."""
-        chains = {place for place in places if not isinstance(place, int)}
-        work = [self._flush_one(place, deadline_s) for place in places if isinstance(place, int)]
-        if chains:
-            work.append(self._flush_chains(chains, deadline_s))
-        waiting = [asyncio.get_running_loop().create_task(one) for one in work]
-        try:
-            await asyncio.gather(*waiting)
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _flush_one(self, target: int, deadline_s: float) -> None:
-        request = data_pb2.FlushRequest(map_epoch=self._view.map.epoch, target=target)
-        await self._ask_target(target, wire_pb2.DATA_FLUSH, request, deadline_s)
-
-    def _members(self, chains: set[tuple[int, int]]) -> set[int]:
+    def _members(self, chains: Collection[WrittenAt]) -> set[int]:
         found: set[int] = set()
         for table, number in chains:
             known = self._view.map.table_by_id.get(table)
@@ -60,8 +40,9 @@ class Flushing:
                 found.update(chain.targets, chain.joining)
         return found
 
-    async def _flush_chains(self, chains: set[tuple[int, int]], deadline_s: float) -> None:
-        """One question a target, also where it is in many of the chains."""
+    async def flush(self, chains: Collection[WrittenAt], deadline_s: float) -> None:
+        """Return when everything that was written to these chains survives the loss of power. Unavailable at the deadline."""
+        # one question a target, also where it is in many of the chains
         asked: dict[int, asyncio.Task] = {}
         tries, reason = 0, None
         try:

@@ -16,6 +16,7 @@ from nvpool.base.units import BLOCK_BYTES
 from nvpool.client.answers import decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import ChunkClient
+from nvpool.client.flushing import WrittenAt
 from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -96,15 +97,15 @@ class Ranges:
         return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 
     async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
-                   deadline_s: float) -> tuple[int, int]:
-        """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns that
-        target and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the source is
-        damaged."""
+                   deadline_s: float) -> tuple[WrittenAt, int]:
+        """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns what is
+        to be flushed, and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the
+        source is damaged."""
         return await self._chunks.named(lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s),
                                         deadline_s)
 
     async def _copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int, slot: int,
-                    sequence: int, deadline_s: float) -> tuple[int, int]:
+                    sequence: int, deadline_s: float) -> tuple[WrittenAt, int]:
         chunks = self._chunks
         tries = 0
         reason: NvpoolError | None = None
@@ -122,7 +123,7 @@ class Ranges:
                 reply = await self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(),
                                                 deadline_s=deadline_s)
                 chunks.short.forget_chunk(file, index)
-                return lane.target, decoded(data_pb2.CopyReply, reply.message).bytes
+                return chunks.replicas.written_at(file, index), decoded(data_pb2.CopyReply, reply.message).bytes
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame) as error:

@@ -63,12 +63,11 @@ class Replicas:
 
     def written_at(self, file: OpenInode, index: int) -> WrittenAt:
         """What to flush after a write of the chunk."""
-        return _written_at(file.layout.table, chain_of(file.inode, index), self.chain(file, index))
+        return file.layout.table, chain_of(file.inode, index)
 
     def all_places(self) -> set[WrittenAt]:
         """What to flush after any write."""
-        return {_written_at(table.id, number, chain) for table in self._view.map.tables
-                for number, chain in enumerate(table.chains)}
+        return {(table.id, number) for table in self._view.map.tables for number in range(len(table.chains))}
 
     # -- whom to ask -------------------------------------------------------------------------------------------------------
 
@@ -96,7 +95,3 @@ class Replicas:
         news = lane.shunned_s <= now_s
         lane.shunned_s = now_s + SHUN_S
         return news
-
-
-def _written_at(table: int, number: int, chain: Chain) -> WrittenAt:
-    return chain.targets[0] if len(chain.targets) == 1 and not chain.joining else (table, number)

@@ -1,4 +1,4 @@
-"""What stores have of us and may lose with their power: for each inode the targets, or chains of them, until they have flushed.
+"""What stores have of us and may lose with their power: for each inode the chains that have it, until they have flushed.
 
 Bounded; where it is not remembered which they are (there were too many, or a process before us wrote it), all
 targets of the pool are flushed, once, for whoever asks first. Used by the writer.
@@ -13,7 +13,7 @@ from nvpool.client.flushing import WrittenAt
 
 INODES_MAX = 100_000
 PLACES_MAX = 400_000
-"""Targets and chains, over all inodes."""
+"""Chains, over all inodes."""
 
 
 class Unflushed:
@@ -22,7 +22,7 @@ class Unflushed:
     def __init__(self, chunks, changed: Callable[[bool], None]) -> None:
         self._chunks = chunks
         self._changed = changed
-        # inode -> who has unflushed bytes of ours, each with the number of the last write to it
+        # inode -> chains that have unflushed bytes of ours, each with the number of the last write to it
         self._recent: OrderedDict[int, dict[WrittenAt, int]] = OrderedDict()
         self._places = 0
         self._noted = 0

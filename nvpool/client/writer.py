@@ -289,7 +289,7 @@ class Writer:
             while True:
                 cut = file.cut
                 try:
-                    target = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
+                    place = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
                     break
                 except StaleCut:
                     # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
@@ -306,7 +306,7 @@ class Writer:
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
             # and only one more stamp tells.
             written.wrote = True
-            self._unflushed.note(file.inode, target)
+            self._unflushed.note(file.inode, place)
             if self._keeping is not None:
                 self._note(written)
         except NvpoolError as error:
@@ -491,8 +491,8 @@ class Writer:
 
     # -- what is written without bytes of ours ---------------------------------------------------------------------------
 
-    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, target: int = 0) -> None:
-        """Under the cut number `cut` bytes of the file up to `end` came to be at a store (`target` 0: a hole, at none)."""
+    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, place: tuple[int, int] | None = None) -> None:
+        """Under cut number `cut`, `byte_count` bytes up to `end` came to be at a store. `place`: what to flush, None: hole."""
         written = file.written or self._written(file)
         written.begun = True
         if not written.wrote:
@@ -503,8 +503,8 @@ class Writer:
             written.stored_bytes += byte_count
             written.find_end()
         self._note(written)
-        if target:
-            self._unflushed.note(file.inode, target)
+        if place is not None:
+            self._unflushed.note(file.inode, place)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ lease."""
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -132,6 +133,11 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         pool.make()
         pool.start()
         written = fill(pool, step=79193)
+        client = pool.connect()
+        kept = client.open("/kept", "wb", buffering=0)  # not synced before who has it is gone
+        written["/kept"] = random.Random(replicas).randbytes(9 * MIB)
+        kept.write(written["/kept"])
+        client.read_bytes("/kept")  # what was written is at the stores
         (tmp_path / "new").mkdir()
         added = json.loads(nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout)
         assert [one["chains_to_come"] + one["chains_to_go"] for one in added["drives"]] == [0, 0, 0]
@@ -152,6 +158,9 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         nvpool(pool, "drive", "remove", 1)
         pool.until(lambda: gone not in pool.processes(), "its process has ended")
         assert [one["drive"] for one in json.loads(nvpool(pool, "drive", "ls", "--json").stdout)] == [2, 3]
+        kept.fsync()
+        kept.close()
+        client.close()
         all_is_there(pool, written)
         pool.end_daemons()
         pool.start()

@@ -288,7 +288,7 @@ class Ranges(Files, Attributes):
         while True:
             cut = file.cut
             try:
-                target, copied = await self.ranges.copy(origin, piece.source, file, piece.target, piece.length, deadline_s)
+                place, copied = await self.ranges.copy(origin, piece.source, file, piece.target, piece.length, deadline_s)
             except ChecksumMismatch:
                 return False
             except StaleCut:
@@ -300,7 +300,7 @@ class Ranges(Files, Attributes):
                 continue
             _check_locks(origin)  # lost meanwhile: others may have changed both, so it counts for nothing
             _check_locks(file)
-            self.writer.was_copied(file, piece.target + piece.length, copied, cut, target)
+            self.writer.was_copied(file, piece.target + piece.length, copied, cut, place)
             return True
 
 
