@@ -2,6 +2,12 @@
 
 Each process that a test starts inherits a mark in its environment; what still has it at the end is named, ended, and fails the
 run. So does a mount of nvpool that was not there before (on a machine of its own, CI=true; elsewhere it may be somebody's).
+
+A shell without job control starts what it puts into the background with SIGINT ignored, and all below it inherits that: tests
+that interrupt a program would see nothing happen. Here it is as in a terminal again, for the tests and what they start.
+
+NVPOOL_TEST_FAILED_FILE names a file for what failed, a line each, in the words that pytest takes to run it again; what must
+not be forgiven by running it again begins with "never again: ".
 """
 
 import os
@@ -15,8 +21,14 @@ MARK = "NVPOOL_TEST_RUN"
 ENDING_S = 15.0
 """Daemons that were told to stop may take their time to drain."""
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+FAILED_FILE = "NVPOOL_TEST_FAILED_FILE"
 LEFT = pytest.StashKey[list[str]]()
 MOUNTS = pytest.StashKey[set[str]]()
+FAILED = pytest.StashKey[dict[str, None]]()
+TOLD_IN = pytest.StashKey[str | None]()
 
 
 def pytest_configure(config):
@@ -24,6 +36,24 @@ def pytest_configure(config):
         return
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     config.stash[MOUNTS] = nvpool_mounts()
+    config.stash[TOLD_IN] = os.environ.pop(FAILED_FILE, None)  # not for a run that a test of ours makes
+    config.stash[FAILED] = {}
+    config.pluginmanager.register(FailedOnes(config.stash[FAILED]))
+
+
+class FailedOnes:
+    """What failed, in order. What a file's fixtures find at their end is the file's, not its last test's."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.found[report.nodeid.partition("::")[0] if report.when == "teardown" else report.nodeid] = None
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.found[f"never again: {report.nodeid} can not be collected"] = None
 
 
 @pytest.hookimpl(trylast=True)
@@ -45,6 +75,11 @@ def pytest_sessionfinish(session):
     session.config.stash[LEFT] = left
     if left and session.exitstatus == 0:
         session.exitstatus = 1
+    if place := session.config.stash[TOLD_IN]:
+        failed = [*session.config.stash[FAILED], *(f"never again: left behind {line}" for line in left)]
+        if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            failed.append(f"never again: the run ended with {session.exitstatus!r}")
+        Path(place).write_text("".join(f"{line}\n" for line in failed))
 
 
 def pytest_terminal_summary(terminalreporter, config):
