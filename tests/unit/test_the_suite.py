@@ -88,8 +88,8 @@ def test_programs_can_be_interrupted_when_the_suite_runs_in_the_background_of_a_
 import signal, subprocess, sys
 
 def test_interrupt():
-    program = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(200)"], stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    waiting = "import time; print(1, flush=True); time.sleep(200)"
+    program = subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     program.stdout.read(1)
     program.send_signal(signal.SIGINT)
     assert program.wait(100) == -signal.SIGINT
