@@ -22,6 +22,7 @@ _FORMATS_READ = (1, 2)
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
 TargetWish = Literal["share", "drain", "remove", "lost"]
 ShardState = Literal["up", "down"]
+ShardWish = Literal["share", "remove"]
 StandbyState = Literal["syncing", "up"]
 
 
@@ -135,7 +136,8 @@ class Standby(msgspec.Struct, frozen=True):
 class Shard(msgspec.Struct, frozen=True):
     """One LMDB environment on each of its members. node, endpoints, member and path are the primary's; `term` counts the
     primaries, a journal record carries it. `path` is where a member's records are on its node; empty: in the pool's directory.
-    `epoch` grows with every change of term or standbys. Changes: logic/shards."""
+    `epoch` grows with every change of term or standbys. Changes: logic/shards. `wish`: to hold its share of the partitions, or
+    to give them all away and leave the pool (logic/moves)."""
 
     id: int
     node: int
@@ -146,6 +148,7 @@ class Shard(msgspec.Struct, frozen=True):
     path: str = ""
     epoch: int = 1
     standbys: tuple[Standby, ...] = ()
+    wish: ShardWish = "share"
 
 
 class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
@@ -180,6 +183,10 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     tokens: tuple[JoinToken, ...] = ()
     etcd: tuple[EtcdMember, ...] = ()
     """Where the map is kept; empty: in the embedded coordinator of the first node, or in an etcd that is not the pool's own."""
+    moves: tuple[PartitionRange, ...] = ()
+    """Partitions that are to change hands, with the shard that is to hold them: logic/moves. Until then `partitions` holds."""
+    shards_given: int = 0
+    """The highest number of a shard that has left the pool: none is given twice."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:
@@ -274,6 +281,14 @@ def check_map(pool_map: PoolMap) -> list[str]:
         wrong.append("the partitions are not divided over the shards without gap or overlap")
     if any(part.shard not in pool_map.shard_by_id for part in pool_map.partitions):
         wrong.append("a partition belongs to a shard that does not exist")
+    place = 0
+    for part in pool_map.moves:
+        if part.first < place or part.count < 1 or part.first + part.count > PARTITION_COUNT:
+            wrong.append("a partition that does not exist is to move, or one to two shards")
+            break
+        place = part.first + part.count
+    if any(part.shard not in pool_map.shard_by_id for part in pool_map.moves):
+        wrong.append("a partition is to move to a shard that does not exist")
     return wrong
 
 

@@ -1,0 +1,185 @@
+"""Which partitions move between shards, and what that does to the map (logic/moves)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.logic import moves
+from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, check_map, decode_map, encode_map
+from nvpool.logic.transitions import sealed
+from nvpool.testing.meta_shard import small_map
+
+
+def shard(number: int, **fields) -> Shard:
+    return Shard(number, 1, (f"inproc://shard-{number}",), **fields)
+
+
+def pool_of(count: int) -> PoolMap:
+    pool_map = small_map()
+    for number in range(2, count + 1):
+        pool_map = finished(moves.shard_added(pool_map, shard(number)))
+    return pool_map
+
+
+def held(pool_map: PoolMap) -> Counter[int]:
+    return Counter(pool_map.shard_of_partition)
+
+
+def step(pool_map: PoolMap, giver: int, count_max: int = moves.BATCH_MAX) -> PoolMap | None:
+    taker, partitions = moves.next_batch(pool_map, giver, count_max=count_max)
+    if not taker:
+        return None
+    return moves.moved(pool_map, giver, pool_map.shard_by_id[giver].term, taker, partitions)
+
+
+def finished(pool_map: PoolMap) -> PoolMap:
+    for one in pool_map.shards:
+        while (new := step(pool_map, one.id)) is not None:
+            pool_map = new
+    return pool_map
+
+
+def least(pool_map: PoolMap) -> int:
+    """Partitions that have to move at least, reckoned another way: what lies above the largest fitting shares."""
+    staying = [one.id for one in pool_map.shards if one.wish == "share"]
+    counts = held(pool_map)
+    each, over = divmod(PARTITION_COUNT, len(staying))
+    kept = sum(min(counts[one], each) for one in staying)
+    return PARTITION_COUNT - kept - min(over, sum(counts[one] > each for one in staying))
+
+
+@st.composite
+def histories(draw):
+    """A map after wishes of all kinds, each followed by some of the moves that it leads to."""
+    pool_map = small_map()
+    for _ in range(draw(st.integers(1, 7))):
+        ids = sorted(pool_map.shard_by_id)
+        what = draw(st.sampled_from(["add", "add", "remove", "share", "move", "gone"]))
+        one = draw(st.sampled_from(ids))
+        if what == "add" and len(ids) < 8:
+            pool_map = moves.shard_added(pool_map, shard(moves.shards_given(pool_map) + 1))
+        elif what in ("remove", "share"):
+            try:
+                pool_map = moves.wished(pool_map, one, what)
+            except InvalidRequest:
+                assert [s.wish for s in pool_map.shards if s.id != one].count("share") == 0
+        elif what == "gone":
+            try:
+                pool_map = moves.shard_removed(pool_map, one)
+            except InUse:
+                pass
+        for _ in range(draw(st.integers(0, 6))):
+            new = step(pool_map, draw(st.sampled_from(sorted(pool_map.shard_by_id))), draw(st.integers(1, 900)))
+            pool_map = new if new is not None else pool_map
+    return pool_map
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories())
+def test_a_plan_is_even_moves_the_fewest_and_stands_when_it_is_made_again(pool_map):
+    planned = moves.planned(pool_map)
+    assert check_map(planned) == []
+    assert planned.partitions == pool_map.partitions, "a goal alone changes no holder"
+    assert moves.planned(planned) == planned
+    assert moves.left(planned) == least(pool_map)
+    done = finished(planned)
+    counts = held(done)
+    staying = [one.id for one in done.shards if one.wish == "share"]
+    assert not done.moves and check_map(done) == []
+    assert {counts[one] for one in staying} <= {PARTITION_COUNT // len(staying), -(-PARTITION_COUNT // len(staying))}
+    assert all(moves.is_empty(done, one.id) for one in done.shards if one.wish == "remove")
+    assert moves.planned(done) == done
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.data())
+def test_what_is_under_way_goes_on_when_another_wish_comes(pool_map, data):
+    pool_map = moves.planned(pool_map)
+    new = moves.shard_added(pool_map, shard(moves.shards_given(pool_map) + 1))
+    assert moves.left(new) == least(new)
+    before, after = moves.goals(pool_map), moves.goals(new)
+    kept = {p for p in range(PARTITION_COUNT) if before[p] != pool_map.shard_of_partition[p] and before[p] == after[p]}
+    quota = Counter(after)
+    for p in range(PARTITION_COUNT):
+        holder = pool_map.shard_of_partition[p]
+        if before[p] != holder and p not in kept:
+            # Another goal only where its first taker has got enough by the new plan, or its holder keeps it.
+            assert after[p] == holder or quota[before[p]] >= PARTITION_COUNT // len(new.shards)
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories())
+def test_maps_with_moves_survive_being_stored(pool_map):
+    assert decode_map(encode_map(pool_map)) == pool_map
+
+
+def test_a_second_shard_gets_half_in_sixteen_changes():
+    pool_map = moves.shard_added(small_map(), shard(2))
+    assert moves.left(pool_map) == moves.left(pool_map, 2) == 2048
+    changes = 0
+    while (new := step(pool_map, 1)) is not None:
+        pool_map, changes = new, changes + 1
+    assert changes == 16
+    assert pool_map.partitions == (PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2))
+
+
+def test_the_root_leaves_its_shard_only_when_that_is_removed():
+    pool_map = pool_of(5)
+    assert pool_map.shard_of_partition[0] == 1
+    gone = finished(moves.wished(pool_map, 1, "remove"))
+    assert gone.shard_of_partition[0] != 1
+    without = moves.shard_removed(gone, 1)
+    assert 1 not in without.shard_by_id and moves.shards_given(without) == 5
+
+
+def test_a_shard_that_holds_something_is_not_removed_and_the_last_one_never():
+    pool_map = pool_of(2)
+    with pytest.raises(InUse):
+        moves.shard_removed(pool_map, 2)
+    leaving = moves.wished(pool_map, 2, "remove")
+    with pytest.raises(InUse):
+        moves.shard_removed(leaving, 2)
+    with pytest.raises(InvalidRequest):
+        moves.wished(leaving, 1, "remove")
+    assert moves.wished(leaving, 2, "share").moves == ()
+    assert moves.shard_removed(moves.shard_removed(finished(leaving), 2), 2).shard_by_id.keys() == {1}
+
+
+def test_a_number_of_a_removed_shard_is_not_given_again():
+    pool_map = moves.shard_removed(finished(moves.wished(pool_of(3), 3, "remove")), 3)
+    assert moves.shards_given(pool_map) == 3
+    pool_map = moves.shard_added(pool_map, shard(4))
+    assert moves.shards_given(pool_map) == 4
+
+
+def test_a_hand_over_of_an_older_term_or_an_older_goal_changes_nothing():
+    pool_map = moves.shard_added(small_map(), shard(2))
+    taker, batch = moves.next_batch(pool_map, 1)
+    later = replace(pool_map, shards=tuple(replace(one, term=one.term + 1) for one in pool_map.shards))
+    with pytest.raises(StaleTerm):
+        moves.moved(later, 1, 1, taker, batch)
+    with pytest.raises(StaleEpoch):
+        moves.moved(moves.wished(pool_map, 2, "remove"), 1, 1, taker, batch)
+    with pytest.raises(StaleEpoch):
+        moves.moved(pool_map, 1, 1, 3, batch)
+    with pytest.raises(StaleEpoch):
+        moves.moved(pool_map, 2, 1, taker, batch)
+    done = moves.moved(pool_map, 1, 1, taker, batch)
+    assert moves.moved(done, 1, 1, taker, batch) is done, "the same word may come twice"
+    assert sealed(pool_map, done).epoch == pool_map.epoch + 1
+    back = moves.wished(done, 2, "remove")
+    with pytest.raises(StaleEpoch):
+        moves.moved(back, 1, 1, taker, batch)
+
+
+def test_what_has_to_wait_is_not_in_the_next_batch():
+    pool_map = moves.shard_added(small_map(), shard(2))
+    _, batch = moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)
+    assert batch == (2049, 2051, 2052)
