@@ -180,6 +180,10 @@ class PoolDirectory:
         something as long as the map has that epoch."""
         return self.run / f"target-{number}.ended"
 
+    def fenced(self, number: int) -> Path:
+        """There until a target that could not vouch for its drive is opened anew; as far as that could be noted."""
+        return self.run / f"target-{number}.fenced"
+
     def target(self, number: int) -> Path:
         return self.path / "targets" / str(number)
 

@@ -479,6 +479,12 @@ class DriveFailed(Damaged):
     wire_code = 404
 
 
+class WritesLost(Damaged):
+    """What was written and not flushed yet was lost where it was stored, as with the power of its machine."""
+
+    wire_code = 405
+
+
 # -- Bug -------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from nvpool.base import errors
@@ -44,7 +44,7 @@ from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
-from nvpool.client.flushing import PATIENCE_S, Flushing, WrittenAt
+from nvpool.client.flushing import PATIENCE_S, Flushing, Proof, Stored, WrittenAt
 from nvpool.client.hedging import Hedging, Sent
 from nvpool.client.lanes import Lane, Read, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
@@ -440,7 +440,7 @@ class ChunkClient:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-                    deadline_s: float) -> WrittenAt:
+                    deadline_s: float) -> Stored:
         """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return who has them, for a flush.
 
         On return they survive kill -9 of the stores, and the loss of all but one. Repeated under the same name until then, or
@@ -486,7 +486,7 @@ class ChunkClient:
         return self._slots.pop()
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
-                     sequence: int, deadline_s: float) -> WrittenAt:
+                     sequence: int, deadline_s: float) -> Stored:
         tries, reason = 0, None
         while True:
             try:
@@ -503,14 +503,15 @@ class ChunkClient:
                 call = connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
                 alone = len(chain.targets) == 1 and not chain.joining
                 reply = await (call if alone else self._unless_moved(call, file, index, lane))
-                results = decoded(data_pb2.WriteReply, reply.message).results
+                answer = decoded(data_pb2.WriteReply, reply.message)
+                results = answer.results
                 if len(results) != 16:
                     raise CorruptFrame("a store's answer to a write does not fit the question")
                 status = results[0] | results[1] << 8
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
                 self.short.forget_chunk(file, index)
-                return self.replicas.written_at(file, index)
+                return self.replicas.stored(file, index, chain.epoch, answer.verifiers)
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
@@ -536,9 +537,9 @@ class ChunkClient:
         finally:
             asked.cancel()
 
-    async def flush(self, places: Collection[WrittenAt]) -> None:
-        """Return when everything that was written to these chains survives the loss of power."""
-        await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
+    async def flush(self, places: Mapping[WrittenAt, Proof | None]) -> set[WrittenAt]:
+        """See Flushing.flush."""
+        return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:
         return self._dialer.call(self.lane(target).endpoints, method, message, deadline_s=deadline_s)

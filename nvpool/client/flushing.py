@@ -1,22 +1,49 @@
 """Having what stores have answered survive the loss of power, on each target that has it.
 
 What was written is remembered by its chain, and flushed by who are its targets, or join it, when it is flushed: who came since
-has copied it and flushes that before it counts, and who is gone is not waited for. Called by chunkclient.
+has copied it and flushes that before it counts, and who is gone is not waited for. Whether the chain still has it is told by
+the verifiers of those that had it (store/verifier), and where one of them has changed, by whether somebody was there all the
+time (`Chain.intact`): a chain loses what was not flushed only when the last target that is left does. Called by chunkclient.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import NamedTuple
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Stale, Unavailable
-from nvpool.client.answers import at_the_deadline, reason_of
+from nvpool.base.errors import DeadlineExceeded, Stale, Unavailable
+from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.poolview import PoolView
+from nvpool.wire.codec import pack_verifiers, unpack_verifiers
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 WrittenAt = tuple[int, int]
 """A chain: table and number."""
+
+
+class Proof(NamedTuple):
+    """By what one can tell later that what was written is still there: the chain's epoch before it was, and the verifiers of
+    those that have it, as they were told."""
+
+    epoch: int
+    verifiers: bytes
+
+
+class Stored(NamedTuple):
+    place: WrittenAt
+    proof: Proof
+
+
+def of_both(one: Proof, other: Proof) -> Proof:
+    """A proof for what either of them is one for, or for less than that."""
+    verifiers = unpack_verifiers(one.verifiers)
+    for target, verifier in unpack_verifiers(other.verifiers).items():
+        verifiers[target] = verifier if verifiers.get(target, verifier) == verifier else 0
+    return Proof(min(one.epoch, other.epoch), pack_verifiers(verifiers))
+
+
 PATIENCE_S = 1.0
 """For an answer, before the map is asked for: perhaps the target is gone."""
 
@@ -40,8 +67,21 @@ class Flushing:
                 found.update(chain.targets, chain.joining)
         return found
 
-    async def flush(self, chains: Collection[WrittenAt], deadline_s: float) -> None:
-        """Return when everything that was written to these chains survives the loss of power. Unavailable at the deadline."""
+    def _lost(self, chains: Mapping[WrittenAt, Proof | None], told: Mapping[int, int], epoch: int) -> set[WrittenAt] | None:
+        """Chains that do not have any more what was written to them; None where a map of `epoch` is needed to say that. `told`:
+        verifiers of their members by now."""
+        changed = {place: proof for place, proof in chains.items() if proof is not None and not all(
+            verifier and told.get(target) == verifier for target, verifier in unpack_verifiers(proof.verifiers).items())}
+        if changed and self._view.map.epoch < epoch:
+            return None
+        tables = self._view.map.table_by_id
+        return {place for place, proof in changed.items()
+                if place[0] in tables and tables[place[0]].chains[place[1]].intact > proof.epoch}
+
+    async def flush(self, chains: Mapping[WrittenAt, Proof | None], deadline_s: float) -> set[WrittenAt]:
+        """Return when everything that was written to these chains survives the loss of power, but for what has met that
+        already: the chains of which some is lost. Without a proof of what was written nothing is found to be. Unavailable at
+        the deadline."""
         # one question a target, also where it is in many of the chains
         asked: dict[int, asyncio.Task] = {}
         tries, reason = 0, None
@@ -60,7 +100,18 @@ class Flushing:
                 failed = {target: asked[target].exception() for target in members
                           if asked[target].done() and asked[target].exception() is not None}
                 if not failed and not left:
-                    return
+                    replies = {target: asked[target].result() for target in members}
+                    lost = self._lost(chains, {target: reply.verifier for target, reply in replies.items()},
+                                      max((reply.map_epoch for reply in replies.values()), default=0))
+                    if lost is not None:
+                        return lost
+                    left_s = deadline_s - self._clock.boottime_s()
+                    if left_s <= 0:
+                        raise DeadlineExceeded("the pool map by which the targets have flushed did not come in time")
+                    if not await self._view.refresh():
+                        tries += 1
+                        await asyncio.sleep(self._delay(tries, Unavailable(), left_s))
+                    continue
                 for target, error in failed.items():
                     if not isinstance(error, Stale | Unavailable):
                         raise error
@@ -75,6 +126,7 @@ class Flushing:
             for task in asked.values():
                 task.cancel()
 
-    async def _once(self, target: int, deadline_s: float) -> None:
+    async def _once(self, target: int, deadline_s: float) -> data_pb2.FlushReply:
         request = data_pb2.FlushRequest(map_epoch=self._view.map.epoch, target=target)
-        await self._call(target, wire_pb2.DATA_FLUSH, request.SerializeToString(), deadline_s)
+        reply = await self._call(target, wire_pb2.DATA_FLUSH, request.SerializeToString(), deadline_s)
+        return decoded(data_pb2.FlushReply, reply.message)

@@ -16,7 +16,7 @@ from nvpool.base.units import BLOCK_BYTES
 from nvpool.client.answers import decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import ChunkClient
-from nvpool.client.flushing import WrittenAt
+from nvpool.client.flushing import Stored
 from nvpool.logic.layout import chain_of
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -97,7 +97,7 @@ class Ranges:
         return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 
     async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
-                   deadline_s: float) -> tuple[WrittenAt, int]:
+                   deadline_s: float) -> tuple[Stored, int]:
         """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns what is
         to be flushed, and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the
         source is damaged."""
@@ -105,14 +105,15 @@ class Ranges:
                                         deadline_s)
 
     async def _copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int, slot: int,
-                    sequence: int, deadline_s: float) -> tuple[WrittenAt, int]:
+                    sequence: int, deadline_s: float) -> tuple[Stored, int]:
         chunks = self._chunks
         tries = 0
         reason: NvpoolError | None = None
         while True:
             try:
                 index = offset >> file.chunk_bits
-                lane = chunks.lane(chunks.chain(file, index).targets[0])
+                chain = chunks.chain(file, index)
+                lane = chunks.lane(chain.targets[0])
                 request = data_pb2.CopyRequest(
                     map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
                     from_inode=source.inode, from_index=from_offset >> source.chunk_bits,
@@ -123,7 +124,8 @@ class Ranges:
                 reply = await self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(),
                                                 deadline_s=deadline_s)
                 chunks.short.forget_chunk(file, index)
-                return chunks.replicas.written_at(file, index), decoded(data_pb2.CopyReply, reply.message).bytes
+                answer = decoded(data_pb2.CopyReply, reply.message)
+                return chunks.replicas.stored(file, index, chain.epoch, answer.verifiers), answer.bytes
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame) as error:

@@ -11,7 +11,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import StaleEpoch
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client.cache import OpenInode
-from nvpool.client.flushing import WrittenAt
+from nvpool.client.flushing import Proof, Stored, WrittenAt
 from nvpool.client.lanes import Lane
 from nvpool.client.poolview import PoolView
 from nvpool.logic.layout import chain_of
@@ -61,9 +61,10 @@ class Replicas:
             found[number] = next((target for target in targets if target not in silent), targets[0])
         return found
 
-    def written_at(self, file: OpenInode, index: int) -> WrittenAt:
-        """What to flush after a write of the chunk."""
-        return file.layout.table, chain_of(file.inode, index)
+    @staticmethod
+    def stored(file: OpenInode, index: int, epoch: int, verifiers: bytes) -> Stored:
+        """What to flush after a write of the chunk, whose chain had at least this epoch."""
+        return Stored((file.layout.table, chain_of(file.inode, index)), Proof(epoch, verifiers))
 
     def all_places(self) -> set[WrittenAt]:
         """What to flush after any write."""

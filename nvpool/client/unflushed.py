@@ -1,71 +1,111 @@
 """What stores have of us and may lose with their power: for each inode the chains that have it, until they have flushed.
 
-Bounded; where it is not remembered which they are (there were too many, or a process before us wrote it), all
-targets of the pool are flushed, once, for whoever asks first. Used by the writer.
+What has met that is told once: to whoever asks for the flush, and to the files whose bytes they were. Bounded; of the inodes
+that are too many only the chains stay, and are flushed, once, for whoever asks first; likewise all chains where it is not known
+what a process before us wrote. Used by the writer.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from nvpool.client.flushing import WrittenAt
+from nvpool.base.errors import WritesLost
+from nvpool.client.flushing import Proof, Stored, WrittenAt, of_both
 
 INODES_MAX = 100_000
 PLACES_MAX = 400_000
 """Chains, over all inodes."""
 
 
-class Unflushed:
-    """`changed` is told whether there is anything."""
+Noted = tuple[int, Proof | None]
+"""The number of the last write to a chain, and the proof of all."""
 
-    def __init__(self, chunks, changed: Callable[[bool], None]) -> None:
+
+class Unflushed:
+    """`changed` is told whether there is anything; `lost` of inodes that have lost some."""
+
+    def __init__(self, chunks, changed: Callable[[bool], None], lost: Callable[[int], None] = lambda inode: None) -> None:
         self._chunks = chunks
         self._changed = changed
-        # inode -> chains that have unflushed bytes of ours, each with the number of the last write to it
-        self._recent: OrderedDict[int, dict[WrittenAt, int]] = OrderedDict()
+        self._lost = lost
+        # inode -> chains that have unflushed bytes of ours
+        self._recent: OrderedDict[int, dict[WrittenAt, Noted]] = OrderedDict()
         self._places = 0
         self._noted = 0
-        self._forgot = 0  # the number of the last write by which something was forgotten
-        self.forgotten = False
+        self._nameless: dict[WrittenAt, Noted] = {}
+        """Of inodes that are forgotten."""
+        self.unknown = False
+        """A process before us may have written anything."""
 
     def __contains__(self, inode: int) -> bool:
-        return self.forgotten or inode in self._recent
+        return self._forgotten or inode in self._recent
 
     def __bool__(self) -> bool:
-        return self.forgotten or bool(self._recent)
+        return self._forgotten or bool(self._recent)
 
-    def note(self, inode: int, place: WrittenAt) -> None:
+    @property
+    def _forgotten(self) -> bool:
+        return self.unknown or bool(self._nameless)
+
+    def note(self, inode: int, stored: Stored) -> None:
         self._noted += 1
         places = self._recent.get(inode)
         if places is None:
             places = self._recent[inode] = {}
             self._changed(True)
-        if place not in places:
-            self._places += 1
-        places[place] = self._noted
+        self._places += self._put(places, stored.place, self._noted, stored.proof)
         if len(self._recent) > INODES_MAX or self._places > PLACES_MAX:
-            self._places -= len(self._recent.popitem(last=False)[1])
-            self.forgotten, self._forgot = True, self._noted
+            _, forgotten = self._recent.popitem(last=False)
+            self._places -= len(forgotten)
+            for place, (number, proof) in forgotten.items():
+                self._put(self._nameless, place, number, proof)
+
+    @staticmethod
+    def _put(places: dict[WrittenAt, Noted], place: WrittenAt, number: int, proof: Proof | None) -> bool:
+        """Whether the place is new there."""
+        known = places.get(place)
+        if known is not None:
+            before = known[1]
+            if before != proof:
+                proof = of_both(before, proof) if before is not None and proof is not None else None
+            number = max(number, known[0])
+        places[place] = number, proof
+        return known is None
 
     async def flush(self, inode: int) -> None:
-        """Return when what we have stored of the inode survives the loss of power."""
+        """Return when what we have stored of the inode survives the loss of power. WritesLost, once, when some did not."""
         # What is flushed stays noted until that has ended: who asks meanwhile must wait for it as well.
-        if self.forgotten:
-            number, before = self._noted, {inode: dict(targets) for inode, targets in self._recent.items()}
-            await self._chunks.flush(self._chunks.replicas.all_places())
-            if self._forgot <= number:
-                self.forgotten = False
+        nameless, unknown = dict(self._nameless), self.unknown
+        if nameless or unknown:
+            before = {one: dict(places) for one, places in self._recent.items()}
         else:
             before = {inode: dict(self._recent.get(inode, ()))}
-            await self._chunks.flush(list(before[inode]))
+        wanted: dict[WrittenAt, Proof | None] = dict.fromkeys(self._chunks.replicas.all_places() if unknown else ())
+        merged: dict[WrittenAt, Noted] = {}
+        for places in (nameless, *before.values()):
+            for place, (number, proof) in places.items():
+                self._put(merged, place, number, proof)
+        lost = await self._chunks.flush(wanted | {place: proof for place, (_, proof) in merged.items()})
+        if unknown:
+            self.unknown = False
+        self._flushed(self._nameless, nameless)
         for one, flushed in before.items():
-            targets = self._recent.get(one, {})
-            for target, number in flushed.items():
-                if targets.get(target) == number:
-                    del targets[target]
-                    self._places -= 1
-            if not targets:
+            places = self._recent.get(one, {})
+            self._places -= self._flushed(places, flushed)
+            if not places:
                 self._recent.pop(one, None)
+            if one != inode and lost & flushed.keys():
+                self._lost(one)
         if not self:
             self._changed(False)
+        if lost & (nameless.keys() | before.get(inode, {}).keys()):
+            raise WritesLost
+
+    @staticmethod
+    def _flushed(places: dict[WrittenAt, Noted], flushed: Mapping[WrittenAt, Noted]) -> int:
+        """Take out what has not been written to since; how many."""
+        gone = [place for place, noted in flushed.items() if places.get(place) == noted]
+        for place in gone:
+            del places[place]
+        return len(gone)

@@ -17,15 +17,16 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, NvpoolError, StaleCut
+from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.flushing import Stored
 from nvpool.client.keeping import Keeping, KeptFile
 from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
 from nvpool.client.unflushed import Unflushed
-from nvpool.client.written import Record, Segment, WrittenFile, cut_out, kept, prepared
+from nvpool.client.written import Record, Segment, WrittenFile, copies, kept, prepared
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Writer:
         self._room: list[asyncio.Future] = []
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
-        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None)
+        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
+                                    self._was_lost)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -117,7 +119,14 @@ class Writer:
 
     def flushes_all(self, unflushed: bool) -> None:
         """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
-        self._unflushed.forgotten = unflushed
+        self._unflushed.unknown = unflushed
+
+    def _was_lost(self, inode: int) -> None:
+        """Some of what stores had of it, unflushed, is gone."""
+        written = self._files.get(inode)
+        log.error("inode %d: %s", inode, WritesLost())
+        if written is not None:
+            written.error = written.error or WritesLost()
 
     def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
@@ -289,7 +298,7 @@ class Writer:
             while True:
                 cut = file.cut
                 try:
-                    place = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
+                    stored = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
                     break
                 except StaleCut:
                     # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
@@ -306,7 +315,7 @@ class Writer:
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
             # and only one more stamp tells.
             written.wrote = True
-            self._unflushed.note(file.inode, place)
+            self._unflushed.note(file.inode, stored)
             if self._keeping is not None:
                 self._note(written)
         except NvpoolError as error:
@@ -427,7 +436,7 @@ class Writer:
         return inode in self._unflushed
 
     async def make_durable(self, inode: int) -> None:
-        """Return when what we have stored of the inode survives the loss of power."""
+        """Return when what we have stored of the inode survives the loss of power. WritesLost, once."""
         await self._unflushed.flush(inode)
 
     # -- cutting -------------------------------------------------------------------------------------------------------
@@ -491,8 +500,8 @@ class Writer:
 
     # -- what is written without bytes of ours ---------------------------------------------------------------------------
 
-    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, place: tuple[int, int] | None = None) -> None:
-        """Under cut number `cut`, `byte_count` bytes up to `end` came to be at a store. `place`: what to flush, None: hole."""
+    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
+        """Under cut number `cut`, `byte_count` bytes up to `end` came to be at a store. `stored`: what to flush, None: hole."""
         written = file.written or self._written(file)
         written.begun = True
         if not written.wrote:
@@ -503,27 +512,15 @@ class Writer:
             written.stored_bytes += byte_count
             written.find_end()
         self._note(written)
-        if place is not None:
-            self._unflushed.note(file.inode, place)
+        if stored is not None:
+            self._unflushed.note(file.inode, stored)
 
     # -- reading one's own -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def overlay(file: OpenInode, start: int, end: int) -> list[tuple[int, int, bytes]]:
         """Copies of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
-        found = []
-        written = file.written
-        bits = written.unit_bits
-        units = range(start >> bits, (end - 1 >> bits) + 1)
-        for held in (written.sending, written.dirty):
-            if not held:
-                continue
-            for unit in units if len(units) <= len(held) else [u for u in held if u in units]:
-                for segment in held.get(unit, ()):
-                    a, b = max(start, segment.start), min(end, segment.end)
-                    if a < b:
-                        found.append((a, b, cut_out(segment, a - segment.start, b - segment.start)))
-        return found
+        return copies(file.written, start, end)
 
     # -- background ------------------------------------------------------------------------------------------------------
 

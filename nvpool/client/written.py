@@ -131,3 +131,19 @@ def prepared(segment: Segment) -> tuple[list, bytes]:
         checksums.append(piece_checksums(part, place))
         place += len(part)
     return segment.parts, b"".join(checksums)
+
+
+def copies(written: WrittenFile, start: int, end: int) -> list[tuple[int, int, bytes]]:
+    """Of what is here of [start, end), in the order in which they are to be laid over what the stores have."""
+    found = []
+    bits = written.unit_bits
+    units = range(start >> bits, (end - 1 >> bits) + 1)
+    for held in (written.sending, written.dirty):
+        if not held:
+            continue
+        for unit in units if len(units) <= len(held) else [u for u in held if u in units]:
+            for segment in held.get(unit, ()):
+                a, b = max(start, segment.start), min(end, segment.end)
+                if a < b:
+                    found.append((a, b, cut_out(segment, a - segment.start, b - segment.start)))
+    return found

@@ -101,13 +101,15 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `leaving` are those of the targets that are
     not read from any more: they get each write until they, too, know that, and leave then. Never all of them. `epoch` grows
     with every change of targets, joining or leaving, a target's restart included. Whatever comes and goes, those that stay keep
-    their order: who stands before another has every pending write that the other has."""
+    their order: who stands before another has every pending write that the other has. `intact`: since this epoch some target
+    has been there all the time, whose process did not end; what the chain has answered since is there, flushed or not."""
 
     epoch: int
     targets: tuple[int, ...]
     joining: tuple[int, ...] = ()
     goal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    intact: int = 0
 
     @property
     def readable(self) -> tuple[int, ...]:

@@ -93,11 +93,11 @@ def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 def restarted(pool_map: PoolMap, target: int) -> PoolMap:
     """Target's process is started anew: it has left what others hold too, and each chain that is still its own has the next
-    epoch. What it gave versions to and forgot with a loss of power is never mistaken for what it gives them to from now on.
-    To be published before it serves."""
+    epoch, and may have lost what was not flushed. What it gave versions to and forgot with a loss of power is never mistaken
+    for what it gives them to from now on. To be published before it serves."""
     pool_map = died(pool_map, {target})
     return replace(pool_map, tables=tuple(replace(table, chains=tuple(
-        replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
+        replace(chain, epoch=chain.epoch + 1, intact=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
         for chain in table.chains)) for table in pool_map.tables))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import grp
+import logging
 import sys
 
 from nvpool.base.clock import SYSTEM_CLOCK
@@ -19,6 +20,8 @@ from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside
+
+log = logging.getLogger(__name__)
 
 
 def _group(name: str) -> int | None:
@@ -56,14 +59,24 @@ class _Store(StoreService):
 
 
 async def _open(opened: Opened) -> StoreService:
+    fenced = opened.directory.fenced(opened.number)
+
+    def on_fence(reason: str) -> None:
+        opened.fail(reason)
+        try:
+            fenced.write_text(reason)  # not synced: after a boot nobody asks
+        except OSError as error:
+            log.warning("that target %d was fenced could not be noted: %s", opened.number, error)
+
     drive = next(d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive)
     journal, configured = opened.config.journal, opened.config.store
     options = StoreOptions(direct=configured.direct, uring=configured.reads == "auto", reserve_share=configured.reserve_share,
                            give_back=configured.give_back, lend_s=LEND_S if configured.short_cut else 0.0,
                            sync_interval_s=journal.sync_interval_s,
-                           index_bytes_max=journal.map_bytes_max)
+                           index_bytes_max=journal.map_bytes_max, doubted=fenced.exists())
     store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
-                                   clock=SYSTEM_CLOCK, on_fence=opened.fail)
+                                   clock=SYSTEM_CLOCK, on_fence=on_fence)
+    fenced.unlink(missing_ok=True)
     paths = [parse_endpoint(endpoint).path for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
              if endpoint.startswith("stream+unix://")]
     service = _Store(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,

@@ -40,12 +40,13 @@ from nvpool.base.errors import (
     StaleEpoch,
     WrongFormat,
 )
+from nvpool.base.host import boot_id
 from nvpool.base.ids import RequestId, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect, Kv
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.store import copies, placing, trim
+from nvpool.store import copies, placing, told, trim, verifier
 from nvpool.store.allocator import Allocator, Transaction, Waiting
 from nvpool.store.chunkstore import (
     BadBlock,
@@ -100,8 +101,7 @@ async def open_block_store(path: Path, superblock: Superblock, lock: int, option
     kv = None
     try:
         store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
-        store.path = device.path
-        store.on_fence = on_fence
+        store.path, store.on_fence, store.boot = device.path, on_fence, boot_id()
         check = ReplayCheck(device.read_whole, device.write)
         kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
                                                            map_bytes_max=options.index_bytes_max),
@@ -134,8 +134,9 @@ class BlockChunkStore(WholeChunks):
         self.clock = clock
         self.kv: Kv = None  # attached before anything else is called
         self.lock = -1
-        self.path = ""
+        self.path = self.boot = ""
         self.kind = "memory"
+        self.verifier = 0
         self.room = HostRoom(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
@@ -173,6 +174,7 @@ class BlockChunkStore(WholeChunks):
                         self.target, settled)
         self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.lender.dead_until_s))
         self.scrubber = Scrub(self)
+        self.verifier = verifier.opened(kv, self.clock, self.boot, lost=settled > 0 or self.options.doubted)
         await self.flush()
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -525,17 +527,7 @@ class BlockChunkStore(WholeChunks):
         return await self.scrubber.step(cursor, blocks, repair)
 
     def status(self) -> dict:
-        allocator = self.allocator
-        counters = {"reads": self.reader.read_count, "reads_waited": self.reader.missed_count, "writes": self.write_count,
-                    "flushes": self.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(self.quarantine),
-                    "lent": self.lender.given, "resting_changes": allocator.resting_changes}
-        counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
-        return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
-                "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
-                "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES, "chunks": -1,
-                "device": self.path, "kind": self.kind, "read_path": self.device.read_path,
-                "direct": self.device.direct, "writes": self.device.writes, "host_full": self.room.told,
-                "counters": {name: float(value) for name, value in counters.items()}}
+        return told.status(self)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -561,6 +553,7 @@ class BlockChunkStore(WholeChunks):
         try:
             if not self.fenced_because:
                 await self.flush()
+                await verifier.closed(self.kv, self.verifier)
         except NvpoolError as error:
             log.error("target %d: the last flush failed: %s", self.target, error)
         finally:

@@ -51,6 +51,7 @@ from nvpool.logic.replication import (
 )
 from nvpool.store.chunkstore import ChunkStore, MustWait, Placed
 from nvpool.store.peers import Name, Peers, Sending, Write
+from nvpool.wire.codec import unpack_verifiers
 from nvpool.wire.v1 import data_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Pending:
     """A write that is not decided here yet."""
 
     __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
-                 "sending")
+                 "sending", "behind")
 
     def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
         self.write = write
@@ -91,6 +92,8 @@ class Pending:
         """The version that was committed, or the error."""
         self.waiter: asyncio.Future | None = None
         self.sending: Sending | None = None
+        self.behind = b""
+        """Verifiers of those behind us, as the successor has told them."""
 
 
 class ChainWrites:
@@ -230,7 +233,9 @@ class ChainWrites:
         whole, place = place, until(place, offer.last)
         if answer is Answer.TAKE and place.is_last and not self._store.places_first(write.offset, len(write.buffer)):
             try:
-                return self._write_now(write, offer.version, None)
+                version = self._write_now(write, offer.version, None)
+                write.verifiers = {self._target: self._store.verifier}
+                return version
             except MustWait:
                 pass
             except DriveFailed as error:
@@ -272,6 +277,9 @@ class ChainWrites:
         finally:
             if placed is not None:
                 self._store.drop_placed(placed)
+        behind = {} if pending.last else unpack_verifiers(pending.behind)
+        write.verifiers = {member: behind.get(member, 0) for member in pending.place.members[pending.place.number + 1:]}
+        write.verifiers[self._target] = self._store.verifier
         self._end(pending, version)
         return version
 
@@ -353,6 +361,7 @@ class ChainWrites:
         reply, error = outcome
         if error is not None:
             raise error
+        pending.behind = reply.verifiers
         if reply.status:
             refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
             if isinstance(refused, StaleVersion):

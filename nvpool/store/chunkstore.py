@@ -87,6 +87,8 @@ class StoreOptions:
     """Lifetime of locations that are given to clients of the host; 0: none are, nor with `direct`."""
     sync_interval_s: float = 0.1
     index_bytes_max: int = 1 << 40
+    doubted: bool = False
+    """The process before this one could not vouch for what it had not flushed."""
 
 
 class MustWait(Exception):
@@ -317,6 +319,9 @@ class ChunkStore(Protocol):
     async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
                     request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0) -> int:
         """write_now, repeated after each wait."""
+
+    verifier: int
+    """Not 0. Another one, when the store is opened, where what was answered before and not flushed may have been lost."""
 
     async def flush(self) -> None:
         """On return all that was answered before the call survives the loss of power. All who wait share one sync.

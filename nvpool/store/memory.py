@@ -73,6 +73,7 @@ class MemoryChunkStore:
         self._used = 0
         self._bad: dict[tuple[int, int, int], str] = {}
         self.fenced_because = ""
+        self.verifier = 1
         self.fail_syncs = 0
         self.fail_writes: list[NvpoolError] = []
 
@@ -515,6 +516,7 @@ class MemoryChunkStore:
         self._chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
         self._used = sum(len(chunk.blocks) for chunk in self._chunks.values())
         self.fenced_because = ""
+        self.verifier += 1
 
     def flip(self, inode: int, index: int, block: int) -> None:
         """One bit of a block is another from now on."""

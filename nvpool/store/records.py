@@ -11,6 +11,7 @@
     g group u32                                           bitmap of 8,192 blocks: 1 is used; no record: all free
     d group u32                                           changes of that bitmap since, at most 24
     b inode u64 · chunk u32 · block u32                   a block found bad (text)
+    V                                                     the store's verifier: see verifier.py
     L, h number u64                                       what may still be read by clients of the host: lend.py, held_key
     r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
                                                           drive: rejected u64 (bit n: block n), record; see recovery.py

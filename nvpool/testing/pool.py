@@ -36,7 +36,7 @@ class LocalPool:
 
     def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
                  chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
-                 endpoints=None, make_store=None, replicas: int = 1):
+                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False):
         self.directory = None if directory is None else os.fspath(directory)
         self.clock = clock
         self.grant_secret = bytes(range(32))
@@ -44,6 +44,7 @@ class LocalPool:
         self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
+        self._tells_map = tells_map or replicas > 1
         self.pool_map = self._map(capacities, chunk_bytes, replicas)
         self.meta: MetaService | None = None
         self.stores: dict[int, object] = {}
@@ -59,7 +60,7 @@ class LocalPool:
         drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
         return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1,
                        settings=Settings(chunk_bytes, replicas),
-                       nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if replicas > 1 else ()),), drives=drives,
+                       nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),), drives=drives,
                        targets=targets,
                        tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
                        shards=(Shard(SHARD, 1, (self._endpoints("meta", SHARD),)),),

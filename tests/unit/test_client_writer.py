@@ -12,8 +12,10 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import DeadlineExceeded, NoSpace, StaleCut
 from nvpool.base.units import KIB, MIB
 from nvpool.client.cache import OpenInode
+from nvpool.client.flushing import Proof, Stored
 from nvpool.client.options import ClientOptions
 from nvpool.client.writer import Writer
+from nvpool.wire.codec import pack_verifiers
 from nvpool.wire.v1.meta_pb2 import Attr
 
 CHUNK_BITS = 16
@@ -28,9 +30,10 @@ class Stores:
         self.at_once = True
         self.errors: list[Exception] = []
         self.flushed: list[int] = []
+        self.lost: set[tuple[int, int]] = set()
         self.pieces: list[tuple[int, int]] = []
 
-    async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> int:
+    async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> Stored:
         start = (index << CHUNK_BITS) + offset
         self.pieces.append((start, length))
         data = b"".join(parts)
@@ -49,10 +52,11 @@ class Stores:
         if len(self.content) < start + length:
             self.content.extend(bytes(start + length - len(self.content)))
         self.content[start:start + length] = data
-        return 1 + index % 2
+        return Stored((1, index % 2), Proof(1, pack_verifiers({1 + index % 2: 7})))
 
-    async def flush(self, targets) -> None:
-        self.flushed += targets
+    async def flush(self, places) -> set:
+        self.flushed += [1 + number for _, number in places]
+        return self.lost
 
     def release(self) -> None:
         for _, _, future in list(self.waiting):
@@ -304,9 +308,9 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         gate = asyncio.Event()
         flush = case.stores.flush
 
-        async def slow(targets) -> None:
+        async def slow(targets) -> set:
             await gate.wait()
-            await flush(targets)
+            return await flush(targets)
         case.stores.flush = slow
         both = [asyncio.create_task(case.writer.make_durable(5)) for _ in range(2)]
         await asyncio.sleep(0.01)

@@ -1,0 +1,54 @@
+"""Real stores that come back without what they had not flushed, while the client that wrote it lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.kv.lmdb_engine import LmdbKv
+from nvpool.store import verifier
+from nvpool.testing.real_pool import RealPool, end_process
+
+
+def boot_in_between(pool: RealPool) -> None:
+    """As if the machine of the targets, whose processes are dead, had been started anew."""
+    async def forget() -> None:
+        for target in pool.pool_map.targets:
+            kv = await LmdbKv.open(pool.directory.target(target.id) / "index")
+            verifier.opened(kv, SYSTEM_CLOCK, "another boot", lost=False)
+            await kv.sync(kv.sequence)
+            await kv.close()
+    asyncio.run(forget())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, replicas):
+    with RealPool(tmp_path / "pool", replicas=replicas) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect(60.0)
+        with client.open("/killed", "wb", buffering=0) as killed, client.open("/lost", "wb", buffering=0) as lost:
+            killed.write(b"k" * 3_000_000)
+            killed.flush()
+            for target in (1, 2):
+                before = pool.pid(f"target-{target}")
+                end_process(before, signal.SIGKILL)
+                pool.until(lambda: pool.pid(f"target-{target}") != before, "another process serves", 60)  # noqa: B023
+                pool.wait()
+            killed.fsync()  # a death of processes loses nothing
+            lost.write(b"l" * 3_000_000)
+            lost.flush()
+            pool.end_daemons()
+            boot_in_between(pool)
+            pool.start()
+            with pytest.raises(OSError) as told:
+                lost.fsync()
+            assert told.value.errno == errno.EIO
+            lost.fsync()  # once
+            killed.fsync()
+        assert client.read_bytes("/killed") == b"k" * 3_000_000
+        assert pool.fsck() == []

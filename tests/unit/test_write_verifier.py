@@ -1,0 +1,251 @@
+"""What was answered and not flushed is lost with the power of its target, while its client lives: the client is told, once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import os
+
+import msgspec
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.base.errors import WritesLost
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client import unflushed
+from nvpool.client.flushing import Proof, Stored, of_both
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import changed
+from nvpool.logic.transitions import died, joined, restarted, returned
+from nvpool.store import verifier
+from nvpool.store.block_chunkstore import BlockChunkStore
+from nvpool.store.chunkstore import StoreOptions
+from nvpool.store.device import MemoryDevice
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.codec import pack_verifiers, unpack_verifiers
+
+ME = Caller(1000, 1000)
+FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
+
+
+def in_loop(test):
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 120))
+    return run
+
+
+class Losing:
+    """A pool in memory; each of its files has all targets."""
+
+    def __init__(self, replicas: int):
+        self.pool = LocalPool(capacities=(64 * MIB,) * replicas, replicas=replicas, tells_map=True, chunk_bytes=256 * KIB)
+
+    async def __aenter__(self) -> Losing:
+        await self.pool.__aenter__()
+        self.vfs = (await self.pool.client("first", FAST)).vfs
+        return self
+
+    async def __aexit__(self, *failure) -> None:
+        await self.pool.__aexit__(*failure)
+
+    async def file(self, name: bytes, content: bytes):
+        """Its bytes are with the stores, and not flushed."""
+        _, handle = await self.vfs.create(ROOT_INODE, name, 0o644, os.O_RDWR, ME)
+        await self.vfs.write(handle, 0, content)
+        await self.vfs.flush(handle)
+        return handle
+
+    async def change(self, decide) -> None:
+        await self.pool.change_map(lambda now: changed(now, tables=decide(now).tables, targets=decide(now).targets))
+
+    async def restart(self, target: int, *, power: bool) -> None:
+        """As a supervisor does."""
+        await self.pool.stop_store(target)
+        if power:
+            self.pool._memory["target", target].crash()
+        await self.change(lambda now: restarted(now, target))
+        await self.pool.start_store(target)
+
+    async def rejoin(self, target: int) -> None:
+        """The target has left its chains and takes part in all again."""
+        await self.change(lambda now: returned(now, {target}))
+        async with asyncio.timeout(60):
+            while any(chain.joining for table in self.pool.pool_map.tables for chain in table.chains):
+                equal = [(*chain, epoch) for chain, epoch in self.pool.stores[target].upkeep.resync.equal.items()]
+                new = joined(self.pool.pool_map, target, equal)
+                if new is not self.pool.pool_map:
+                    await self.change(lambda _, new=new: new)
+                await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_what_a_target_loses_with_its_power_is_told_once_by_fsync():
+    async with Losing(1) as one:
+        handle = await one.file(b"file", b"unflushed" * 1000)
+        await one.restart(1, power=True)
+        with pytest.raises(WritesLost) as told:
+            await one.vfs.fsync(handle, False)
+        assert told.value.errno == errno.EIO
+        await one.vfs.fsync(handle, False)
+        await one.vfs.write(handle, 0, b"again" * 1000)
+        await one.vfs.fsync(handle, False)
+        await one.restart(1, power=True)
+        await one.vfs.fsync(handle, False)
+        assert bytes(await one.vfs.read(handle, 0, 5000)) == b"again" * 1000
+
+
+@in_loop
+async def test_a_target_that_is_killed_loses_nothing_and_nobody_is_told_so():
+    async with Losing(1) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.restart(1, power=False)
+        await one.vfs.fsync(handle, False)
+        await one.vfs.write(handle, 3000, b"y" * 3000)
+        await one.vfs.flush(handle)
+        await one.restart(1, power=False)
+        await one.restart(1, power=False)
+        await one.vfs.fsync(handle, False)
+
+
+@in_loop
+async def test_bytes_that_another_replica_kept_are_not_lost():
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.restart(1, power=True)
+        await one.vfs.fsync(handle, False)
+        await one.rejoin(1)
+        handle = await one.file(b"other", b"z" * 9000)
+        await one.restart(2, power=True)
+        await one.rejoin(2)
+        await one.vfs.fsync(handle, False)
+        assert bytes(await one.vfs.read(handle, 0, 9000)) == b"z" * 9000
+
+
+@in_loop
+async def test_bytes_that_all_replicas_have_lost_are_lost():
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.change(lambda now: died(now, {1, 2}))
+        for target in (1, 2):
+            await one.restart(target, power=True)
+        with pytest.raises(WritesLost):
+            await one.vfs.fsync(handle, False)
+        await one.vfs.fsync(handle, False)
+
+
+@in_loop
+async def test_replicas_that_are_all_killed_lose_nothing():
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.change(lambda now: died(now, {1, 2}))
+        for target in (1, 2):
+            await one.restart(target, power=False)
+        await one.vfs.fsync(handle, False)
+        assert bytes(await one.vfs.read(handle, 0, 9000)) == b"x" * 9000
+
+
+@in_loop
+async def test_a_file_that_replaces_another_is_told_of_before_it_does():
+    async with Losing(1) as one:
+        old = await one.file(b"name", b"old")
+        await one.vfs.fsync(old, False)
+        await one.file(b"beside", b"new")
+        await one.restart(1, power=True)
+        with pytest.raises(WritesLost):
+            await one.vfs.rename(ROOT_INODE, b"beside", ROOT_INODE, b"name", 0, ME)
+        assert (await one.vfs.lookup(ROOT_INODE, b"name")).inode == old.inode
+
+
+@in_loop
+async def test_the_answer_to_a_write_names_each_target_that_has_it():
+    async with Losing(3) as one:
+        told = []
+        write = one.vfs.chunks.write
+
+        async def listened(*arguments):
+            told.append(await write(*arguments))
+            return told[-1]
+        one.vfs.chunks.write = listened
+        await one.file(b"file", b"x" * 9000)
+        assert unpack_verifiers(told[0].proof.verifiers) == {1: 1, 2: 1, 3: 1}
+
+
+@in_loop
+async def test_too_many_files_are_told_of_by_whoever_flushes(monkeypatch):
+    monkeypatch.setattr(unflushed, "INODES_MAX", 2)
+    async with Losing(1) as one:
+        handles = [await one.file(b"file%d" % number, b"x" * 5000) for number in range(5)]
+        await one.restart(1, power=True)
+        with pytest.raises(WritesLost):  # by the files that are not remembered
+            await one.vfs.fsync(handles[0], False)
+        with pytest.raises(WritesLost):  # by its own
+            await one.vfs.fsync(handles[4], False)
+        for handle in handles:
+            if handle is not handles[3]:
+                await one.vfs.fsync(handle, False)
+        with pytest.raises(WritesLost):
+            await one.vfs.fsync(handles[3], False)
+
+
+def test_a_proof_for_both_is_none_where_a_target_changed_between():
+    one, other = (Proof(epoch, pack_verifiers({1: 5, 2: second})) for epoch, second in ((7, 6), (9, 8)))
+    both = of_both(one, other)
+    assert both.epoch == 7 and unpack_verifiers(both.verifiers) == {1: 5, 2: 0}
+    assert of_both(both, one) == both == of_both(other, one)
+    third = of_both(one, Proof(8, pack_verifiers({3: 4})))
+    assert third.epoch == 7 and unpack_verifiers(third.verifiers) == {1: 5, 2: 6, 3: 4}
+    assert Stored((1, 2), both).place == (1, 2)
+
+
+def test_a_chain_is_intact_as_long_as_somebody_is_there():
+    pool = LocalPool(capacities=(64 * MIB,) * 2, replicas=2)
+    now = pool.pool_map
+    for target in (1, 2):
+        now = restarted(now, target)
+        now = returned(now, {target})
+        now = joined(now, target, [(2, number, chain.epoch) for number, chain in enumerate(now.table_by_id[2].chains)])
+        assert all(chain.intact == 0 and set(chain.targets) == {1, 2} for chain in now.table_by_id[2].chains)
+    alone = [chain.targets for chain in now.table_by_id[1].chains]
+    assert all(chain.intact == 2 for chain in now.table_by_id[1].chains) and set(alone) == {(1,), (2,)}
+    now = restarted(died(now, {1, 2}), 1)
+    now = restarted(now, 2)
+    assert all(chain.intact in (0, chain.epoch) for chain in now.table_by_id[2].chains)
+    assert sum(chain.intact > 0 for chain in now.table_by_id[2].chains) == 1024
+    assert msgspec.json.decode(msgspec.json.encode(now), type=type(now)) == now
+
+
+@in_loop
+async def test_the_number_changes_when_something_may_be_lost_and_only_then():
+    kv = MemoryKv()
+    first = verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False)
+    assert first and verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False) == first  # killed
+    await verifier.closed(kv, first)
+    assert verifier.opened(kv, SYSTEM_CLOCK, "boot 2", lost=False) == first
+    second = verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=False)
+    assert second != first
+    assert verifier.opened(kv, SYSTEM_CLOCK, "boot 3", lost=True) != second
+
+
+@in_loop
+async def test_a_store_that_could_not_vouch_for_itself_has_another_number_afterwards():
+    async def opened(**options):
+        store = BlockChunkStore(MemoryDevice(4 * MIB), 1024, target=1, options=StoreOptions(**options), clock=ManualClock())
+        await store.attach(kv)
+        return store
+
+    kv = MemoryKv()
+    store = await opened()
+    number = store.verifier
+    await store.abandon()
+    store = await opened()
+    assert store.verifier == number
+    store.fence("for a test")
+    await store.abandon()
+    store = await opened(doubted=True)
+    assert store.verifier not in (0, number)
+    await store.close()
