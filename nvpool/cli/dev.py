@@ -40,14 +40,15 @@ examples:
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @click.option("--drives", type=click.IntRange(1, 64), help="How many targets; default 2, or as many as there are --size.")
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, one a drive at most.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1, help="Processes that keep the metadata, each a part of it.")
 @click.option("--size", "sizes", type=Size(), multiple=True, help="Size of a drive; repeat it. Default: 8 and 16 GiB in turn.")
 @click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
 @click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Mount it there as well; a missing directory is made.")
 @click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]), help="Of the mount; see nvpool mount --help.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
 @json_option
-def up(directory: str, drives: int | None, standbys: int, sizes: tuple[int, ...], replicas: int, mountpoint: str | None,
-       engine: str | None, config_file: str | None, as_json: bool) -> None:
+def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
+       mountpoint: str | None, engine: str | None, config_file: str | None, as_json: bool) -> None:
     """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for.
 
     Returns when it serves. May be repeated: what is there stays as it is.
@@ -67,7 +68,7 @@ def up(directory: str, drives: int | None, standbys: int, sizes: tuple[int, ...]
                         "drives": [{"path": str(where.target(number)), "capacity_bytes": size}
                                    for number, size in enumerate(wanted, 1)],
                         "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": replicas, "standbys": standbys,
-                        "config": configuration.sample(config)})
+                        "shards": shards, "config": configuration.sample(config)})
         say(f"made a pool in {where.path} with drives of {', '.join(map(format_bytes, wanted))}")
     elif drives is not None or sizes or config_file:
         say(f"{where.path} holds a pool already; --drives, --size and --config are for a new one and change nothing")

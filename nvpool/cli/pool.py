@@ -50,6 +50,8 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
                    "may fail, with 3 two, and nothing is lost.")
 @click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
               help="Further copies of the metadata, each beside another drive's data; one takes over when the first fails.")
+@click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Processes that keep the metadata, each a part of the directories: one core each.")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
               help="Configuration of this node; default: that of `nvpool config sample`.")
 @click.option("--host", help="Address of this machine under which others reach it; default: network.host of the configuration. "
@@ -57,7 +59,7 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
-           config_file: str | None, host: str | None, force: bool, as_json: bool) -> None:
+           shards: int, config_file: str | None, host: str | None, force: bool, as_json: bool) -> None:
     """Make a pool of one node, with its directory at DIR.
 
     DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
@@ -69,7 +71,7 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
         config = replace(config, network=replace(config.network, host=host))
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
-                 "standbys": standbys, "config": configuration.sample(config), "force": force})
+                 "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force})
     if as_json:
         print_json(made)
         return

@@ -83,6 +83,7 @@ class MetaClient:
         self._options = options
         self._clock = clock
         self._name = name
+        self._identity = int.from_bytes(clock.secret(8), "little") or 1
         self._primaries = Primaries(view, dialer, clock)
         self._shards: dict[int, ShardSession] = {}
         self._closed = False
@@ -166,8 +167,8 @@ class MetaClient:
         except (Refused, Stale):
             raise
         except BaseException:
-            # who knows what it has changed
-            self.leases.end_all(self._shard_of(inode).watch)
+            for known in self._shards.values():  # who knows what it has changed, and where
+                self.leases.end_all(known.watch)
             raise
         finally:
             self._leave(unique, state, slot, sequence, generation)
@@ -309,7 +310,7 @@ class MetaClient:
         await asyncio.shield(state.opening)
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
-        request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases)
+        request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)
         if state.earlier is not None:
             request.session, request.secret = state.earlier
             request.names_open, request.opened = True, _inodes(list(state.open))

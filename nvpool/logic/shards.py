@@ -11,9 +11,19 @@ from __future__ import annotations
 import msgspec
 
 from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm
-from nvpool.logic.poolmap import PoolMap, Shard, Standby, changed
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, Standby, changed
 
 STANDBYS_MAX = 4
+SHARDS_MAX = 64
+"""Of a pool, when it is made: as many processes of one core each."""
+
+
+def dealt(count: int) -> tuple[PartitionRange, ...]:
+    """The partitions over `count` new shards, 1 to count: as many for each, in one range."""
+    firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
+    return tuple(PartitionRange(first, behind - first, number)
+                 for number, (first, behind) in enumerate(zip(firsts, firsts[1:], strict=False), 1))
 
 
 def members(shard: Shard) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ import hashlib
 import stat
 
 from nvpool.base.errors import WrongFormat
-from nvpool.base.ids import ROOT_INODE
-from nvpool.kv.contract import Kv
+from nvpool.base.ids import ROOT_INODE, partition_of
+from nvpool.kv.contract import Effect, Kv
 from nvpool.logic.layout import Layout, layout_of
 from nvpool.logic.partition import NAME_KEY_BYTES
 from nvpool.logic.poolmap import PoolMap
@@ -15,7 +15,8 @@ from nvpool.meta import records
 
 
 def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, now_ns: int) -> records.Identity:
-    """The identity that the records tell. An empty shard gets one, and a root. WrongFormat: the records are another shard's."""
+    """The identity that the records tell. An empty shard gets one, and a root where it is to hold that. WrongFormat: the
+    records are another shard's."""
     raw = kv.get(records.IDENTITY_KEY)
     if raw is not None:
         identity = records.decode_identity(raw)
@@ -28,7 +29,13 @@ def take_identity(kv: Kv, shard: int, secret: bytes, pool_map: PoolMap | None, n
     layout = layout_of(settings.chunk_bytes, settings.replicas) if settings is not None else Layout()
     root = records.Inode(ROOT_INODE, stat.S_IFDIR | 0o755, 2, atime_ns=now_ns, mtime_ns=now_ns, ctime_ns=now_ns,
                          table=layout.table, chunk_bits=layout.chunk_bits, parent=ROOT_INODE)
-    kv.apply([(records.IDENTITY_KEY, records.encode_identity(identity)),
-              (records.inode_key(ROOT_INODE), records.encode_inode(root)),
-              (records.COUNTS_KEY, records.encode_counts(1))])
+    effects: list[Effect] = [(records.IDENTITY_KEY, records.encode_identity(identity))]
+    if has_root(shard, pool_map):
+        effects += [(records.inode_key(ROOT_INODE), records.encode_inode(root)), (records.COUNTS_KEY, records.encode_counts(1))]
+    kv.apply(effects)
     return identity
+
+
+def has_root(shard: int, pool_map: PoolMap | None) -> bool:
+    """Whether the root of the pool is this shard's."""
+    return pool_map is None or not pool_map.partitions or pool_map.shard_of_partition[partition_of(ROOT_INODE)] == shard

@@ -40,7 +40,7 @@ class Slot:
 
 
 class Session:
-    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens")
+    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity")
 
     def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
         self.number = number
@@ -52,6 +52,8 @@ class Session:
         self.slots: list[Slot | None] = [None] * SLOTS_PER_SESSION
         self.opens: dict[int, int] = {}
         """Handles by inode."""
+        self.identity = 0
+        """The client's, as it says it at every shard; 0: not known, as after a restart."""
 
 
 class Sessions:
@@ -63,6 +65,7 @@ class Sessions:
         self.by_number: dict[int, Session] = {}
         self.holders: dict[int, int] = {}
         """Sessions that have the inode open."""
+        self._by_identity: dict[int, int] = {}
 
     def load(self, now_s: float) -> None:
         """Take up what the records say; a session that can not be read is left to fsck."""
@@ -84,6 +87,17 @@ class Sessions:
         if session is None:
             raise StaleSession(f"session {number:#x} is unknown or has ended; open a new one")
         return session
+
+    def identify(self, session: Session, identity: int) -> None:
+        """The session is that client's."""
+        self._by_identity.pop(session.identity, None)
+        session.identity = identity
+        if identity:
+            self._by_identity[identity] = session.number
+
+    def number_of(self, identity: int) -> int:
+        """The session of the client; 0 where he has none, or it is not known."""
+        return self._by_identity.get(identity, 0)
 
     def client_of(self, number: int) -> str:
         """Who opened the session; nothing where it has ended."""
@@ -188,6 +202,8 @@ class Sessions:
     def drop(self, session: Session) -> list[int]:
         """Forget the session; the inodes that it had open."""
         self.by_number.pop(session.number, None)
+        if self._by_identity.get(session.identity) == session.number:
+            del self._by_identity[session.identity]
         held = list(session.opens)
         for inode in held:
             self._let_go(inode)

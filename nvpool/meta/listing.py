@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
 
-from nvpool.base.errors import CorruptRecord
+from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongShard
+from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.logic.partition import cursor_behind, cursor_parts, partition_of_name
 from nvpool.meta import records
 from nvpool.meta.records import HASH_AT, NAME_AT
 from nvpool.meta.view import View, fill_attr
+from nvpool.wire import codec
 from nvpool.wire.entries import ENTRY
 from nvpool.wire.v1 import meta_pb2
 
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
+_CHANGE, _TARGET = map(records.Inode.__slots__.index, ("change", "target"))
 WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 
@@ -91,6 +94,9 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
         places.append((key[NAME_AT:], behind, number, kind))
     if request.packed or request.attrs:
         found_inodes = _inodes(view, [place[2] for place in places])
+        if view.owners:
+            found_inodes = [_elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number)) else fields
+                            for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]
         lent = view.lend_all(request.session, inodes) if lends and places else ()
@@ -101,10 +107,31 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             return reply, behind
     for at, (name, cursor, number, kind) in enumerate(places):
         entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
-        if request.attrs:
+        if request.attrs and inodes[at][_CHANGE]:
             fill_attr(entry.attr, records.Inode(*inodes[at]))
             entry.promised = number in lent
     return reply, behind
+
+
+def attributes(view: View, request: meta_pb2.GetAttrManyRequest) -> meta_pb2.GetAttrManyReply:
+    """Of many inodes of this shard, for who has their names from another; without those that are gone."""
+    numbers = codec.unpack_inodes(request.inodes)
+    if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
+        raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for at once")
+    for number in numbers:
+        if view.is_elsewhere(partition_of(number)):
+            raise WrongShard(f"inode {number} belongs to another shard")
+    inodes = [fields for fields in _inodes(view, list(numbers)) if fields is not None]
+    lent = view.lend_all(request.session, inodes) if inodes else ()
+    places = [(b"", 0, 0, 0)] * len(inodes)
+    return meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
+
+
+def _elsewhere(number: int, kind: int) -> tuple:
+    """The `inode_fields` of an inode that another shard has: it has no link, so it is not lent, and its change number is 0."""
+    fields = [0] * len(records.Inode.__slots__)
+    fields[0], fields[1], fields[_TARGET] = number, kind << 12, b""
+    return tuple(fields)
 
 
 def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:

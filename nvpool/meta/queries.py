@@ -19,7 +19,7 @@ from nvpool.meta.changes.xattr import XATTRS_MAX, check_name
 from nvpool.meta.listing import LIST_LIMIT_MAX
 from nvpool.meta.locks import Owner
 from nvpool.meta.records import NAME_AT
-from nvpool.meta.view import Draft, View, fill_attr
+from nvpool.meta.view import Draft, View, fill_attr, fill_elsewhere
 from nvpool.wire import codec
 from nvpool.wire.v1 import meta_pb2
 
@@ -37,14 +37,20 @@ _EMPTY_SCAN = 4
 
 
 def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
-    """A grant that was asked for is left out while the file is being cut: who only looks does not wait for the targets."""
+    """A grant that was asked for is left out while the file is being cut: who only looks does not wait for the targets. Of an
+    inode that another shard has only that is told."""
     directory = view.directory(request.parent)
     try:
-        number = view.named(directory, request.name)[1]
+        _, number, kind = view.named(directory, request.name)
     except NotFound:
         if not directory.links:
             raise DirectoryGone(f"directory {directory.number} was removed") from None
         raise
+    if view.owners and view.is_elsewhere(partition_of(number)):
+        draft = Draft(view, now_ns)
+        draft.reply = meta_pb2.Entry()
+        fill_elsewhere(draft.reply, number, kind)
+        return draft
     if number in view.cutting:
         request.rights = 0
     return _entry(view, number, request, now_ns)

@@ -21,8 +21,8 @@ from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
 """Kinds of a partition's records. OTHER (a second kind byte follows: volumes, quotas) is not in use yet."""
 SHARD = 0x8000
-IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED = range(SHARD, SHARD + 6)
-"""Kinds of the shard's own records."""
+IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED, HELD, DECIDED, TURN = range(SHARD, SHARD + 9)
+"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to changes over several shards (`meta/spanning`)."""
 
 _KIND_BITS = 3
 _DENTRY_KEY = struct.Struct(">HQ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from nvpool.meta import queries
@@ -33,6 +35,11 @@ CHANGES: dict[int, tuple[Any, Decision]] = {
     wire.META_SETXATTR: (pb.SetXattrRequest, setxattr),
     wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
 }
+SPANNING: dict[int, Callable[[Any], int]] = {
+    **dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), attrgetter("parent")),
+    wire.META_LINK: attrgetter("inode"),
+}
+"""Changes that may need records of several shards, and the inode whose shard is asked to make them."""
 QUERIES: dict[int, tuple[Any, Decision]] = {
     wire.META_LOOKUP: (pb.LookupRequest, queries.lookup),
     wire.META_GETATTR: (pb.GetAttrRequest, queries.getattr),

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -22,33 +21,34 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
-    Busy,
     Draining,
     Fenced,
-    InUse,
     InvalidRequest,
     NotSupported,
     NvpoolError,
     Refused,
     StaleSequence,
+    WrongShard,
 )
+from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
 from nvpool.logic.poolmap import PoolMap
-from nvpool.meta import queries, records
+from nvpool.meta import records
 from nvpool.meta.cuts import Cuts
-from nvpool.meta.fsck import Fsck
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
-from nvpool.meta.listing import listing
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.routes import CHANGES, QUERIES
+from nvpool.meta.routes import CHANGES, QUERIES, SPANNING
+from nvpool.meta.service_answers import Answers
+from nvpool.meta.spanning.door import Spanning
+from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Dialer, Targets
-from nvpool.meta.upkeep import Answer, Load, Runs, dump_step, fsck_step
+from nvpool.meta.upkeep import Load, Runs
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
@@ -58,7 +58,7 @@ from nvpool.wire.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
 
-class MetaService:
+class MetaService(Answers):
     def __init__(self, kv: Kv, *, shard: int = 1, grant_secret: bytes, dialer: Dialer | None = None,
                  clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008 (immutable)
         self._kv = kv
@@ -113,6 +113,10 @@ class MetaService:
         self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
                                 self._options.lease_s)
         self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
+        self._spanning = Spanning(self._shard, self._incarnation, self._kv, self._view, self._numbers, self._targets,
+                                  self._clock, self._secret, self._own, self._waits, self._recall, self._collector.add)
+        if self._map is not None:
+            self._spanning.use_map(self._map)
         return identity
 
     async def _take_up(self) -> None:
@@ -128,6 +132,7 @@ class MetaService:
         self._collector.load(remains)
         self._cuts.resume(remains)
         self._locks.load(remains, self._sessions.by_number)
+        self._spanning.load()
         self._state = "serving"
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -138,6 +143,7 @@ class MetaService:
         self._targets.use_map(pool_map)
         if self._incarnation:
             self._view.use_map(pool_map)
+            self._spanning.use_map(pool_map)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
@@ -146,10 +152,11 @@ class MetaService:
         self._watches.close()
         if self._waits.tasks and drain_s > 0:
             await asyncio.wait(self._waits.tasks, timeout=drain_s)
-        tasks = [*self._waits.tasks, *self._background]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for tasks in (self._waits.tasks, self._background):  # what is waited for may leave some work to the background
+            ending = list(tasks)
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         """A background task; when it breaks, the service dies with it, loudly."""
@@ -180,6 +187,7 @@ class MetaService:
             self._collector.grace_until_s += stood_still_s
             if self._state == "serving":
                 await self.end_leases()
+                await self._spanning.run_once()
 
     async def _run_collector(self) -> None:
         while True:
@@ -223,7 +231,10 @@ class MetaService:
                 raise NotSupported(f"a metadata service does not answer method {call.method}")
             if self._state != "serving" and call.method not in _ALWAYS:
                 self._refuse_by_state(call.method)
-            route(call)
+            try:
+                route(call)
+            except Held as held:
+                self._later(call, held.wait)
         except NvpoolError as error:
             if isinstance(error, Refused):
                 self._counters["refused"] += 1
@@ -251,6 +262,7 @@ class MetaService:
             wire.META_WATCH: self._watch,
             wire.META_LIST: self._list,
             wire.META_LOOKUP_MANY: self._lookup_many,
+            wire.META_GETATTR_MANY: self._getattr_many,
             wire.META_STATFS: self._statfs,
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
@@ -259,8 +271,9 @@ class MetaService:
             wire.META_FSCK: self._fsck,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
+            **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
         }
-        routes.update((method, self._change_route(*route)) for method, route in CHANGES.items())
+        routes.update((method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items())
         routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
         return routes
 
@@ -286,7 +299,8 @@ class MetaService:
 
         return answer
 
-    def _change_route(self, request_class: Any, decide: Decision) -> Callable[[Call], None]:
+    def _change_route(self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None) -> Callable[[Call], None]:
+        """`home(request)`: the inode whose shard is asked, of what may need others; else all is about one inode."""
         parse = request_class.FromString
 
         def answer(call: Call) -> None:
@@ -317,24 +331,79 @@ class MetaService:
                 self._commit(call, draft, session, slot, index, sequence)
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
+            except WrongShard:
+                if home is None or self._view.is_elsewhere(partition_of(home(request))):
+                    raise
+                self._span(call, decide, request, session, slot, index, sequence)
             except Refused as error:
-                slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
-                slot.error = error.with_traceback(None)
+                self._keep_refusal(slot, sequence, error)
                 raise
 
         return answer
 
-    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int) -> None:
-        """Apply the draft with its slot's record; then what lives in memory; then the answer, now or when it may go."""
+    @staticmethod
+    def _keep_refusal(slot: Slot, sequence: int, error: Refused) -> None:
+        slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
+        slot.error = error.with_traceback(None)
+
+    def _span(self, call: Call, decide: Decision, request: Any, session: Session, slot: Slot, index: int,
+              sequence: int) -> None:
+        """Carry out a change that needs other shards. One at a time of a slot: a repetition waits for the first."""
+        under_way = self._spanning.under_way.get((session.number, index))
+        if under_way is not None:
+            self._later(call, lambda: asyncio.wait([under_way]))
+            return
+
+        async def carry_out() -> None:
+            coordinator = self._spanning.coordinator
+            span = coordinator.begin(session.identity)
+            try:
+                while True:
+                    draft = await coordinator.decide(span, decide, request)
+                    # From here to the end of _commit nothing may wait, as in `answer`.
+                    if self._sessions.get(session.number) is not session or sequence <= slot.sequence:
+                        self.handle(call)  # decided meanwhile, by one of our own shard's records
+                        return
+                    if self._kv.full:
+                        await self._kv.room()
+                    elif self._view.next_number >= self._numbers.bounds.inode:
+                        await self._numbers.more()
+                    elif (wait := self._watches.conflict(session.number, draft)) is not None:
+                        await wait()
+                    else:
+                        effects, decision = coordinator.split(span, draft)
+                        self._commit(call, draft, session, slot, index, sequence, effects,
+                                     partial(coordinator.committed, span, decision))
+                        return
+            except Refused as error:
+                if sequence > slot.sequence:
+                    self._keep_refusal(slot, sequence, error)
+                raise
+            finally:
+                coordinator.end(span)
+
+        self._spanning.begin(call, (session.number, index), carry_out)
+
+    def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
+        """See Watches.recall: for a change that another shard decides on behalf of that client."""
+        return self._watches.recall(self._sessions.number_of(identity), inodes)
+
+    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int,
+                effects: dict[bytes, bytes | None] | None = None, committed: Callable[[], None] | None = None) -> None:
+        """Apply the draft with its slot's record; then what lives in memory; then the answer, now or when it may go.
+        `effects`: this shard's, where others have some too; `committed` is called when they are made."""
         answer = draft.reply.SerializeToString()
         waits_for = draft.intent[0] if draft.intent is not None else 0
         if draft.opened:
             self._sessions.check_room(session)
-        effects = draft.finish()
+        if effects is None:
+            effects = draft.finish()
         if effects:
             effects[records.slot_key(session.number, index)] = records.encode_slot(sequence, waits_for, answer)
             self._kv.apply(list(effects.items()), reclaims=not draft.adds)
             self._counters["changes"] += 1
+            if committed is not None:
+                committed()
         slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
         slot.opened = draft.opened
         if draft.born:
@@ -420,6 +489,7 @@ class MetaService:
             self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
             self._sessions.add(session)
             self._numbers.next_session += 1
+        self._sessions.identify(session, request.identity)
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
                                     slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
         if session.watches:
@@ -473,122 +543,6 @@ class MetaService:
         request = pb.LockWaitRequest.FromString(call.message)
         self._sessions.get(request.session)
         self._locks.ask(call, request)
-
-    # -- the rest ----------------------------------------------------------------------------------------------------
-
-    def _list(self, call: Call) -> None:
-        self._counters["requests"] += 1
-        request = pb.ListDirRequest.FromString(call.message)
-        self._sessions.get(request.session)
-        self._reply_in_steps(call, listing(self._view, request))
-
-    def _lookup_many(self, call: Call) -> None:
-        self._counters["requests"] += 1
-        request = pb.LookupManyRequest.FromString(call.message)
-        self._sessions.get(request.session)
-        self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
-
-    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
-        reply = next(steps)
-        if reply is not None:
-            call.reply(reply.SerializeToString())
-            return
-
-        async def go_on() -> None:
-            for found in steps:
-                if found is not None:
-                    call.reply(found.SerializeToString())
-                await asyncio.sleep(0)
-
-        self._waits.add(call, go_on, lambda: None)
-
-    def _names(self, call: Call) -> None:
-        call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
-
-    def _statfs(self, call: Call) -> None:
-        self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
-        call.reply(queries.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
-
-    def _sync(self, call: Call) -> None:
-        session = pb.SyncRequest.FromString(call.message).session
-        if session:  # tools that check a pool have none
-            self._sessions.get(session)
-        self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
-
-    def _collect(self, call: Call) -> None:
-        async def run() -> None:
-            removed, left = await self._collector.run_once()
-            removed += await self._collector.sweep_all()
-            call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
-
-        self._waits.add(call, run, lambda: None)
-
-    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
-        async def run() -> None:
-            answer = await work
-            if then is not None:
-                then()
-            call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
-
-        try:
-            self._waits.add(call, run, lambda: None)
-        except Busy:
-            work.close()
-            raise
-
-    def _fsck(self, call: Call) -> None:
-        request = pb.FsckRequest.FromString(call.message)
-
-        def make(repair: bool) -> Fsck:
-            return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
-
-        self._answer(call, fsck_step(self._runs, request, self._kv, self._view,
-                                     self._numbers, make), self._watches.end_all if request.repair else None)
-
-    def _dump(self, call: Call) -> None:
-        answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
-        call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
-
-    def _load(self, call: Call) -> None:
-        self._answer(call, self._load_step(pb.LoadRequest.FromString(call.message), bytes(call.payload)))
-
-    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
-        if request.first:
-            if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
-                raise InUse("a load wants an empty shard that nobody has mounted")
-            self._state = "loading"
-            self._runs.end_all()
-            self._loading = Load(self._kv, take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns()))
-            await self._loading.begin()
-        load = self._loading
-        if load is None:
-            raise InvalidRequest("no load is under way; begin with the first part")
-        try:
-            await load.take(payload, request.first)
-            if request.last:
-                await load.end()
-        except BaseException:
-            self._loading = None  # what is there is a part; only a new beginning makes it whole
-            raise
-        if request.last:
-            self._loading = None
-            self._assemble()
-            await self._take_up()
-        return Answer(pb.LoadReply(records=load.records))
-
-    def _status(self, call: Call) -> None:
-        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid())
-        if self._incarnation:
-            reply.inodes = self._view.inode_count
-            reply.sessions = len(self._sessions.by_number)
-            reply.orphans = len(self._collector.orphans)
-            reply.to_collect = self._collector.queue_length
-            counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
-                            **self._locks.counters(), **self._watches.counters())
-            counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
-            reply.counters.update(counters)
-        call.reply(reply.SerializeToString())
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))

@@ -28,7 +28,7 @@ class Targets:
     """Waits for a pool map where there is none yet."""
 
     def __init__(self, dialer: Dialer | None, clock: Clock, grant_secret: bytes, shard: int) -> None:
-        self._dialer = dialer
+        self._dialer = self.dialer = dialer
         self._clock = clock
         self._map: PoolMap | None = None
         self._has_map = asyncio.Event()

@@ -88,9 +88,25 @@ class View:
             raise NotFound(f"there is no inode {number}")
         return records.decode_inode(number, raw)
 
+    def is_elsewhere(self, partition: int) -> bool:
+        """Whether the partition belongs to another shard."""
+        return bool(self.owners) and partition < len(self.owners) and self.owners[partition] != self.shard
+
     def _check_owner(self, partition: int) -> None:
-        if self.owners and partition < len(self.owners) and self.owners[partition] != self.shard:
+        if self.is_elsewhere(partition):
             raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
+
+    def ancestor(self, number: int) -> Inode:
+        """As `inode`, of a directory above one that is to move."""
+        return self.inode(number)
+
+    def take_turn(self) -> None:
+        """A directory is to get another parent. Changes that span shards do that one at a time in the pool; what is decided
+        by one shard's records alone needs no turn: whoever moves one of these directories has to hold it here."""
+
+    def number_of_birth(self, partition: int) -> int:
+        """A new inode number in another shard's partition."""
+        raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
 
     def directory(self, number: int) -> Inode:
         """NotADirectory when it is something else. One that was removed is there while it is held open: see `entered`."""
@@ -108,13 +124,13 @@ class View:
             self._check_owner(partition)
         return partition, name_hash, records.dentry_key(partition, directory.number, name_hash, name)
 
-    def named(self, directory: Inode, name: bytes) -> tuple[bytes, int]:
-        """(key, inode number) of an existing name; NotFound."""
+    def named(self, directory: Inode, name: bytes) -> tuple[bytes, int, int]:
+        """(key, inode number, kind) of an existing name; NotFound."""
         partition, _, key = self.place(directory, name)
         raw = self.get(key)
         if raw is None:
             raise NotFound(f"there is no {name!r} in directory {directory.number}")
-        return key, records.decode_dentry(partition, raw)[0]
+        return key, *records.decode_dentry(partition, raw)
 
     def grant(self, inode: Inode, rights: int, session: int, now_ns: int) -> bytes:
         """A signed right to the chunks of a file; waits for a truncation, since its number must not be given before the
@@ -192,12 +208,16 @@ class Draft:
 
     def birth(self, partition: int, **fields) -> Inode:
         """A new inode with the next number; all its times are now."""
-        number = inode_number(partition, self.view.next_number)
-        self.born = self.adds = True
+        view, self.adds = self.view, True
+        if view.owners and view.is_elsewhere(partition):
+            number = view.number_of_birth(partition)  # who holds it there counts it, too
+        else:
+            number = inode_number(partition, view.next_number)
+            self.born = True
+            self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
         now = self.now_ns
         born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, **fields)
         self.inodes[number] = self.dirty[number] = born
-        self.effects[records.COUNTS_KEY] = records.encode_counts(self.view.inode_count + 1)
         return born
 
     def drop_name(self, inode: Inode) -> None:
@@ -285,3 +305,10 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
         attr.rdev = inode.rdev
     if inode.parent:
         attr.parent = inode.parent
+
+
+def fill_elsewhere(entry: meta_pb2.Entry, number: int, kind: int) -> None:
+    """What a name says of an inode of another shard."""
+    entry.elsewhere = True
+    entry.attr.inode = number
+    entry.attr.mode = kind << 12

@@ -213,10 +213,13 @@ class Watches:
         decided anew after that. None: nothing."""
         if not self._unheard and len(self._watches) <= (session in self._watches):
             return None
+        born = draft.view.next_number if draft.born else 0
+        return self.recall(session, [number for number in draft.dirty if counter_of(number) != born])
+
+    def recall(self, session: int, numbers: Iterable[int]) -> Callable[[], Awaitable] | None:
+        """As `conflict`, where these inodes are to be changed on behalf of a session."""
         now_s, waits = self._clock.boottime_s(), []
-        for number in draft.dirty:
-            if draft.born and counter_of(number) == draft.view.next_number:
-                continue
+        for number in numbers:
             if self._unheard and now_s >= self._unheard_until_s:
                 self._unheard.clear()
             if self._unheard and self._unheard != {session}:

@@ -7,7 +7,7 @@ again and takes up the same pool id; nothing that it did not make itself, or tha
 starts a process of the pool.
 
     {"verb": "pool", "directory", "name", "drives": [{"path", "capacity_bytes"}], "chunk_bytes", "replicas", "config": text,
-     "force"}
+     "standbys", "shards", "force"}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}], "join": {"address", "token", "ends_ms"} or null}
     {"verb": "join", …} as run/entering has it
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
@@ -37,13 +37,13 @@ from nvpool.base.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, No
 from nvpool.base.host import host_id
 from nvpool.base.identities import new_member
 from nvpool.base.mounts import mounts
-from nvpool.base.units import BLOCK_BYTES, MIB, PARTITION_COUNT, format_bytes
+from nvpool.base.units import BLOCK_BYTES, MIB, format_bytes
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic.layout import layout_of
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Standby, Target
-from nvpool.logic.shards import STANDBYS_MAX, process_name
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target
+from nvpool.logic.shards import SHARDS_MAX, STANDBYS_MAX, dealt, process_name
 from nvpool.run.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.store.chunkstore import create_chunk_store
 from nvpool.store.superblock import decode_superblock
@@ -228,6 +228,9 @@ async def make_pool(request: dict) -> dict:
     standbys = int(request.get("standbys") or 0)
     if not 0 <= standbys <= min(STANDBYS_MAX, len(drives)):
         raise InvalidRequest(f"{standbys} standbys of the metadata need as many drives; at most {STANDBYS_MAX} are possible")
+    shard_count = int(request.get("shards") or 1)
+    if not 1 <= shard_count <= SHARDS_MAX:
+        raise InvalidRequest(f"a pool begins with 1 to {SHARDS_MAX} metadata shards, not {shard_count}: --shards")
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
     for drive in drives:  # before anything is made: what is refused leaves nothing behind
@@ -242,7 +245,9 @@ async def make_pool(request: dict) -> dict:
         for name in _OF_A_POOL:
             if name not in ("lock", "targets"):
                 _remove(directory.path / name)
-        for path in (directory.map, directory.shard(1), directory.run, directory.log, directory.path / "targets"):
+        shard_numbers = range(1, shard_count + 1)
+        for path in (directory.map, *map(directory.shard, shard_numbers), directory.run, directory.log,
+                     directory.path / "targets"):
             path.mkdir(parents=True, exist_ok=True)
         directory.secret.mkdir(mode=0o700)
         write_whole(directory.grant_key, SYSTEM_CLOCK.secret(32), 0o600)
@@ -252,7 +257,7 @@ async def make_pool(request: dict) -> dict:
         if request.get("throw_away"):
             write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
 
-        ports = free_ports(2 * (len(drives) + standbys + 2), config.network, set())
+        ports = free_ports(2 * (len(drives) + shard_count * (standbys + 1) + 1), config.network, set())
         host = config.network.host
         made = []
         for number, drive in enumerate(drives, 1):
@@ -261,22 +266,28 @@ async def make_pool(request: dict) -> dict:
             make_store(directory, place, capacity, number, pool_id, force)
             made.append({"path": str(place), "capacity_bytes": capacity})
         targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
-                               endpoints_for(directory, f"target-{n}", host, ports[2 + 2 * n:4 + 2 * n]))
+                               endpoints_for(directory, f"target-{n}", host, ports[2 * n:2 * n + 2]))
                         for n, drive in enumerate(made, 1))
-        after = 4 + 2 * len(drives)
-        shard_standbys = tuple(
-            Standby(n, 1, endpoints_for(directory, process_name(1, n), host, ports[after + 2 * n - 2:][:2]),
-                    path=make_standby_place(directory, drive["path"], pool_id, 1, n))
-            for n, drive in enumerate(made[:standbys], 1))
+        places = iter(range(2 + 2 * len(drives), len(ports), 2))
+
+        def make_shard(number: int) -> Shard:
+            def endpoints(member: int) -> tuple[str, ...]:
+                return endpoints_for(directory, process_name(number, member), host, ports[next(places):][:2])
+
+            # those of several shards begin with different drives
+            beside = [made[(number - 1 + at) % len(made)] for at in range(standbys)]
+            return Shard(number, 1, endpoints(0), standbys=tuple(
+                Standby(n, 1, endpoints(n), path=make_standby_place(directory, drive["path"], pool_id, number, n))
+                for n, drive in enumerate(beside, 1)))
+
         first = PoolMap(
             format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=Settings(chunk_bytes, replicas),
             nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
                         member=member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
-            shards=(Shard(1, 1, endpoints_for(directory, "meta-1", host, ports[2:4]), standbys=shard_standbys),),
-            partitions=(PartitionRange(0, PARTITION_COUNT, 1),), members=(member,), tokens=(kept,))
-        for place in (directory.shard(1), directory.map):
+            shards=tuple(map(make_shard, shard_numbers)), partitions=dealt(shard_count), members=(member,), tokens=(kept,))
+        for place in (*map(directory.shard, shard_numbers), directory.map):
             kv = await LmdbKv.open(place, LmdbOptions())
             if place == directory.map:
                 await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()

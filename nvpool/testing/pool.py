@@ -1,8 +1,9 @@
 """LocalPool: a whole pool in one process and on one event loop, for tests and for trying things out.
 
-One metadata shard, targets of different size, no coordinator: the pool map is a value. Clients speak to the services through
-the in-process transport, or through others where asked, so that all that is real but the processes. Services can be killed and
-started again as a supervisor would; with directories their state survives that, with memory it lives as long as the pool.
+One metadata shard or several, targets of different size, no coordinator: the pool map is a value. Clients speak to the services
+through the in-process transport, or through others where asked, so that all that is real but the processes. Services can be
+killed and started again as a supervisor would; with directories their state survives that, with memory it lives as long as the
+pool.
 Called by tests and benchmarks; never by the product.
 """
 
@@ -18,7 +19,8 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, Settings, Shard, Target, encode_map
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Target, encode_map
+from nvpool.logic.shards import dealt
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
@@ -28,7 +30,13 @@ from nvpool.wire.transport import Greeting
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 
 SHARD = 1
+SHARDS_VARIABLE = "NVPOOL_TEST_SHARDS"
 _numbers = count(1)
+
+
+def shards_wanted() -> int:
+    """How many metadata shards the pools of tests have that do not say it themselves: NVPOOL_TEST_SHARDS in the environment."""
+    return int(os.environ.get(SHARDS_VARIABLE) or 1)
 
 
 class LocalPool:
@@ -36,7 +44,7 @@ class LocalPool:
 
     def __init__(self, directory: str | os.PathLike | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
                  chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
-                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False):
+                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False, shards: int = 0):
         self.directory = None if directory is None else os.fspath(directory)
         self.clock = clock
         self.grant_secret = bytes(range(32))
@@ -45,16 +53,16 @@ class LocalPool:
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
         self._tells_map = tells_map or replicas > 1
-        self.pool_map = self._map(capacities, chunk_bytes, replicas)
-        self.meta: MetaService | None = None
+        self.pool_map = self._map(capacities, chunk_bytes, replicas, shards or shards_wanted())
+        self.metas: dict[int, MetaService] = {}
         self.stores: dict[int, object] = {}
-        self.kv = None
+        self.kvs: dict[int, object] = {}
         self._listeners: dict[tuple[str, int], object] = {}
         self._dialers: list[Dialer] = []
         self._clients: list[Client] = []
         self._memory: dict[tuple[str, int], object] = {}
 
-    def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int) -> PoolMap:
+    def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int, shards: int) -> PoolMap:
         targets = tuple(Target(number, number, 1, capacity, (self._endpoints("target", number),))
                         for number, capacity in enumerate(capacities, 1))
         drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
@@ -63,8 +71,8 @@ class LocalPool:
                        nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),), drives=drives,
                        targets=targets,
                        tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
-                       shards=(Shard(SHARD, 1, (self._endpoints("meta", SHARD),)),),
-                       partitions=(PartitionRange(0, 4096, SHARD),))
+                       shards=tuple(Shard(number, 1, (self._endpoints("meta", number),)) for number in range(1, shards + 1)),
+                       partitions=dealt(shards))
 
     def _path(self, *parts: str) -> str | None:
         return None if self.directory is None else os.path.join(self.directory, *parts)
@@ -76,7 +84,8 @@ class LocalPool:
             await self._listen("node", 1, self._tell_map)
         for target in self.pool_map.targets:
             await self.start_store(target.id)
-        await self.start_shard()
+        for shard in self.pool_map.shards:
+            await self.start_shard(shard.id)
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -84,8 +93,8 @@ class LocalPool:
             await client.close()
         for target in list(self.stores):
             await self.stop_store(target)
-        if self.meta is not None:
-            await self.stop_shard()
+        for shard in list(self.metas):
+            await self.stop_shard(shard=shard)
         if ("node", 1) in self._listeners:
             await self._hang_up("node", 1, 0.0)
         for dialer in self._dialers:
@@ -115,30 +124,42 @@ class LocalPool:
         else:
             await listener.close(drain_s)
 
-    # -- the shard -------------------------------------------------------------------------------------------------------
+    # -- the shards ------------------------------------------------------------------------------------------------------
 
-    async def start_shard(self) -> None:
+    @property
+    def meta(self) -> MetaService | None:
+        """The service of the root's shard, which is the only one where nothing else was asked for."""
+        return self.metas.get(SHARD)
+
+    @property
+    def kv(self):
+        """Its engine."""
+        return self.kvs.get(SHARD)
+
+    async def start_shard(self, shard: int = SHARD) -> None:
         if self.directory is None:
-            self.kv = self._memory.get(("meta", SHARD)) or MemoryKv()
-            self._memory["meta", SHARD] = self.kv
+            kv = self._memory.get(("meta", shard)) or MemoryKv()
+            self._memory["meta", shard] = kv
         else:
             from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-            path = self._path("meta", f"shard-{SHARD}")
+            path = self._path("meta", f"shard-{shard}")
             os.makedirs(path, exist_ok=True)
-            self.kv = await LmdbKv.open(path, LmdbOptions())
-        self.meta = MetaService(self.kv, shard=SHARD, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {SHARD}"),
-                                clock=self.clock, options=self._meta_options)
-        self.meta.update_map(self.pool_map)
-        await self.meta.start()
-        await self._listen("meta", SHARD, self.meta.handle)
+            kv = await LmdbKv.open(path, LmdbOptions())
+        self.kvs[shard] = kv
+        meta = MetaService(kv, shard=shard, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {shard}"),
+                           clock=self.clock, options=self._meta_options)
+        meta.update_map(self.pool_map)
+        await meta.start()
+        self.metas[shard] = meta
+        await self._listen("meta", shard, meta.handle)
 
-    async def stop_shard(self, drain_s: float = 0.0) -> None:
+    async def stop_shard(self, drain_s: float = 0.0, shard: int = SHARD) -> None:
         """Without a drain as if its process had been killed: connections end, nothing more is answered."""
-        meta, self.meta = self.meta, None
-        await self._hang_up("meta", SHARD, drain_s)
+        meta = self.metas.pop(shard)
+        await self._hang_up("meta", shard, drain_s)
         await meta.close(drain_s)
         if self.directory is not None:
-            await self.kv.close()
+            await self.kvs[shard].close()
 
     # -- stores ----------------------------------------------------------------------------------------------------------
 
@@ -186,8 +207,8 @@ class LocalPool:
     async def change_map(self, change) -> PoolMap:
         """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
         self.pool_map = change(self.pool_map)
-        if self.meta is not None:
-            self.meta.update_map(self.pool_map)
+        for meta in self.metas.values():
+            meta.update_map(self.pool_map)
         for target in list(self.stores):
             self._give_map(target)
         return self.pool_map

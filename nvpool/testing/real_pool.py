@@ -34,7 +34,7 @@ from nvpool.kv.lmdb_engine import LmdbKv
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.sdk.checkup import Checkup, check
 from nvpool.sdk.filesystem import FileSystem
-from nvpool.testing.pool import LocalPool
+from nvpool.testing.pool import LocalPool, shards_wanted
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Greeting
 from nvpool.wire.v1.pool_pb2 import PoolStatusReply, PoolStatusRequest
@@ -44,14 +44,16 @@ SIZES = (64 * MIB, 96 * MIB)
 
 
 class RealPool:
-    """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself."""
+    """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself.
+    `shards` 0: as the environment says (testing/pool)."""
 
     def __init__(self, directory: Path, *, sizes: tuple[int, ...] = SIZES, config: str = "", drives: tuple[str, ...] = (),
-                 replicas: int = 1, standbys: int = 0):
+                 replicas: int = 1, standbys: int = 0, shards: int = 0):
         self.directory = PoolDirectory(directory)
         self._replicas = replicas
         self.path = self.directory.path
         self._sizes, self._config, self._drives, self._standbys = sizes, config, drives, standbys
+        self._shards = shards or shards_wanted()
         self._connected: list[FileSystem] = []
         self._supervisors: list[subprocess.Popen] = []
 
@@ -74,7 +76,8 @@ class RealPool:
         drives += [{"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
                    for number, size in enumerate(self._sizes, 1)]
         return {"verb": "pool", "directory": str(self.path), "name": "faulty", "chunk_bytes": MIB, "replicas": self._replicas,
-                "config": self._config, "drives": drives, "standbys": self._standbys, "throw_away": True}
+                "config": self._config, "drives": drives, "standbys": self._standbys,
+                "shards": self._shards, "throw_away": True}
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(self.request()), text=True,

@@ -89,7 +89,7 @@ class Listed:
     def put(self, at: int, attr: Attr) -> None:
         """Show these attributes instead."""
         record = pack_entry(self.cursor(at), attr, self.is_promised(at), b"")
-        self.records[at], self.words[at] = record, ENTRY.unpack(record)
+        self.records[at], self.words[at], self.changes[at] = record, ENTRY.unpack(record), attr.change
 
 
 def pack_entry(cursor: int, attr: Attr, promised: bool, name: bytes) -> bytes:

@@ -203,8 +203,8 @@ class Core:
         seen.blocks = max(attr.blocks, (seen.size + 511) // 512)
         return seen
 
-    async def _fetch_attr(self, inode: int) -> Attr:
-        request = meta_pb2.GetAttrRequest(inode=inode)
+    async def _fetch_attr(self, inode: int, rights: int = 0) -> Attr:
+        request = meta_pb2.GetAttrRequest(inode=inode, rights=rights)
         sent_s = self.clock.boottime_s()
         entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
         attr = self._take(entry)

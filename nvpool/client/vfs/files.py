@@ -117,15 +117,27 @@ class Files(Names, Locks):
             self.cache.forget_entry(parent, name)
             sent_s = self.clock.boottime_s()
             reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
-            handle = self._opened(reply.entry, flags, sent_s)
+            handle = self._opened(reply.entry, flags, sent_s) if not reply.entry.elsewhere else None
         finally:
             if cut is not None:
                 self.writer.end_cut(cut)
                 self.reader.changed(cut)
+        if handle is None:
+            return await self._open_elsewhere(parent, name, mode, flags, caller, reply.entry.attr.inode)
         if reply.created:
             self._named(parent, name, handle.inode, sent_s, reply, self.leases.held(handle.inode))
         else:
             self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
+        return self._merged(handle.attr), handle
+
+    async def _open_elsewhere(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
+                              inode: int) -> tuple[Attr, FileHandle]:
+        """The name that was to be made stands for an inode of another shard."""
+        try:
+            handle = await self.open(inode, flags, caller)
+        except NotFound:  # it has just lost its last name: this one too
+            return await self.create(parent, name, mode, flags, caller)
+        self.cache.forget_entry(parent, name)
         return self._merged(handle.attr), handle
 
     def is_settled(self, handle: FileHandle) -> bool:

@@ -66,6 +66,9 @@ class Many(Files):
             raise errors.CorruptFrame("a shard's answer to many look-ups does not fit the question")
         for number, one in zip(order, reply.found, strict=True):
             parent, name = places[number]
+            if one.entry.elsewhere:
+                found[number] = await self._looked_up(parent, name)
+                continue
             if one.error:
                 found[number] = await self._refused(parent, name, one.error, sent_s)
                 continue
@@ -77,6 +80,9 @@ class Many(Files):
         if code == NotFound.wire_code:
             self.cache.put_entry(parent, name, 0, sent_s)
             return NotFound()
+        return await self._looked_up(parent, name)
+
+    async def _looked_up(self, parent: int, name: bytes) -> Attr | NvpoolError:
         try:
             return await self._look_up(parent, name)  # which does what the error asks for
         except NvpoolError as error:

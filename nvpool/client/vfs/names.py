@@ -11,10 +11,13 @@ from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.core import Core
 from nvpool.client.vfs.siblings import Siblings
+from nvpool.wire.codec import pack_inodes
 from nvpool.wire.entries import NOTHING_LISTED, Listed, packed
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
+ELSEWHERE_MAX = 4
+"""Times that a name is looked up whose inode another shard has and does not know any more: it comes and goes, or is damaged."""
 COMING_S = 0.1
 """For an answer that is on its way and may bring the name: it takes four milliseconds. Then the name is asked for alone."""
 
@@ -102,15 +105,25 @@ class Names(Core):
                 raise NotFound
         # with the right to read it: who looks for a file mostly opens it next
         request = meta_pb2.LookupRequest(parent=parent, name=name, rights=READ)
-        sent_s = self.clock.boottime_s()
-        try:
-            entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
-        except NotFound:
-            self.cache.put_entry(parent, name, 0, sent_s)
-            raise
-        attr = self._take(entry)
-        self.cache.put_entry(parent, name, attr.inode, sent_s, self._leased(entry, sent_s))
-        return attr
+        for _ in range(ELSEWHERE_MAX):
+            sent_s = self.clock.boottime_s()
+            try:
+                entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
+            except NotFound:
+                self.cache.put_entry(parent, name, 0, sent_s)
+                raise
+            if not entry.elsewhere:
+                attr = self._take(entry)
+                self.cache.put_entry(parent, name, attr.inode, sent_s, self._leased(entry, sent_s))
+                return attr
+            try:
+                attr = await self._fetch_attr(entry.attr.inode, READ)
+            except NotFound:
+                continue  # the name has gone since, or stands for something else
+            # by the directory's lease, or one on the inode from before: one that began since does not stand for the name
+            self.cache.put_entry(parent, name, attr.inode, sent_s)
+            return attr
+        raise NotFound
 
     async def _look_ahead(self, parent: int, name: bytes, count: int) -> Attr:
         """As `_look_up`; the names behind it in the order of listings are known too after it."""
@@ -148,17 +161,43 @@ class Names(Core):
         """The entries, whether there are more, for how long they are promised, and when they were asked for."""
         sent_s = self.clock.boottime_s()
         reply = await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
-        return Listed(reply.packed or packed(reply.entries)), reply.more, reply.lease_ms, sent_s
+        listed = Listed(reply.packed or packed(reply.entries))
+        if len(self.view.map.shards) > 1 and 0 in listed.changes:
+            await self._look_elsewhere(listed)
+        return listed, reply.more, reply.lease_ms, sent_s
+
+    async def _look_elsewhere(self, listed: Listed) -> None:
+        """Have the attributes of the inodes that other shards have: one question to each. What is gone by now stays without."""
+        asked: dict[int, dict[int, int]] = {}
+        for at, inode in enumerate(listed.inodes):
+            if not listed.changes[at]:
+                asked.setdefault(self.meta.shard_of(inode), {})[inode] = at
+
+        async def ask(places: dict[int, int]) -> None:
+            request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(list(places)))
+            sent_s = self.clock.boottime_s()
+            reply = await self.meta.ask(next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
+            found = Listed(reply.packed)
+            for at, inode in enumerate(found.inodes):
+                attr = found.attr(at)
+                listed.put(places[inode], attr)
+                if self.leases.is_news(inode, sent_s):
+                    self.cache.put_attr(attr)
+                    if found.is_promised(at):
+                        self.leases.take(inode, reply.lease_ms, sent_s)
+
+        await asyncio.gather(*map(ask, asked.values()))
 
     def _believe_list(self, directory: int, listed: Listed, lease_ms: int, sent_s: float) -> None:
         """What the entries tell of names and attributes is believed, as far as we have not changed it since we asked."""
         inodes, promised = listed.inodes, listed.promised
-        if promised in (0, len(inodes)) and not self.leases.outdated(inodes, sent_s) and self.cache.put_attrs(listed):
+        if (promised in (0, len(inodes)) and 0 not in listed.changes and not self.leases.outdated(inodes, sent_s)
+                and self.cache.put_attrs(listed)):
             leases = self.leases.take_all(inodes, lease_ms if promised else 0, sent_s)
             self.cache.put_entries(directory, listed.names, inodes, sent_s, leases)
             return
         for at, inode in enumerate(inodes):
-            if self.leases.is_news(inode, sent_s):
+            if listed.changes[at] and self.leases.is_news(inode, sent_s):
                 self.cache.put_attr(listed.attr(at))
                 lease = self.leases.take(inode, lease_ms, sent_s) if listed.is_promised(at) else None
                 self.cache.put_entry(directory, listed.names[at], inode, sent_s, lease)

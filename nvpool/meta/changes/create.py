@@ -6,10 +6,11 @@ import stat
 
 from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NameTooLong
 from nvpool.base.grants import WRITE
+from nvpool.base.ids import partition_of
 from nvpool.base.units import SYMLINK_BYTES_MAX
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
-from nvpool.meta.view import Draft, View, fill_attr
+from nvpool.meta.view import Draft, View, fill_attr, fill_elsewhere
 from nvpool.wire.v1 import meta_pb2
 
 KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK))
@@ -27,7 +28,7 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         raise InvalidRequest(f"no file has the mode {mode:#o}")
     raw = view.get(key)
     if raw is not None:
-        return _open_existing(draft, request, records.decode_dentry(partition, raw)[0])
+        return _open_existing(draft, request, *records.decode_dentry(partition, raw))
     change = request.change
     gid = change.gid
     if parent.mode & stat.S_ISGID:
@@ -66,14 +67,19 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     return draft
 
 
-def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int) -> Draft:
+def _open_existing(draft: Draft, request: meta_pb2.CreateRequest, number: int, kind: int) -> Draft:
+    """Where the inode is another shard's, that one has to be asked to open it."""
     if request.exclusive or request.mode & 0o170000 != stat.S_IFREG:
         raise AlreadyExists(f"{request.name!r} exists already")
-    found = draft.inode(number)
-    if found.is_directory:
+    if kind == stat.S_IFDIR >> 12:
         raise IsADirectory(f"{request.name!r} is a directory")
-    if found.is_symlink:
+    if kind == stat.S_IFLNK >> 12:
         raise AlreadyExists(f"{request.name!r} is a symlink; open what it points to")
+    if draft.view.is_elsewhere(partition_of(number)):
+        draft.reply = meta_pb2.CreateReply()
+        fill_elsewhere(draft.reply.entry, number, kind)
+        return draft
+    found = draft.inode(number)
     reply = draft.reply = meta_pb2.CreateReply()
     if found.is_file:
         if request.truncate:

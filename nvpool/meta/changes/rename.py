@@ -21,7 +21,7 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
     if flags not in (0, NOREPLACE, EXCHANGE):
         raise InvalidRequest(f"rename does not know the flags {flags:#x} together")
     old_parent, new_parent = draft.directory(request.parent), draft.entered(request.new_parent)
-    old_key, number = view.named(old_parent, request.name)
+    old_key, number, _ = view.named(old_parent, request.name)
     new_partition, _, new_key = view.place(new_parent, request.new_name)
     moved = draft.inode(number)
     raw = view.get(new_key)
@@ -85,10 +85,11 @@ def _check_loop(draft: Draft, inode: Inode, new_parent: Inode) -> None:
     if not inode.is_directory or inode.parent == new_parent.number:
         return
     at, view = new_parent, draft.view
+    view.take_turn()
     for _ in range(DEPTH_MAX):
         if at.number == inode.number:
             raise WouldLoop("a directory can not move below itself")
         if at.number == ROOT_INODE:
             return
-        at = view.inode(at.parent)
+        at = view.ancestor(at.parent)
     raise WouldLoop(f"directory {new_parent.number} is part of a loop; run fsck")

@@ -13,7 +13,7 @@ from nvpool.wire.v1 import meta_pb2
 def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     parent = draft.directory(request.parent)
-    key, number = view.named(parent, request.name)
+    key, number, _ = view.named(parent, request.name)
     victim = draft.inode(number)
     if victim.is_directory:
         raise IsADirectory(f"{request.name!r} is a directory")
@@ -23,7 +23,7 @@ def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
 def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     parent = draft.directory(request.parent)
-    key, number = view.named(parent, request.name)
+    key, number, _ = view.named(parent, request.name)
     victim = draft.directory(number)
     check_empty(view, victim)
     parent.links -= 1

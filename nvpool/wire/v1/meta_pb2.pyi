@@ -64,30 +64,34 @@ class Attr(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("attr", "grant", "lease_ms")
+    __slots__ = ("attr", "grant", "lease_ms", "elsewhere")
     ATTR_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     attr: Attr
     grant: bytes
     lease_ms: int
-    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    elsewhere: bool
+    def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client", "session", "secret", "watch", "names_open", "opened")
+    __slots__ = ("client", "session", "secret", "watch", "names_open", "opened", "identity")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     WATCH_FIELD_NUMBER: _ClassVar[int]
     NAMES_OPEN_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     client: str
     session: int
     secret: bytes
     watch: bool
     names_open: bool
     opened: bytes
-    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ...) -> None: ...
+    identity: int
+    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
     __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms")
@@ -226,6 +230,24 @@ class GetAttrRequest(_message.Message):
     inode: int
     rights: int
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
+
+class GetAttrManyRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inodes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inodes: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+
+class GetAttrManyReply(_message.Message):
+    __slots__ = ("packed", "lease_ms")
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    packed: bytes
+    lease_ms: int
+    def __init__(self, packed: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class SetAttrRequest(_message.Message):
     __slots__ = ("change", "inode", "valid", "mode", "uid", "gid", "size", "atime_ns", "mtime_ns", "ctime_ns", "chunk_bits", "replicas", "rights")
@@ -957,3 +979,111 @@ class StandbyReply(_message.Message):
     MAP_FIELD_NUMBER: _ClassVar[int]
     map: bytes
     def __init__(self, map: _Optional[bytes] = ...) -> None: ...
+
+class SpanId(_message.Message):
+    __slots__ = ("shard", "incarnation", "number")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    incarnation: int
+    number: int
+    def __init__(self, shard: _Optional[int] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class SpanRange(_message.Message):
+    __slots__ = ("first", "end", "limit")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    first: bytes
+    end: bytes
+    limit: int
+    def __init__(self, first: _Optional[bytes] = ..., end: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class SpanRecord(_message.Message):
+    __slots__ = ("key", "put", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    put: bool
+    value: bytes
+    def __init__(self, key: _Optional[bytes] = ..., put: _Optional[bool] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class HoldRequest(_message.Message):
+    __slots__ = ("id", "order", "keys", "looks", "ranges", "births", "identity", "authority")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    id: SpanId
+    order: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    looks: _containers.RepeatedScalarFieldContainer[bytes]
+    ranges: _containers.RepeatedCompositeFieldContainer[SpanRange]
+    births: _containers.RepeatedScalarFieldContainer[int]
+    identity: int
+    authority: bytes
+    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., order: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., looks: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[SpanRange, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., identity: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class SpanScan(_message.Message):
+    __slots__ = ("pairs",)
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    pairs: _containers.RepeatedCompositeFieldContainer[SpanRecord]
+    def __init__(self, pairs: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...
+
+class HoldReply(_message.Message):
+    __slots__ = ("records", "scans", "births")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SCANS_FIELD_NUMBER: _ClassVar[int]
+    BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[SpanRecord]
+    scans: _containers.RepeatedCompositeFieldContainer[SpanScan]
+    births: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, records: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ..., scans: _Optional[_Iterable[_Union[SpanScan, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SettleRequest(_message.Message):
+    __slots__ = ("id", "decided", "effects", "authority")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    EFFECTS_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    id: SpanId
+    decided: bool
+    effects: _containers.RepeatedCompositeFieldContainer[SpanRecord]
+    authority: bytes
+    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., decided: _Optional[bool] = ..., effects: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class SettleReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OutcomeRequest(_message.Message):
+    __slots__ = ("id", "shard", "authority")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    id: SpanId
+    shard: int
+    authority: bytes
+    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., shard: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+
+class OutcomeReply(_message.Message):
+    __slots__ = ("outcome", "effects")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNDECIDED: _ClassVar[OutcomeReply.Outcome]
+        DECIDED: _ClassVar[OutcomeReply.Outcome]
+        NEVER: _ClassVar[OutcomeReply.Outcome]
+    UNDECIDED: OutcomeReply.Outcome
+    DECIDED: OutcomeReply.Outcome
+    NEVER: OutcomeReply.Outcome
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    EFFECTS_FIELD_NUMBER: _ClassVar[int]
+    outcome: OutcomeReply.Outcome
+    effects: _containers.RepeatedCompositeFieldContainer[SpanRecord]
+    def __init__(self, outcome: _Optional[_Union[OutcomeReply.Outcome, str]] = ..., effects: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...

@@ -54,6 +54,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_ALLOCATE: _ClassVar[Method]
     META_WATCH: _ClassVar[Method]
     META_LOOKUP_MANY: _ClassVar[Method]
+    META_GETATTR_MANY: _ClassVar[Method]
     META_DUMP: _ClassVar[Method]
     META_LOAD: _ClassVar[Method]
     META_FSCK: _ClassVar[Method]
@@ -64,6 +65,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
     META_STANDBY: _ClassVar[Method]
+    META_HOLD: _ClassVar[Method]
+    META_SETTLE: _ClassVar[Method]
+    META_OUTCOME: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -117,6 +121,7 @@ META_LOCKS: Method
 META_ALLOCATE: Method
 META_WATCH: Method
 META_LOOKUP_MANY: Method
+META_GETATTR_MANY: Method
 META_DUMP: Method
 META_LOAD: Method
 META_FSCK: Method
@@ -127,6 +132,9 @@ META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method
 META_STANDBY: Method
+META_HOLD: Method
+META_SETTLE: Method
+META_OUTCOME: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

@@ -1,0 +1,147 @@
+"""What a metadata service answers beside its requests and changes: listings, many look-ups, state, checks, dumps and loads.
+
+The other half of `meta/service`, which owns all that is used here. In steps where it takes long, so that others get their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from nvpool.base.errors import Busy, InUse, InvalidRequest
+from nvpool.meta import queries
+from nvpool.meta.fsck import Fsck
+from nvpool.meta.identity import take_identity
+from nvpool.meta.listing import attributes, listing
+from nvpool.meta.spanning.holds import Held
+from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import meta_pb2 as pb
+
+
+class Answers:
+    def _list(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.ListDirRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        self._reply_in_steps(call, listing(self._view, request))
+
+    def _lookup_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.LookupManyRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        self._reply_in_steps(call, queries.lookup_many(self._view, request, self._clock.wall_ns))
+
+    def _getattr_many(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.GetAttrManyRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        call.reply(attributes(self._view, request).SerializeToString())
+
+    def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
+        reply = next(steps)
+        if reply is not None:
+            call.reply(reply.SerializeToString())
+            return
+
+        async def go_on() -> None:
+            try:
+                for found in steps:
+                    if found is not None:
+                        call.reply(found.SerializeToString())
+                    await asyncio.sleep(0)
+            except Held as held:
+                await held.wait()
+                self.handle(call)
+
+        self._waits.add(call, go_on, lambda: None)
+
+    def _names(self, call: Call) -> None:
+        call.reply(queries.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
+
+    def _statfs(self, call: Call) -> None:
+        self._sessions.get(pb.StatFsRequest.FromString(call.message).session)
+        call.reply(queries.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
+
+    def _sync(self, call: Call) -> None:
+        session = pb.SyncRequest.FromString(call.message).session
+        if session:  # tools that check a pool have none
+            self._sessions.get(session)
+        self._answer_later(call, self._kv.sync, pb.SyncReply().SerializeToString())
+
+    def _collect(self, call: Call) -> None:
+        async def run() -> None:
+            removed, left = await self._collector.run_once()
+            removed += await self._collector.sweep_all()
+            call.reply(pb.CollectReply(inodes=removed, left=left).SerializeToString())
+
+        self._waits.add(call, run, lambda: None)
+
+    def _answer(self, call: Call, work: Coroutine[Any, Any, Answer], then: Callable[[], None] | None = None) -> None:
+        async def run() -> None:
+            answer = await work
+            if then is not None:
+                then()
+            call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+        try:
+            self._waits.add(call, run, lambda: None)
+        except Busy:
+            work.close()
+            raise
+
+    def _fsck(self, call: Call) -> None:
+        request = pb.FsckRequest.FromString(call.message)
+
+        def make(repair: bool) -> Fsck:
+            return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
+
+        self._answer(call, fsck_step(self._runs, request, self._kv, self._view,
+                                     self._numbers, make), self._watches.end_all if request.repair else None)
+
+    def _dump(self, call: Call) -> None:
+        answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
+        call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
+
+    def _load(self, call: Call) -> None:
+        self._answer(call, self._load_step(pb.LoadRequest.FromString(call.message), bytes(call.payload)))
+
+    async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> Answer:
+        if request.first:
+            if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
+                raise InUse("a load wants an empty shard that nobody has mounted")
+            self._state = "loading"
+            self._runs.end_all()
+            self._loading = Load(self._kv, take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns()))
+            await self._loading.begin()
+        load = self._loading
+        if load is None:
+            raise InvalidRequest("no load is under way; begin with the first part")
+        try:
+            await load.take(payload, request.first)
+            if request.last:
+                await load.end()
+        except BaseException:
+            self._loading = None  # what is there is a part; only a new beginning makes it whole
+            raise
+        if request.last:
+            self._loading = None
+            self._assemble()
+            await self._take_up()
+        return Answer(pb.LoadReply(records=load.records))
+
+    def _status(self, call: Call) -> None:
+        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid())
+        if self._incarnation:
+            reply.inodes = self._view.inode_count
+            reply.sessions = len(self._sessions.by_number)
+            reply.orphans = len(self._collector.orphans)
+            reply.to_collect = self._collector.queue_length
+            counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
+                            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
+                            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters())
+            counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
+            reply.counters.update(counters)
+        call.reply(reply.SerializeToString())

@@ -1,0 +1,1 @@
+"""Changes over several shards: one shard decides (`coordinator`), the others hold their records for it (`participant`)."""

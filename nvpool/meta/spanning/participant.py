@@ -1,0 +1,176 @@
+"""A shard that takes part in a change over several: it holds records until the coordinator says what became of the change.
+
+A hold is durable, with what was promised to clients about these inodes recalled, before it is answered. From then on this shard
+does nothing with these records by itself: it makes the effects when it hears that the change is decided, gives the records
+free when it hears that it never will be, and asks the coordinator when it hears nothing. Repeated messages change nothing:
+who has no hold has heard it before.
+
+Called by `door`; the coordinator is on another shard. Owned by `meta/service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, WrongShard
+from nvpool.base.ids import inode_number
+from nvpool.kv.contract import Effect, Kv
+from nvpool.meta import records
+from nvpool.meta.numbers import Numbers
+from nvpool.meta.spanning.holds import Holds, until_free
+from nvpool.meta.spanning.peers import Peers, effects_of, id_message, id_of
+from nvpool.meta.spanning.records import TURN_KEY, SpanId, decode_held, encode_held, held_key, id_of_key, range_of
+from nvpool.meta.view import View
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+_log = logging.getLogger(__name__)
+
+ASK_AFTER_S = 2.0
+"""A coordinator that lives says sooner what became of the change."""
+ASK_S = 2.0
+KEYS_MAX = 4096
+
+
+async def durable(kv: Kv, sequence: int | None = None) -> None:
+    """Return when the change (default: the last) survives the loss of power here, and of this member where there are others."""
+    sequence = kv.sequence if sequence is None else sequence
+    await kv.sync(sequence)
+    history = getattr(kv, "history", None)
+    if history is not None:
+        await history.until(sequence)
+
+
+class Participant:
+    def __init__(self, kv: Kv, view: View, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
+                 recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
+                 orphaned: Callable[[int], None]) -> None:
+        """`recall(identity, inodes)` ends the leases of all but that client; what it returns is to be waited for."""
+        self._kv = kv
+        self._view = view
+        self._holds = holds
+        self._numbers = numbers
+        self._peers = peers
+        self._clock = clock
+        self._recall = recall
+        self._orphaned = orphaned
+        self._asking: set[SpanId] = set()
+
+    def load(self) -> None:
+        """Take up the holds that a restart left; what can not be read is left to fsck."""
+        first, end = range_of(records.HELD)
+        while pairs := self._kv.scan(first, end, 1000):
+            for key, raw in pairs:
+                try:
+                    order, keys = decode_held(raw)
+                    self._holds.take(id_of_key(key), order, keys).durable = True
+                except NvpoolError as error:
+                    _log.error("a hold is damaged, run fsck: %s", error)
+            first = pairs[-1][0] + b"\0"
+        for hold in self._holds.by_span.values():
+            hold.since_s -= ASK_AFTER_S
+
+    async def hold(self, request: pb.HoldRequest) -> pb.HoldReply:
+        """Busy: an older change has one of the records. WrongShard: one of them is not ours. NoSpace, Fenced."""
+        span, keys = id_of(request.id), list(request.keys)
+        if len(keys) + len(request.births) > KEYS_MAX:
+            raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
+        self._check(request)
+        while True:
+            if self._kv.full:
+                await self._kv.room()
+            elif self._view.next_number + len(request.births) > self._numbers.bounds.inode:
+                await self._numbers.more()
+            elif (other := next((hold for key in keys if (hold := self._holds.of(key)) is not None and hold.span != span),
+                                None)) is not None:
+                if not other.gives_way_to(request.order, span):
+                    raise Busy("an older change has what this one wants", retry_after_s=0.01)
+                await until_free(other)
+            else:
+                break
+        # Nothing waits from here to the apply.
+        births = []
+        for partition in request.births:
+            births.append(inode_number(partition, self._view.next_number))
+            self._view.next_number += 1
+        wanted = keys + [records.inode_key(number) for number in births]
+        known = self._holds.by_span.get(span)
+        if known is None or not known.keys.keys() >= set(wanted):
+            hold = self._holds.take(span, request.order, wanted)
+            try:
+                self._kv.apply([(held_key(span), encode_held(hold.order, list(hold.keys)))], reclaims=True)
+            except NvpoolError:
+                if not hold.durable:
+                    self._holds.release(span)
+                raise
+            hold.durable = True
+        wait = self._recall(request.identity, [records.inode_of_key(key) for key in keys
+                                               if records.kind_of(key) == records.INODE])
+        if wait is not None:
+            await wait()
+        await durable(self._kv)
+        reply = pb.HoldReply(births=births)
+        for key in (*keys, *request.looks):
+            raw = self._kv.get(key)
+            reply.records.add(key=key, put=raw is not None, value=raw or b"")
+        for asked in request.ranges:
+            reply.scans.add(pairs=[pb.SpanRecord(key=key, put=True, value=raw)
+                                   for key, raw in self._kv.scan(asked.first, asked.end, min(asked.limit, KEYS_MAX))])
+        return reply
+
+    def _check(self, request: pb.HoldRequest) -> None:
+        partitions = {records.partition_of_key(key) for key in (*request.keys, *request.looks) if key != TURN_KEY}
+        partitions.update(records.partition_of_key(asked.first) for asked in request.ranges)
+        for partition in (*partitions, *request.births):
+            if self._view.is_elsewhere(partition):
+                raise WrongShard(f"partition {partition} belongs to another shard than {self._view.shard}")
+
+    async def settle(self, request: pb.SettleRequest) -> pb.SettleReply:
+        span = id_of(request.id)
+        while self._kv.full:
+            await self._kv.room()
+        self.end(span, effects_of(request.effects) if request.decided else [])
+        await durable(self._kv)
+        return pb.SettleReply()
+
+    def end(self, span: SpanId, effects: list[Effect]) -> None:
+        """Make the effects and give free what is held, in one change. Nothing without the hold: it was done before."""
+        hold = self._holds.by_span.get(span)
+        if hold is None or not hold.durable:
+            return
+        count, view = 0, self._view
+        for key, value in effects:
+            if records.kind_of(key) == records.INODE:
+                there = self._kv.get(key) is not None
+                count += (value is not None) - there
+        made: list[Effect] = [*effects, (held_key(span), None)]
+        if count:
+            made.append((records.COUNTS_KEY, records.encode_counts(view.inode_count + count)))
+        self._kv.apply(made, reclaims=True)
+        view.inode_count += count
+        for key, value in effects:
+            if records.kind_of(key) == records.ORPHAN and value is not None:
+                self._orphaned(records.inode_of_key(key))
+        self._holds.release(span)
+
+    async def run_once(self) -> None:
+        """Ask about what is held for long."""
+        now_s = self._clock.boottime_s()
+        late = [hold.span for hold in self._holds.by_span.values()
+                if hold.durable and now_s - hold.since_s > ASK_AFTER_S]
+        await asyncio.gather(*(self._ask(span) for span in late[:64]))
+
+    async def _ask(self, span: SpanId) -> None:
+        request = pb.OutcomeRequest(id=id_message(span), shard=self._view.shard)
+        try:
+            reply = await self._peers.ask(span.shard, wire.META_OUTCOME, request, pb.OutcomeReply, ASK_S)
+            if reply.outcome == pb.OutcomeReply.UNDECIDED:
+                return
+            while self._kv.full:
+                await self._kv.room()
+            self.end(span, effects_of(reply.effects) if reply.outcome == pb.OutcomeReply.DECIDED else [])
+        except NvpoolError as error:
+            _log.info("what became of a change of shard %d is not known yet: %s", span.shard, error)

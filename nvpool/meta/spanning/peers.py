@@ -1,0 +1,63 @@
+"""The other shards of the pool, found by its map, and the messages between them.
+
+Requests are not repeated here. Each carries the right of a service, which only processes of the pool can sign: that is what
+the door looks at. Used by `coordinator` and `participant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import CorruptFrame, Unreachable, WrongShard
+from nvpool.kv.contract import Effect
+from nvpool.logic.poolmap import PoolMap
+from nvpool.meta.service_right import ServiceRight
+from nvpool.meta.spanning.records import SpanId
+from nvpool.meta.targets import Dialer
+from nvpool.wire.v1 import meta_pb2 as pb
+
+
+class Peers:
+    def __init__(self, dialer: Dialer | None, clock: Clock, right: ServiceRight) -> None:
+        self._dialer = dialer
+        self._clock = clock
+        self._right = right
+        self._map: PoolMap | None = None
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+
+    async def ask(self, shard: int, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
+        """The answer of the shard's primary; any NvpoolError."""
+        known = self._map.shard_by_id.get(shard) if self._map is not None else None
+        if known is None:
+            raise WrongShard(f"the pool map has no shard {shard}")
+        if self._dialer is None:
+            raise Unreachable("this shard has no way to others")
+        request.authority = self._right()
+        reply = await self._dialer.call(known.endpoints, method, request.SerializeToString(),
+                                        deadline_s=self._clock.boottime_s() + wait_s)
+        try:
+            return reply_type.FromString(bytes(reply.message))
+        except DecodeError:
+            raise CorruptFrame(f"an answer of shard {shard} is no {reply_type.__name__}") from None
+
+
+def id_message(span: SpanId) -> pb.SpanId:
+    return pb.SpanId(shard=span.shard, incarnation=span.incarnation, number=span.number)
+
+
+def id_of(message: pb.SpanId) -> SpanId:
+    return SpanId(message.shard, message.incarnation, message.number)
+
+
+def effect_messages(effects: Iterable[Effect]) -> list[pb.SpanRecord]:
+    return [pb.SpanRecord(key=key, put=value is not None, value=value or b"") for key, value in effects]
+
+
+def effects_of(records: Iterable[pb.SpanRecord]) -> list[Effect]:
+    return [(record.key, record.value if record.put else None) for record in records]

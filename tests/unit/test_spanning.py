@@ -1,0 +1,194 @@
+"""Changes over several shards: directories, names and inodes that lie apart, as a client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+
+import pytest
+
+from nvpool.base.errors import AlreadyExists, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(1000, 1000)
+OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
+SHARDS = (1, 2, 3)
+
+
+class Names:
+    """A pool of three shards, and a directory below the root on each of them: `at[shard]`."""
+
+    def __init__(self, **pool_options) -> None:
+        self.pool = LocalPool(shards=len(SHARDS), **pool_options)
+
+    async def __aenter__(self) -> Names:
+        await self.pool.__aenter__()
+        self.vfs = (await self.pool.client("first", OPTIONS)).vfs
+        self.at = {shard: await self.directory(shard) for shard in SHARDS}
+        return self
+
+    async def __aexit__(self, *failure) -> None:
+        await self.pool.__aexit__(*failure)
+
+    async def directory(self, shard: int, parent: int = ROOT_INODE, before: bytes = b"") -> int:
+        """A new directory whose inode lies on that shard."""
+        number = 0
+        while True:
+            name = b"%s%d-%d" % (before, shard, number)
+            made = await self.vfs.mkdir(parent, name, 0o755, ME)
+            if self.vfs.meta.shard_of(made.inode) == shard:
+                return made.inode
+            await self.vfs.rmdir(parent, name, ME)
+            number += 1
+
+    async def file(self, parent: int, name: bytes, content: bytes = b"") -> int:
+        attr, handle = await self.vfs.create(parent, name, 0o644, os.O_RDWR, ME)
+        await self.vfs.write(handle, 0, content)
+        await self.vfs.release(handle)
+        return attr.inode
+
+    async def content(self, inode: int) -> bytes:
+        handle = await self.vfs.open(inode, os.O_RDONLY, ME)
+        try:
+            return bytes(await self.vfs.read(handle, 0, 1 << 20))
+        finally:
+            await self.vfs.release(handle)
+
+    async def names(self, directory: int) -> dict[bytes, int]:
+        listed, more = await self.vfs.readdir(await self.vfs.opendir(directory), 0, 1000)
+        assert not more
+        return dict(zip(listed.names, listed.inodes, strict=True))
+
+    async def quiet(self) -> None:
+        """Until nothing is held and nobody is to be told anything."""
+        async with asyncio.timeout(60):
+            while not self.is_quiet():  # noqa: ASYNC110 (nobody is told)
+                await asyncio.sleep(0.01)
+
+    def is_quiet(self) -> bool:
+        found = [meta._spanning.counters() for meta in self.pool.metas.values()]
+        return not any(one["held"] or one["spans_to_tell"] for one in found)
+
+
+def run(main, **options) -> None:
+    async def whole() -> None:
+        async with Names(**options) as names:
+            await main(names)
+            await names.quiet()
+    asyncio.run(whole())
+
+
+def test_directories_are_made_filled_listed_and_removed_wherever_they_lie():
+    async def main(names: Names) -> None:
+        vfs = names.vfs
+        made = {b"d%d" % number: (await vfs.mkdir(names.at[2], b"d%d" % number, 0o755, ME)).inode for number in range(20)}
+        assert {vfs.meta.shard_of(inode) for inode in made.values()} == set(SHARDS)
+        assert await names.names(names.at[2]) == made
+        other = (await names.pool.client("second", OPTIONS)).vfs
+        listed, _ = await other.readdir(await other.opendir(names.at[2]), 0, 100)
+        assert all(entry.attr.links == 2 and stat.S_ISDIR(entry.attr.mode) for entry in listed)
+        assert (await other.getattr(names.at[2])).links == 22
+        for name, inode in made.items():
+            assert (await other.lookup(names.at[2], name)).inode == inode
+            await names.file(inode, b"file", name)
+            with pytest.raises(DirectoryNotEmpty):
+                await vfs.rmdir(names.at[2], name, ME)
+            await vfs.unlink(inode, b"file", ME)
+            await vfs.rmdir(names.at[2], name, ME)
+        assert await names.names(names.at[2]) == {}
+        assert (await vfs.getattr(names.at[2])).links == 2
+        with pytest.raises(NotFound):
+            await other.mkdir(made[b"d1"], b"late", 0o755, ME)
+    run(main)
+
+
+def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard():
+    async def main(names: Names) -> None:
+        vfs, at = names.vfs, names.at
+        inode = await names.file(at[1], b"a", b"bytes")
+        replaced = await names.file(at[2], b"b", b"old")
+        await vfs.rename(at[1], b"a", at[2], b"b", 0, ME)
+        assert await names.names(at[1]) == {} and await names.names(at[2]) == {b"b": inode}
+        assert await names.content((await vfs.lookup(at[2], b"b")).inode) == b"bytes"
+        other = (await names.pool.client("second", OPTIONS)).vfs
+        assert (await other.lookup(at[2], b"b")).inode == inode
+        attr, handle = await other.create(at[2], b"b", 0o600, os.O_RDWR | os.O_TRUNC, ME)  # it is there, and elsewhere
+        assert attr.inode == inode and attr.size == 0
+        await other.release(handle)
+        with pytest.raises(AlreadyExists):
+            await other.create(at[2], b"b", 0o600, os.O_RDWR | os.O_EXCL, ME)
+        await vfs.link(inode, at[3], b"c", ME)
+        assert (await vfs.getattr(inode)).links == 2
+        await other.unlink(at[2], b"b", ME)
+        assert (await vfs.getattr(inode)).links == 1
+        await other.unlink(at[3], b"c", ME)
+        await names.quiet()
+        for gone in (inode, replaced):
+            meta = names.pool.metas[vfs.meta.shard_of(gone)]
+            assert gone in meta._collector.orphans
+        for name in await names.names(ROOT_INODE):
+            with pytest.raises(IsADirectory):
+                await vfs.unlink(ROOT_INODE, name, ME)
+    run(main)
+
+
+def test_directories_move_over_shards_and_never_below_themselves():
+    async def main(names: Names) -> None:
+        vfs, at = names.vfs, names.at
+        below = await names.directory(2, at[1], b"x")
+        deep = await names.directory(3, below, b"y")
+        top = await names.names(ROOT_INODE)
+        name_of = {inode: name for name, inode in top.items()}
+        for target in (at[1], below, deep):
+            with pytest.raises(WouldLoop):
+                await vfs.rename(ROOT_INODE, name_of[at[1]], target, b"loop", 0, ME)
+        await vfs.rename(ROOT_INODE, name_of[at[1]], at[3], b"moved", 0, ME)
+        assert (await vfs.lookup(at[3], b"moved")).inode == at[1]
+        assert (await vfs.getattr(at[1])).parent == at[3] and (await vfs.getattr(at[3])).links == 3
+        assert (await vfs.getattr(ROOT_INODE)).links == 4
+        with pytest.raises(WouldLoop):
+            await vfs.rename(ROOT_INODE, name_of[at[3]], deep, b"loop", 0, ME)
+        empty = await names.directory(1, at[2], b"z")
+        name = next(iter(await names.names(at[2])))
+        await vfs.rename(at[3], b"moved", at[2], name, 0, ME)  # in place of an empty one
+        assert (await names.names(at[2]))[name] == at[1] and empty not in (await names.names(at[2])).values()
+    run(main)
+
+
+def test_two_names_change_places_over_shards():
+    async def main(names: Names) -> None:
+        vfs, at = names.vfs, names.at
+        file, directory = await names.file(at[1], b"a"), await names.directory(3, at[2], b"b")
+        name = next(iter(await names.names(at[2])))
+        await vfs.rename(at[1], b"a", at[2], name, 2, ME)
+        assert await names.names(at[1]) == {b"a": directory} and await names.names(at[2]) == {name: file}
+        assert (await vfs.getattr(directory)).parent == at[1]
+    run(main)
+
+
+def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing():
+    async def main(names: Names) -> None:
+        clients = [(await names.pool.client(f"client {number}", OPTIONS)).vfs for number in range(3)]
+        inodes = {b"%d-%d" % (number, shard): await names.file(names.at[shard], b"%d-%d" % (number, shard))
+                  for number in range(3) for shard in SHARDS}
+
+        async def carry(number: int) -> None:
+            vfs = clients[number]
+            for turn in range(6):
+                for shard in SHARDS:
+                    name = b"%d-%d" % (number, shard)
+                    here, there = (shard - 1 + turn) % 3 + 1, (shard + turn) % 3 + 1
+                    await vfs.rename(names.at[here], name, names.at[there], name, 0, ME)
+
+        await asyncio.gather(*(carry(number) for number in range(3)))
+        found: dict[bytes, int] = {}
+        for shard in SHARDS:
+            listed = await names.names(names.at[shard])
+            assert found.keys().isdisjoint(listed)
+            found |= listed
+        assert found == inodes
+    run(main)
