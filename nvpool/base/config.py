@@ -51,6 +51,8 @@ class Supervisor(msgspec.Struct, frozen=True):
     restart_delay_min_s: Annotated[float, Meta(gt=0, le=60, description="wait before a dead process is started again")] = 0.05
     restart_delay_max_s: Annotated[float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")] = 5.0
     healthy_s: Annotated[float, Meta(gt=0, le=3600, description="after that long the wait is the shortest again")] = 10.0
+    replace_after_s: Annotated[float, Meta(ge=5, le=86400,
+        description="a node that keeps the pool map (etcd) may be away so long before another one does it")] = 600.0
 
 
 class Processors(msgspec.Struct, frozen=True):

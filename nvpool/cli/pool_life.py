@@ -66,7 +66,8 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
-    """Start the supervisor in the background where none runs, and wait until every process serves; the status then.
+    """Start the supervisor in the background where none runs, and wait until every process of this node serves; the status
+    then.
 
     Unavailable, with the last errors of the logs, when that takes longer than wait_s.
     """
@@ -85,7 +86,8 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
             started += 1
         try:
             seen = asyncio.run(status_of(str(directory.path), 1.0))
-            if all(process["state"] == "serving" for process in seen["processes"] if process["role"] in ("meta", "store")):
+            if all(process["state"] == "serving" for process in seen["processes"]
+                   if process["role"] in ("meta", "store") and process["pid"] is not None):  # None: another node's
                 return seen
         except Unavailable:
             pass

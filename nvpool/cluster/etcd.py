@@ -34,6 +34,7 @@ from nvpool.cluster.coordinator import Lease
 from nvpool.cluster.etcd_calls import END_OF_STREAM, STREAM_ERRORS, Certificates, EtcdCalls
 from nvpool.cluster.etcd_leases import EtcdLease, give_up
 from nvpool.cluster.told import Told
+from nvpool.logic.etcdmembers import Add, Found, Promote, Remove
 from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map, problems_of
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class EtcdCoordinator:
         self._leases: set[EtcdLease] = set()
         self._turn = asyncio.Lock()
         self._following: asyncio.Task | None = None
+        self._heard_s = clock.boottime_s()
 
     @classmethod
     async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
@@ -127,6 +129,15 @@ class EtcdCoordinator:
     def leader(self) -> str | None:
         return self._told.leader
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether etcd has said nothing for longer than an election takes: nothing can be changed."""
+        return self._clock.boottime_s() - self._heard_s > SILENCE_S
+
+    def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
+        """Ask these members from now on, under these certificates."""
+        self._calls.use(members, certificates)
+
     async def _follow(self) -> None:
         """Know what etcd knows, until the end."""
         while True:
@@ -144,6 +155,7 @@ class EtcdCoordinator:
     async def _look(self) -> int:
         """At everything; the revision that was seen."""
         found = await self._calls.range(rpc.RangeRequest(key=self._root, range_end=_behind(self._root)), CHANGE_S)
+        self._heard_s = self._clock.boottime_s()
         present, leader = {}, None
         for kv in found.kvs:
             name = kv.key[len(self._root):]
@@ -168,9 +180,14 @@ class EtcdCoordinator:
                     said = await stream.read()
                 if said is END_OF_STREAM or said.canceled:
                     raise Unavailable("the stream has ended")
+                self._heard_s = self._clock.boottime_s()
                 self._take_events(said.events)
         except TimeoutError:
             raise Unavailable("the stream is silent") from None
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise Unavailable("the channel of the stream was closed") from None
         finally:
             if beating is not None:
                 beating.cancel()
@@ -288,6 +305,23 @@ class EtcdCoordinator:
         self._leases.add(lease)
         lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
         return lease
+
+    # -- etcd's members ------------------------------------------------------------------------------------------------------
+
+    async def members(self) -> tuple[Found, ...]:
+        """As of now. Unavailable."""
+        found = await self._calls.list_members(CHANGE_S)
+        return tuple(Found(f"{one.ID:x}", tuple(url.partition("://")[2] for url in one.peerURLs), one.isLearner, bool(one.name))
+                     for one in found)
+
+    async def change_members(self, step: Add | Promote | Remove, scheme: str) -> None:
+        """On return it is done. Unavailable, with the reason: not now, or etcd refuses it."""
+        if isinstance(step, Add):
+            await self._calls.add_member(f"{scheme}://{step.peer}", CHANGE_S)
+        elif isinstance(step, Promote):
+            await self._calls.promote_member(int(step.id, 16), CHANGE_S)
+        else:
+            await self._calls.remove_member(int(step.id, 16), CHANGE_S)
 
     async def close(self) -> None:
         if self._told.closed:

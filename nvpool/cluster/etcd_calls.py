@@ -43,66 +43,101 @@ class Certificates(NamedTuple):
     key: bytes
 
 
+class _Member:
+    """A channel to one member, and the stubs on it."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.address = address
+        self.channel = grpc.aio.secure_channel(address, credentials, _OPTIONS) if credentials else \
+            grpc.aio.insecure_channel(address, _OPTIONS)
+        self.kv = rpc.KVStub(self.channel)
+        self.leases = rpc.LeaseStub(self.channel)
+        self.watches = rpc.WatchStub(self.channel)
+        self.cluster = rpc.ClusterStub(self.channel)
+
+
 class EtcdCalls:
     """`members`: "host:port" of each. Plain text without `certificates`."""
 
     def __init__(self, members: Sequence[str], clock: Clock, certificates: Certificates | None = None) -> None:
+        self._clock = clock
+        self._certificates: Certificates | None = None
+        self._members: list[_Member] = []
+        self._at = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self.use(members, certificates)
+
+    def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
+        """Go on with these members and certificates. Calls to others, and those under the certificates of before, are given
+        time to end; a stream there breaks, and is begun anew by who reads it."""
         if not members:
             raise BadConfiguration("no member of etcd is named")
-        self._clock = clock
         credentials = certificates and grpc.ssl_channel_credentials(
             certificates.authority, certificates.key, certificates.certificate)
-        self._channels = [grpc.aio.secure_channel(member, credentials, _OPTIONS) if credentials
-                          else grpc.aio.insecure_channel(member, _OPTIONS) for member in members]
-        self._at = 0
-        self._kv = [rpc.KVStub(channel) for channel in self._channels]
-        self._leases = [rpc.LeaseStub(channel) for channel in self._channels]
-        self._watches = [rpc.WatchStub(channel) for channel in self._channels]
+        kept = {one.address: one for one in self._members} if certificates == self._certificates else {}
+        now = self._members[self._at].address if self._members else ""
+        before, self._members = self._members, [kept.get(address) or _Member(address, credentials) for address in members]
+        self._certificates = certificates
+        self._at = members.index(now) if now in members else 0
+        for one in before:
+            if one not in self._members:
+                task = asyncio.ensure_future(one.channel.close(CALL_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(one.address for one in self._members)
 
     def elsewhere(self) -> None:
         """The next call goes to another member."""
-        self._at = (self._at + 1) % len(self._channels)
+        self._at = (self._at + 1) % len(self._members)
 
-    async def _call(self, stubs: list, method: str, request, wait_s: float):
+    async def _call(self, stub: str, method: str, request, wait_s: float):
         """The answer of the first member that has one. Repeated, so `request` must mean the same a second time."""
         until_s = self._clock.boottime_s() + wait_s
         while True:
             left_s = until_s - self._clock.boottime_s()
+            asked = self._members[self._at]
             try:
-                return await getattr(stubs[self._at], method)(request, timeout=max(0.05, min(CALL_S, left_s)))
+                return await getattr(getattr(asked, stub), method)(request, timeout=max(0.05, min(CALL_S, left_s)))
             except grpc.aio.AioRpcError as error:
                 if error.code() in _NOT_LET_IN:
                     raise AccessDenied(f"etcd does not let us in: {error.details()}") from None
                 if error.code() not in _ELSEWHERE:
                     raise
-                self.elsewhere()
+                if asked in self._members:
+                    self.elsewhere()
                 if until_s - self._clock.boottime_s() <= PAUSE_S:
                     raise Unavailable(f"etcd does not answer ({error.details()}); are most of its members up?",
                                       may_be_applied=True) from None
+            except asyncio.CancelledError:
+                if asked in self._members or asyncio.current_task().cancelling():
+                    raise  # else its channel was closed under us
             await asyncio.sleep(PAUSE_S)
 
     async def range(self, request: rpc.RangeRequest, wait_s: float) -> rpc.RangeResponse:
-        return await self._call(self._kv, "Range", request, wait_s)
+        return await self._call("kv", "Range", request, wait_s)
 
     async def transact(self, request: rpc.TxnRequest, wait_s: float) -> rpc.TxnResponse:
         """After Unavailable, and also where it has not succeeded, it may have been carried out: look."""
-        return await self._call(self._kv, "Txn", request, wait_s)
+        return await self._call("kv", "Txn", request, wait_s)
 
     async def grant_lease(self, lease_s: int, wait_s: float) -> int:
         """Its number. One whose answer was lost ends by itself."""
-        return (await self._call(self._leases, "LeaseGrant", rpc.LeaseGrantRequest(TTL=lease_s), wait_s)).ID
+        return (await self._call("leases", "LeaseGrant", rpc.LeaseGrantRequest(TTL=lease_s), wait_s)).ID
 
     async def revoke_lease(self, number: int, wait_s: float) -> None:
         """Whether it is there or not."""
         try:
-            await self._call(self._leases, "LeaseRevoke", rpc.LeaseRevokeRequest(ID=number), wait_s)
+            await self._call("leases", "LeaseRevoke", rpc.LeaseRevokeRequest(ID=number), wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
                 raise
 
     async def keep_alive(self, number: int, wait_s: float) -> bool:
         """Whether the lease is there, and has its whole time again from some moment of this call on. Unavailable."""
-        call = self._leases[self._at].LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
+        call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
         try:
             await call.write(rpc.LeaseKeepAliveRequest(ID=number))
             answer = await call.read()
@@ -112,15 +147,64 @@ class EtcdCalls:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             self.elsewhere()
             raise Unavailable(f"etcd does not renew a lease: {error}") from None
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise Unavailable("the channel of a renewal was closed") from None
         finally:
             call.cancel()
 
     def watch(self):
         """A stream of WatchRequest and WatchResponse, as grpc.aio has it."""
-        return self._watches[self._at].Watch(metadata=NEEDS_LEADER)
+        return self._members[self._at].watches.Watch(metadata=NEEDS_LEADER)
+
+    # -- members -----------------------------------------------------------------------------------------------------------
+
+    async def list_members(self, wait_s: float) -> list[rpc.Member]:
+        """As of now. A member answers with what it has applied, so it is made to look first that this is all there is."""
+        until_s = self._clock.boottime_s() + wait_s
+        while True:
+            at = self._at
+            await self.range(rpc.RangeRequest(key=b"nvpool/", count_only=True), until_s - self._clock.boottime_s())
+            if at == self._at:
+                found = await self._call("cluster", "MemberList", rpc.MemberListRequest(), until_s - self._clock.boottime_s())
+                if at == self._at:
+                    return list(found.members)
+
+    async def add_member(self, peer_url: str, wait_s: float) -> None:
+        """As one that learns. Unavailable, with etcd's reason: not now."""
+        await self._change_members("MemberAdd", rpc.MemberAddRequest(peerURLs=[peer_url], isLearner=True), wait_s)
+
+    async def promote_member(self, number: int, wait_s: float) -> None:
+        """It votes from then on. Unavailable, with etcd's reason, while it has not caught up."""
+        await self._change_members("MemberPromote", rpc.MemberPromoteRequest(ID=number), wait_s)
+
+    async def remove_member(self, number: int, wait_s: float) -> None:
+        """Whether it is there or not. Unavailable, with etcd's reason: the others could not decide without it."""
+        await self._change_members("MemberRemove", rpc.MemberRemoveRequest(ID=number), wait_s)
+
+    async def _change_members(self, method: str, request, wait_s: float) -> None:
+        try:
+            await self._call("cluster", method, request, wait_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.NOT_FOUND:
+                raise Unavailable(f"etcd does not change its members: {error.details()}", retry_after_s=1.0) from None
 
     async def close(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self._channels))
+        await asyncio.gather(*(one.channel.close() for one in self._members), *self._closing, return_exceptions=True)
+
+
+async def answers_alone(address: str, certificates: Certificates | None, wait_s: float) -> bool:
+    """Whether that member is there, with or without the others."""
+    member = _Member(address, certificates and grpc.ssl_channel_credentials(
+        certificates.authority, certificates.key, certificates.certificate))
+    try:
+        await member.kv.Range(rpc.RangeRequest(key=b"nvpool/", count_only=True, serializable=True), timeout=wait_s)
+        return True
+    except grpc.aio.AioRpcError:
+        return False
+    finally:
+        await member.channel.close()
 
 
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, Unavailable)

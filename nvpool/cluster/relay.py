@@ -26,6 +26,14 @@ class HeldMap:
     def pool_map(self) -> PoolMap:
         return self._told.pool_map
 
+    def take(self, pool_map: PoolMap) -> bool:
+        """Hold this map where it is newer; whether it is."""
+        if pool_map.epoch <= self.pool_map.epoch:
+            return False
+        self._told.pool_map = pool_map
+        self._told.tell()
+        return True
+
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         raise Unavailable(self._reason, retry_after_s=1.0)
 

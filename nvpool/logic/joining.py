@@ -63,10 +63,9 @@ def member_removed(pool_map: PoolMap, member: str) -> PoolMap:
     return changed(pool_map, members=tuple(one for one in pool_map.members if one != member))
 
 
-def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
-    """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it."""
-    node = pool_map.node_by_id.get(number)
-    if node is None:
+def check_removable(pool_map: PoolMap, number: int) -> None:
+    """InvalidRequest where there is no such node, or drives or metadata of the pool are on it."""
+    if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}")
     drives = [drive.id for drive in pool_map.drives if drive.node == number]
     shards = [shard.id for shard in pool_map.shards if shard.node == number]
@@ -75,7 +74,14 @@ def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
                              f"first")
     if shards:
         raise InvalidRequest(f"node {number} serves metadata (shard {', '.join(map(str, shards))}), which has to move first")
+
+
+def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
+    """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it, a
+    member of etcd too (run/etcd_keeper has it leave)."""
+    check_removable(pool_map, number)
     if any(one.node == number for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
+    member = pool_map.node_by_id[number].member
     return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
-                   members=tuple(one for one in pool_map.members if one != node.member))
+                   members=tuple(one for one in pool_map.members if one != member))

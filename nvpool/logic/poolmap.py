@@ -24,6 +24,7 @@ TargetWish = Literal["share", "drain", "remove", "lost"]
 ShardState = Literal["up", "down"]
 ShardWish = Literal["share", "remove"]
 StandbyState = Literal["syncing", "up"]
+EtcdState = Literal["wanted", "ready", "added", "up", "leaving", "lost"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,11 +60,21 @@ class JoinToken(msgspec.Struct, frozen=True):
 
 
 class EtcdMember(msgspec.Struct, frozen=True):
-    """A member of the pool's own etcd on a node: host:port for clients and for its peers."""
+    """A member of the pool's own etcd on a node: host:port for clients and for its peers. Changes: logic/etcdmembers.
+
+    wanted: the node is to say where it will listen. ready: it has. added: etcd knows it, as one that learns. up: it votes.
+    leaving: it is being taken out. lost: it has lost its data, and is taken out for that."""
 
     node: int
     client: str
     peer: str
+    state: EtcdState = "up"
+    generation: int = 0
+    """The epoch in which the node was wanted: one that is taken out and in again begins with nothing."""
+    id: str = ""
+    """Etcd's, in hex digits; empty until it is known."""
+    revoked: int = 0
+    """So many of the map's revocations are known to it, and to each connection it has."""
 
 
 class Drive(msgspec.Struct, frozen=True):

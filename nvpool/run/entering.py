@@ -26,7 +26,6 @@ from nvpool.run.keeping import Keeping, write_keeping
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import (
     AUTHORITY_FILE,
-    AUTHORITY_KEY_FILE,
     CERTIFICATE_FILE,
     ETCD_SECRET,
     KEY_FILE,
@@ -121,9 +120,6 @@ def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest)
         write_whole(directory.grant_key, bytes.fromhex(answer["grant_key"]), 0o600)
         files += [(etcd / AUTHORITY_FILE, answer["etcd"]["authority"], 0o644),
                   (etcd / CERTIFICATE_FILE, answer["etcd"]["certificate"], 0o644), (etcd / KEY_FILE, key.key.decode(), 0o600)]
-        if "authority_key" in answer:
-            files += [(secret / AUTHORITY_KEY_FILE, answer["authority_key"], 0o600),
-                      (etcd / AUTHORITY_KEY_FILE, answer["etcd_authority_key"], 0o600)]
         write_keeping(directory, Keeping("etcd", tuple(answer["etcd"]["members"])))
     for path, text, mode in files:
         write_whole(path, text.encode(), mode)

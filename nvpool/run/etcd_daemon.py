@@ -29,7 +29,7 @@ def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> 
     """How etcd is called."""
     scheme = "http" if plain_text else "https"
     client, peer = f"{scheme}://{own.client}", f"{scheme}://{own.peer}"
-    arguments = ["etcd", "--name", f"node-{own.node}", "--data-dir", str(directory.path / "etcd"),
+    arguments = ["etcd", "--name", f"node-{own.node}", "--data-dir", str(own.data(directory)),
                  "--listen-client-urls", client, "--advertise-client-urls", client,
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
                  "--initial-cluster", ",".join(f"node-{node}={scheme}://{at}" for node, at in own.cluster),
@@ -66,7 +66,7 @@ def main(path: str, node: int) -> int:
         log.error("%s", error)
         return exit_code(error)
     arguments = arguments_of(directory, own, config.network.plain_text)
-    os.makedirs(directory.path / "etcd", mode=0o700, exist_ok=True)
+    os.makedirs(own.data(directory), mode=0o700, exist_ok=True)
     directory.announce(name, announcement("etcd", number=node, endpoints=(own.client,),
                                           now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
     os.set_inheritable(lock.descriptor, True)

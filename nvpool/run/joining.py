@@ -2,7 +2,7 @@
 
 Called by run/supervisor of a node that has the authority's key. A token is looked at before anything else is done for whoever
 shows it, and used in the same change of the map that takes its holder in: so it works once, whatever is lost on the way, and
-for the same key again where the answer was. Never sends a key but the authority's, to nodes that may lead.
+for the same key again where the answer was. Never sends a key but the authorities', to nodes that keep the map.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from nvpool.base.authority import key_of_request
+from nvpool.base.authority import Authority, key_of_request
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, from_os_error
 from nvpool.base.identities import new_member
 from nvpool.base.tokens import hash_of
+from nvpool.logic.etcdmembers import of_node
 from nvpool.logic.joining import joined, token_for, token_given
 from nvpool.logic.poolmap import Node, PoolMap, encode_map
+from nvpool.meta.service_right import AuthorityCheck
 from nvpool.run.keeping import MapKeeper
+from nvpool.run.served import read_grant_key
 from nvpool.run.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import AUTHORITY_FILE, ETCD_SECRET
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import pool_pb2, wire_pb2
-
-LEADERS_MAX = 3
-"""So many nodes, the first ones, may lead: they have the authority's key."""
 
 log = logging.getLogger("nvpool.run.joining")
 
@@ -43,13 +44,23 @@ class Reception:
         self._keeper = keeper
         self._change = change
         self.answers = {wire_pb2.POOL_AUTHORITY: self._answer_authority, wire_pb2.POOL_JOIN: self._answer_join,
-                        wire_pb2.POOL_RENEW: self._answer_renew}
+                        wire_pb2.POOL_RENEW: self._answer_renew, wire_pb2.POOL_KEYS: self._answer_keys}
+
+    def _authority(self) -> Authority:
+        """AccessDenied, with who lets others in, where this node does not."""
+        try:
+            return read_authority(self._directory)
+        except AccessDenied:
+            pool_map = self._keeper.relay.pool_map
+            others = [address_of(node) for one in pool_map.etcd if (node := pool_map.node_by_id.get(one.node))]
+            raise AccessDenied(f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
+                               f"have it: {', '.join(others) or 'the first one'}") from None
 
     async def make_token(self, kind: str, lives_s: float) -> dict:
         """A token, and where it is good for joining."""
         if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
             raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
-        token, kept = new_token(read_authority(self._directory), kind, lives_s)
+        token, kept = new_token(self._authority(), kind, lives_s)
         new = await self._change(lambda newest: token_given(newest, kept, now_ms()))
         return {"token": token.text(), "kind": kind, "ends_ms": kept.ends_ms,
                 "address": address_of(new.node_by_id[self._directory.node])}
@@ -64,7 +75,7 @@ class Reception:
     async def _answer_join(self, call: Call) -> bytes:
         request = _read(pool_pb2.JoinRequest, call)
         kind, hash, used_by = request.kind, hash_of(request.secret), key_of_request(request.request)
-        authority = read_authority(self._directory)
+        authority = self._authority()
         relay = self._keeper.relay
         token_for(relay.pool_map, hash, kind, used_by, now_ms())
         node = None
@@ -94,8 +105,6 @@ class Reception:
             "etcd": {"members": [one.client for one in new.etcd] or list(self._keeper.members),
                      "authority": etcd.certificate.decode(),
                      "certificate": etcd.sign(request.request, new.pool_id, member, (request.host,)).decode()}}
-        if number <= LEADERS_MAX:
-            answer |= {"authority_key": authority.key.decode(), "etcd_authority_key": etcd.key.decode()}
         return _joined(answer)
 
     async def _answer_renew(self, call: Call) -> bytes:
@@ -111,6 +120,18 @@ class Reception:
             etcd = read_authority(self._directory, ETCD_SECRET).sign(request.request, pool_id, member, hosts)
         return pool_pb2.RenewReply(certificate=authority.sign(request.request, pool_id, member, hosts),
                                    etcd_certificate=etcd).SerializeToString()
+
+    async def _answer_keys(self, call: Call) -> bytes:
+        """The authorities' keys, for a node that keeps the map as this one does."""
+        request = _read(pool_pb2.KeysRequest, call)
+        AuthorityCheck(SYSTEM_CLOCK, read_grant_key(self._directory))(request.right)
+        pool_map = self._keeper.relay.pool_map
+        entry, node = of_node(pool_map, request.node), pool_map.node_by_id.get(request.node)
+        if entry is None or entry.state != "up" or node is None or (call.peer.member and call.peer.member != node.member):
+            raise AccessDenied(f"node {request.node} keeps no pool map, and gets no keys")
+        authority, etcd = (read_authority(self._directory, below) for below in ("", ETCD_SECRET))
+        log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)
+        return pool_pb2.KeysReply(authority=authority.key, etcd_authority=etcd.key).SerializeToString()
 
 
 def _joined(answer: dict) -> bytes:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -31,7 +32,8 @@ from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import Certificates
 from nvpool.cluster.relay import HeldMap, Relay
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.logic.poolmap import EtcdMember, PoolMap, changed
+from nvpool.logic.etcdmembers import clients, of_node
+from nvpool.logic.poolmap import EtcdMember, PoolMap, changed, encode_map, problems_of
 from nvpool.run.child import Child
 from nvpool.run.daemon import command
 from nvpool.run.making import free_ports
@@ -55,6 +57,11 @@ class OwnMember(msgspec.Struct, frozen=True):
     cluster: tuple[tuple[int, str], ...]
     token: str
     state: Literal["new", "existing"] = "new"
+    generation: int = 0
+    """As in the map; each has a directory of its own."""
+
+    def data(self, directory: PoolDirectory) -> Path:
+        return directory.path / (f"etcd-{self.generation}" if self.generation else "etcd")
 
 
 class Keeping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,10 +130,83 @@ class MapKeeper:
         own = self._keeping.own
         if own is not None and self.etcd is None:
             arguments = command("etcd_daemon", str(self._directory.path), str(own.node))
-            self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK)
+            self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK,
+                              self._before_start)
             self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
 
-    def _certificates(self) -> Certificates | None:
+    # -- this node's member of etcd ----------------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> OwnMember | None:
+        return self._keeping.own
+
+    @property
+    def is_in_etcd(self) -> bool:
+        return self._keeping.kind == "etcd"
+
+    @property
+    def own_data_is_lost(self) -> bool:
+        """Whether our member has a vote and nothing that it voted for: it must not be started, it would vote twice."""
+        own = self._keeping.own
+        if own is None or not self.is_in_etcd or (own.data(self._directory) / "member").exists():
+            return False
+        entry = of_node(self.relay.pool_map, own.node)
+        return entry is not None and entry.generation == own.generation and entry.state in ("up", "leaving")
+
+    async def _before_start(self) -> None:
+        if self.own_data_is_lost:
+            raise Unavailable(f"what this node's member of etcd held is not there: {self.own.data(self._directory)}")
+
+    async def take_place(self, generation: int) -> OwnMember:
+        """Say where our member will listen; nothing of an earlier one is left. May be repeated."""
+        own = self._keeping.own
+        if own is None or own.generation != generation:
+            await self.give_place_up()
+            network, pool_map = self._config.network, self.relay.pool_map
+            client, peer = (host_port(network.host, port) for port in free_ports(2, network, used_ports(pool_map)))
+            own = OwnMember(self._directory.node, client, peer, (), pool_map.pool_id, "existing", generation)
+            shutil.rmtree(own.data(self._directory), ignore_errors=True)
+            self._put(msgspec.structs.replace(self._keeping, own=own))
+        return own
+
+    def begin(self, cluster: tuple[tuple[int, str], ...]) -> None:
+        """Have our member run, as one of `cluster` where it begins with nothing."""
+        own = self._keeping.own
+        if not (own.data(self._directory) / "member").exists() and own.cluster != cluster:
+            self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, cluster=cluster)))
+        self._start_etcd()
+
+    async def give_place_up(self) -> None:
+        """On return nothing of our member is there. May be repeated."""
+        child, keeper, own = self.etcd, self._keeper, self._keeping.own
+        self.etcd = self._keeper = None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            await child.end(self._config.supervisor.drain_s, asyncio.Event())
+        if own is not None:
+            await asyncio.to_thread(shutil.rmtree, own.data(self._directory), ignore_errors=True)
+            self._put(msgspec.structs.replace(self._keeping, own=None))
+
+    def use(self, members: tuple[str, ...]) -> None:
+        """Ask these members of etcd from now on, and after a restart."""
+        if members and members != self._keeping.members:
+            self._put(msgspec.structs.replace(self._keeping, members=members))
+            self.show_certificates()
+
+    def show_certificates(self) -> None:
+        """Show etcd the certificate that lies in secret/ now."""
+        if isinstance(self.relay.inner, EtcdCoordinator):
+            self.relay.inner.use(self._keeping.members, self.certificates())
+
+    def learn(self, pool_map: PoolMap) -> None:
+        """What another node holds for the map, while etcd can not be asked: its members may be elsewhere by now."""
+        held = self.relay.inner
+        if self.is_in_etcd and isinstance(held, HeldMap) and not problems_of(held.pool_map, pool_map) and held.take(pool_map):
+            self._directory.publish(encode_map(pool_map))
+            self.use(clients(pool_map))
+
+    def certificates(self) -> Certificates | None:
         if self._config.network.plain_text:
             return None
         secret = self._directory.secret / ETCD_SECRET
@@ -174,7 +254,7 @@ class MapKeeper:
         until_s = SYSTEM_CLOCK.boottime_s() + _FIRST_WAIT_S
         while True:
             try:
-                await EtcdCoordinator.answers(self._keeping.members, self._certificates())
+                await EtcdCoordinator.answers(self._keeping.members, self.certificates())
                 return
             except Unavailable as error:
                 if SYSTEM_CLOCK.boottime_s() > until_s:
@@ -186,7 +266,7 @@ class MapKeeper:
         directory = self._directory
         while True:
             try:
-                members, certificates = self._keeping.members, self._certificates()
+                members, certificates = self._keeping.members, self.certificates()
                 pool_map = self.relay.pool_map
                 if self._keeping.kind == "moving":
                     own = self._keeping.own
@@ -228,7 +308,8 @@ def used_ports(pool_map: PoolMap) -> set[int]:
     """TCP ports that the map gives to somebody, whatever the node."""
     return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes,
                                                               *(s for shard in pool_map.shards for s in shard.standbys))
-            for endpoint in one.endpoints if not endpoint.startswith("stream+unix")}
+            for endpoint in one.endpoints if not endpoint.startswith("stream+unix")} | {
+        int(at.rpartition(":")[2]) for one in pool_map.etcd for at in (one.client, one.peer) if at}
 
 
 def _no_etcd(members: tuple[str, ...]) -> str:

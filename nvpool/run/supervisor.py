@@ -35,13 +35,14 @@ from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.joining import member_removed, node_removed
+from nvpool.logic.joining import check_removable, member_removed, node_removed
 from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, changed, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, notify_ready
 from nvpool.run.drives import Drives, Progress, drives_told
+from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
@@ -88,6 +89,7 @@ class Supervisor:
         self._dialer = Dialer(greeting, host_id=host_id())
         self.leading = Leading(coordinator, node, self._dialer, self._pid_of)
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
+        self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.manager is not None)
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
@@ -110,16 +112,18 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow_map())
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
-        keeping = asyncio.ensure_future(self._keeper_of_shards.run())
+        lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run())]
+        if self._etcd is not None:
+            lastings.append(asyncio.ensure_future(self._etcd.run()))
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
-                await asyncio.wait([asked, managing, self._failed, following, keeping, *self._keepers.values()],
+                await asyncio.wait([asked, managing, self._failed, *lastings, *self._keepers.values()],
                                    timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for lasting in (following, keeping):
+                for lasting in lastings:
                     if lasting.done():
                         lasting.result()
-                        raise Bug("nobody follows the map, or watches over the shards, any more")
+                        raise Bug("nobody follows the map, or watches over shards and etcd, any more")
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
@@ -131,7 +135,7 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, following, managing, renewing, keeping, *self._keepers.values()):
+            for task in (asked, ready, managing, renewing, *lastings, *self._keepers.values()):
                 task.cancel()
 
     async def _keep_renewed(self) -> None:
@@ -365,6 +369,9 @@ class Supervisor:
             number = int(arguments["node"])
         except (KeyError, TypeError, ValueError):
             raise InvalidRequest("node-remove wants a node") from None
+        check_removable(self._coordinator.pool_map, number)
+        if self._etcd is not None:
+            await self._etcd.leave(number)  # first: with its certificate it may lose etcd's votes
         new = await self.leading.change(lambda newest: node_removed(newest, number))
         return {"node": number, "epoch": new.epoch}
 
@@ -418,6 +425,7 @@ class Supervisor:
         problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
                      if p.get("in_map") == "syncing" and p["state"] in ("serving", "starting")]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
+        problems += self._etcd.problems() if self._etcd is not None else []
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "

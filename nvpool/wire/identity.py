@@ -29,7 +29,7 @@ ETCD_SECRET = "etcd"
 """Below secret/: the same for etcd, with an authority of its own, which only nodes get a certificate of. With the pool's every
 client could write the map."""
 AUTHORITY_KEY_FILE = "authority.key"
-"""On nodes that may lead, 0600."""
+"""On nodes that keep the map (they have a member of etcd), 0600."""
 
 
 class Shown(NamedTuple):

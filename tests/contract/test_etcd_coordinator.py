@@ -232,7 +232,7 @@ def test_who_has_missed_more_than_etcd_remembers_looks_at_everything(one):
         for number in range(5):
             await mine.replace(changed(mine.pool_map, name=f"n{number}"))
         revision = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
-        await mine._calls._call(mine._calls._kv, "Compact", etcd_module.rpc.CompactionRequest(revision=revision), 5)
+        await mine._calls._call("kv", "Compact", etcd_module.rpc.CompactionRequest(revision=revision), 5)
         stream = asyncio.ensure_future(other._follow_stream(2))
         with pytest.raises(Unavailable):
             await asyncio.wait_for(stream, 10)

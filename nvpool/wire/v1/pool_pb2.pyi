@@ -104,6 +104,22 @@ class RenewReply(_message.Message):
     etcd_certificate: bytes
     def __init__(self, certificate: _Optional[bytes] = ..., etcd_certificate: _Optional[bytes] = ...) -> None: ...
 
+class KeysRequest(_message.Message):
+    __slots__ = ("right", "node")
+    RIGHT_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    right: bytes
+    node: int
+    def __init__(self, right: _Optional[bytes] = ..., node: _Optional[int] = ...) -> None: ...
+
+class KeysReply(_message.Message):
+    __slots__ = ("authority", "etcd_authority")
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    ETCD_AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    authority: bytes
+    etcd_authority: bytes
+    def __init__(self, authority: _Optional[bytes] = ..., etcd_authority: _Optional[bytes] = ...) -> None: ...
+
 class AliveRequest(_message.Message):
     __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes")
     TARGET_FIELD_NUMBER: _ClassVar[int]

@@ -76,6 +76,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_AUTHORITY: _ClassVar[Method]
     POOL_JOIN: _ClassVar[Method]
     POOL_RENEW: _ClassVar[Method]
+    POOL_KEYS: _ClassVar[Method]
 METHOD_NONE: Method
 DATA_READ: Method
 DATA_WRITE: Method
@@ -143,6 +144,7 @@ POOL_ALIVE: Method
 POOL_AUTHORITY: Method
 POOL_JOIN: Method
 POOL_RENEW: Method
+POOL_KEYS: Method
 
 class Hello(_message.Message):
     __slots__ = ("version", "version_min", "name", "fingerprint", "software", "transports", "host_id")

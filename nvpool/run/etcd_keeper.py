@@ -1,0 +1,285 @@
+"""The pool's own etcd as this node sees it: its part as a member, and, while it leads, who is one.
+
+Run by run/supervisor. What is to be done is decided by logic/etcdmembers from the map, which holds how far each member has
+come: so every step may be interrupted, and whoever leads goes on with it. A node does what its own entry says (run/keeping
+holds the process and its data), gets the keys of the pool's authorities when it has become a member, and removes them when it
+is none any more. Each node says every few seconds that it is there, and whether its member answers. Changes nothing while etcd
+can not be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory, write_whole
+from nvpool.base.errors import InvalidRequest, NvpoolError, StaleLease, Unavailable
+from nvpool.cluster.coordinator import WATCH_S_MAX
+from nvpool.cluster.etcd import EtcdCoordinator
+from nvpool.cluster.etcd_calls import answers_alone
+from nvpool.cluster.relay import HeldMap
+from nvpool.logic import etcdmembers
+from nvpool.logic.etcdmembers import Change, Remove, of_node
+from nvpool.logic.poolmap import EtcdMember, PoolMap, decode_map
+from nvpool.meta.service_right import ServiceRight
+from nvpool.run.keeping import MapKeeper
+from nvpool.run.leading import Leading
+from nvpool.run.served import read_grant_key
+from nvpool.wire.dial import Dialer
+from nvpool.wire.identity import AUTHORITY_KEY_FILE, ETCD_SECRET
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+PRESENT_S = 10.0
+_LOOK_S = 2.0
+_AGAIN_S = 1.0
+_ASK_S = 3.0
+_LEAVE_S = 90.0
+_PRESENT = "etcd/"
+"""Before the number of a node, in what is announced."""
+
+log = logging.getLogger("nvpool.run.etcd_keeper")
+
+
+class EtcdKeeper:
+    def __init__(self, directory: PoolDirectory, config: Config, keeper: MapKeeper, leading: Leading, dialer: Dialer):
+        self._directory = directory
+        self._node = directory.node
+        self._replace_after_s = config.supervisor.replace_after_s
+        self._scheme = "http" if config.network.plain_text else "https"
+        self._keeper = keeper
+        self._leading = leading
+        self._dialer = dialer
+        self._last_here: dict[int, float] = {}
+        self._answers = False
+        self._told = ""
+
+    async def run(self) -> None:
+        """Do this node's part until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for part in (self._announce(), self._follow(), self._lead(), self._learn()):
+                tasks.create_task(part)
+
+    @property
+    def _etcd(self) -> EtcdCoordinator | None:
+        inner = self._keeper.relay.inner
+        return inner if isinstance(inner, EtcdCoordinator) else None
+
+    # -- who is there ------------------------------------------------------------------------------------------------------
+
+    async def _announce(self) -> None:
+        lease, said = None, b""
+        while True:
+            try:
+                own = self._keeper.own
+                self._answers = own is not None and await answers_alone(own.client, self._keeper.certificates(), _LOOK_S)
+                says = json.dumps({"able": shutil.which("etcd") is not None, "answers": self._answers}).encode()
+                if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
+                    lease, said = await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S), says
+            except NvpoolError as error:
+                log.debug("others can not be told that this node is there: %s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    def _here(self, pool_map: PoolMap) -> set[int]:
+        found = set()
+        for name, says in self._keeper.relay.present().items():
+            if name.startswith(_PRESENT):
+                try:
+                    node, told = int(name.removeprefix(_PRESENT)), json.loads(says)
+                    entry = of_node(pool_map, node)
+                    has_member = entry is not None and entry.state in ("added", "up", "leaving")
+                    if told["answers"] if has_member else told["able"]:
+                        found.add(node)
+                except (ValueError, KeyError, TypeError):
+                    continue
+        return found
+
+    # -- this node's own member --------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        epoch = -1
+        while True:
+            newest = await self._keeper.relay.watch(epoch, _LOOK_S)
+            try:
+                await self.act_here(newest or self._keeper.relay.pool_map)
+                epoch = newest.epoch if newest is not None else epoch
+            except (NvpoolError, OSError) as error:
+                self._say("this node's part in keeping the map waits: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+
+    def _say(self, text: str, error: Exception) -> None:
+        """Once for each reason."""
+        if str(error) != self._told:
+            self._told = str(error)
+            log.warning(text, error)
+
+    async def act_here(self, pool_map: PoolMap) -> None:
+        """What the map says of our own member. May be repeated."""
+        keeper = self._keeper
+        if not keeper.is_in_etcd or not pool_map.etcd:
+            return
+        keeper.use(etcdmembers.clients(pool_map))
+        entry, own = of_node(pool_map, self._node), keeper.own
+        if entry is None or entry.state == "lost":
+            if own is not None:
+                log.info("this node keeps the pool map no more")
+                await keeper.give_place_up()
+            if any(one.state == "up" for one in pool_map.etcd):
+                self._drop_keys()
+            return
+        if entry.state == "wanted":
+            own = await keeper.take_place(entry.generation)
+            await self._put(entry, state="ready", client=own.client, peer=own.peer)
+        elif own is None or own.generation != entry.generation or keeper.own_data_is_lost:
+            log.error("what this node's member of etcd held is lost; it begins anew, as another one")
+            await self._put(entry, state="lost")
+        elif entry.state != "ready":
+            keeper.begin(tuple((one.node, one.peer) for one in pool_map.etcd if one.id))
+            if entry.state == "up":
+                await self._have_keys(pool_map)
+
+    async def _put(self, entry: EtcdMember, **fields) -> None:
+        await self._leading.change(lambda newest: etcdmembers.put(newest, entry.node, entry.generation, **fields))
+
+    def _key_files(self):
+        return [self._directory.secret / below / AUTHORITY_KEY_FILE for below in ("", ETCD_SECRET)]
+
+    def _drop_keys(self) -> None:
+        for path in self._key_files():
+            path.unlink(missing_ok=True)
+
+    async def _have_keys(self, pool_map: PoolMap) -> None:
+        """On return this node may let others in. Unavailable."""
+        if all(path.exists() for path in self._key_files()):
+            return
+        right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
+        request = pool_pb2.KeysRequest(right=right, node=self._node).SerializeToString()
+        told = "no other node has them"
+        for entry in pool_map.etcd:
+            node = pool_map.node_by_id.get(entry.node)
+            if node is None or node.id == self._node:
+                continue
+            try:
+                reply = await self._dialer.call(_away(node.endpoints), wire_pb2.POOL_KEYS, request,
+                                                deadline_s=SYSTEM_CLOCK.boottime_s() + _ASK_S)
+            except NvpoolError as error:
+                told = str(error)
+                continue
+            keys = pool_pb2.KeysReply.FromString(bytes(reply.message))
+            for path, key in zip(self._key_files(), (keys.authority, keys.etcd_authority), strict=True):
+                write_whole(path, key, 0o600)
+            log.info("this node has the keys of the pool's authorities now, and lets others in")
+            return
+        raise Unavailable(f"the keys of the pool's authorities can not be had: {told}")
+
+    async def _learn(self) -> None:
+        """While etcd can not be asked: ask the other nodes for the map, which says where it is by now."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            held = self._keeper.relay.inner
+            if not self._keeper.is_in_etcd or not isinstance(held, HeldMap):
+                continue
+            for node in held.pool_map.nodes:
+                if node.id == self._node or self._keeper.relay.inner is not held:
+                    continue
+                request = pool_pb2.MapRequest(newer_than=held.pool_map.epoch).SerializeToString()
+                try:
+                    reply = await self._dialer.call(_away(node.endpoints), wire_pb2.POOL_MAP, request,
+                                                    deadline_s=SYSTEM_CLOCK.boottime_s() + _ASK_S)
+                    if raw := pool_pb2.MapReply.FromString(bytes(reply.message)).map:
+                        self._keeper.learn(decode_map(raw))
+                except (NvpoolError, OSError) as error:
+                    log.debug("node %d has no newer map for us: %s", node.id, error)
+
+    # -- while this node leads ---------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> None:
+        epoch = -1
+        while True:
+            newest = await self._keeper.relay.watch(epoch, _LOOK_S)
+            epoch = newest.epoch if newest is not None else epoch
+            if self._leading.manager is None or self._etcd is None:
+                self._last_here.clear()
+                continue
+            try:
+                while await self.step():
+                    pass
+            except (NvpoolError, OSError) as error:
+                self._say("who keeps the pool map stays as it is for now: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+
+    async def step(self) -> bool:
+        """One step towards the members that should be; whether there was one to do."""
+        etcd = self._etcd
+        pool_map = self._keeper.relay.pool_map
+        if etcd is None or not pool_map.etcd:
+            return False
+        found = await etcd.members()
+        now_s = SYSTEM_CLOCK.boottime_s()
+        here = self._here(pool_map)
+        for node in pool_map.nodes:
+            if node.id in here or node.id not in self._last_here:
+                self._last_here[node.id] = now_s
+        away = {node.id for node in pool_map.nodes if now_s - self._last_here[node.id] > self._replace_after_s}
+        step = etcdmembers.next_step(pool_map, found, here, away)
+        if step is None:
+            return False
+        if isinstance(step, Change):
+            return await self._leading.change_as_leader(step.decide) is not pool_map
+        if self._leading.manager is None or etcd is not self._etcd or etcd.pool_map is not pool_map:
+            raise StaleLease("another one may lead by now")
+        log.info("etcd: %s", step)
+        await etcd.change_members(step, self._scheme)
+        if isinstance(step, Remove):
+            log.info("the pool map is kept by %d members of etcd now", len(found) - 1)
+        return True
+
+    async def leave(self, node: int) -> None:
+        """On return that node has no member of etcd. InvalidRequest where nobody can take its place; Unavailable: it is on
+        its way, the same call goes on."""
+        pool_map = self._keeper.relay.pool_map
+        if of_node(pool_map, node) is None:
+            return
+        here = self._here(pool_map)
+        if not any(one.id != node and one.id in here for one in pool_map.nodes):
+            raise InvalidRequest(f"node {node} keeps the pool map (etcd), and no other node is there that could: install etcd "
+                                 f"(Debian: etcd-server) on another one")
+        await self._leading.change(lambda newest: etcdmembers.leaving(newest, node))
+        until_s = SYSTEM_CLOCK.boottime_s() + _LEAVE_S
+        epoch = -1
+        while of_node(self._keeper.relay.pool_map, node) is not None:
+            if SYSTEM_CLOCK.boottime_s() > until_s:
+                raise Unavailable(f"node {node} has not left etcd yet: {self._told or 'another has to come first'}; the same "
+                                  f"command goes on")
+            newest = await self._keeper.relay.watch(epoch, min(_LOOK_S, WATCH_S_MAX))
+            epoch = newest.epoch if newest is not None else epoch
+
+    # -- what is told ------------------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Sentences for `nvpool status`."""
+        pool_map, etcd = self._keeper.relay.pool_map, self._etcd
+        where = ", ".join(etcdmembers.clients(pool_map) or self._keeper.members)
+        if self._keeper.own_data_is_lost and etcd is None:
+            return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
+                    f"there ({where})"]
+        if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
+            return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what is there is served, "
+                    f"and changes wait until they are back"]
+        if etcd is None:
+            return []
+        up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
+        told = [f"etcd on node {node} does not answer" for node in up if node not in here]
+        if up and len(up) < etcdmembers.MEMBERS <= len(pool_map.nodes):
+            able = len(here) + len(told)
+            told.append(f"the pool map is kept by {len(up)} of {etcdmembers.MEMBERS} members of etcd" +
+                        (": install etcd (Debian: etcd-server) on more nodes" if able < etcdmembers.MEMBERS else ""))
+        return told
+
+
+def _away(endpoints: tuple[str, ...]) -> tuple[str, ...]:
+    """Not by unix sockets: they may be another node's, and it has to see who we are."""
+    return tuple(endpoint for endpoint in endpoints if not endpoint.startswith("stream+unix"))

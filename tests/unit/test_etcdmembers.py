@@ -1,0 +1,224 @@
+"""Who is a member of the pool's own etcd: each step, steps in any order with deaths between them, and what never happens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from nvpool.logic.etcdmembers import (
+    Add,
+    Change,
+    Found,
+    Promote,
+    Remove,
+    clients,
+    leaving,
+    next_step,
+    of_node,
+    put,
+    wanted,
+    without,
+)
+from nvpool.logic.poolmap import MAP_FORMAT, EtcdMember, Node, PoolMap, Settings, changed, decode_map, encode_map
+
+
+def a_map(nodes: int, *entries: EtcdMember, racks: dict[int, str] | None = None) -> PoolMap:
+    return PoolMap(MAP_FORMAT, "pool", "pool", 1, Settings(), etcd=entries,
+                   nodes=tuple(Node(n, f"n{n}", f"h{n}", (), (racks or {}).get(n, "")) for n in range(1, nodes + 1)))
+
+
+def entry(node: int, state="up", generation: int = 0) -> EtcdMember:
+    return EtcdMember(node, f"c{node}", f"p{node}", state, generation, f"{node}" if state in ("up", "added", "leaving") else "")
+
+
+class Etcd:
+    """As etcd keeps its members: one learns at a time, and none goes without whom the others could not decide."""
+
+    def __init__(self, *found: Found, here: set[int]):
+        self.found = {one.id: one for one in found}
+        self.here = here
+        self.last = 100
+
+    def do(self, step, nodes_of: dict[str, int]) -> None:
+        if isinstance(step, Add):
+            if any(one.learns for one in self.found.values()) or any(step.peer in one.peers for one in self.found.values()):
+                raise ValueError("refused")
+            self.last += 1
+            self.found[str(self.last)] = Found(str(self.last), (step.peer,), True, False)
+        elif isinstance(step, Promote):
+            one = self.found[step.id]
+            assert one.learns and one.started
+            self.found[step.id] = one._replace(learns=False)
+        else:
+            one = self.found.pop(step.id)
+            voters = {nodes_of.get(each.peers[0]) for each in self.found.values() if not each.learns}
+            if not one.learns and len(voters & self.here) <= len(voters) // 2:
+                self.found[step.id] = one
+                raise AssertionError("one is removed without whom the others can not decide")
+
+
+def act(pool_map: PoolMap, node: int) -> PoolMap:
+    """What a node does about its own entry."""
+    one = of_node(pool_map, node)
+    if one is not None and one.state == "wanted":
+        return put(pool_map, node, one.generation, state="ready", client=f"c{node}.{one.generation}",
+                   peer=f"p{node}.{one.generation}")
+    return pool_map
+
+
+def settle(pool_map: PoolMap, etcd: Etcd, here: set[int], away: set[int]) -> PoolMap:
+    for _ in range(100):
+        before = pool_map
+        for node in here:
+            pool_map = act(pool_map, node)
+        for one in etcd.found.values():
+            if any(e.peer in one.peers and e.state == "added" and e.node in here for e in pool_map.etcd):
+                etcd.found[one.id] = one._replace(started=True)
+        step = next_step(pool_map, etcd.found.values(), here, away)
+        if step is None and pool_map is before:
+            return pool_map
+        if isinstance(step, Change):
+            pool_map = step.decide(pool_map)
+        elif step is not None:
+            etcd.do(step, {e.peer: e.node for e in pool_map.etcd})
+    raise AssertionError(f"it never ends: {pool_map.etcd}, {etcd.found}")
+
+
+def voters(pool_map: PoolMap) -> set[int]:
+    return {one.node for one in pool_map.etcd if one.state == "up"}
+
+
+def of_one() -> Etcd:
+    return Etcd(Found("1", ("p1",), False, True), here={1})
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [(1, {1}), (2, {1}), (3, {1, 2, 3}), (6, {1, 2, 3})])
+def test_three_nodes_or_more_have_three_members_and_fewer_have_one(nodes, expected):
+    here = set(range(1, nodes + 1))
+    etcd = of_one()
+    etcd.here = here
+    after = settle(a_map(nodes, EtcdMember(1, "c1", "p1")), etcd, here, set())
+    assert voters(after) == expected and len(etcd.found) == len(expected)
+    assert all(one.id for one in after.etcd)
+    assert decode_map(encode_map(after)) == after and len(clients(after)) == len(expected)
+
+
+def test_nobody_comes_while_three_can_not_be_had():
+    assert settle(a_map(3, entry(1)), of_one(), {1, 2}, set()).etcd == (entry(1),)
+
+
+def test_members_are_in_different_racks_where_there_are():
+    racks = {1: "a", 2: "a", 3: "b", 4: "", 5: "c"}
+    etcd = of_one()
+    etcd.here = {1, 2, 3, 4, 5}
+    assert voters(settle(a_map(5, entry(1), racks=racks), etcd, {1, 2, 3, 4, 5}, set())) == {1, 3, 4}
+
+
+def of_three(here: set[int]) -> Etcd:
+    return Etcd(*(Found(f"{n}", (f"p{n}",), False, True) for n in (1, 2, 3)), here=here)
+
+
+def test_one_that_is_away_for_long_is_followed_by_another_and_not_before():
+    pool_map = a_map(4, entry(1), entry(2), entry(3))
+    assert settle(pool_map, of_three({2, 3, 4}), {2, 3, 4}, set()) is pool_map
+    assert voters(settle(pool_map, of_three({2, 3, 4}), {2, 3, 4}, {1})) == {2, 3, 4}
+
+
+def test_one_that_is_away_stays_where_nobody_can_follow():
+    pool_map = a_map(3, entry(1), entry(2), entry(3))
+    assert settle(pool_map, of_three({2, 3}), {2, 3}, {1}) is pool_map
+
+
+def test_without_most_of_them_nobody_is_removed():
+    pool_map = a_map(4, entry(1), entry(2), entry(3))
+    assert settle(pool_map, of_three({3, 4}), {3, 4}, {1, 2}) is pool_map
+    gone = leaving(pool_map, 3)
+    assert not isinstance(next_step(gone, of_three(set()).found.values(), {3, 4}, {1, 2}), Remove)
+
+
+def test_one_that_has_lost_its_data_comes_again_as_another():
+    pool_map = put(a_map(3, entry(1), entry(2), entry(3)), 2, 0, state="lost")
+    after = settle(pool_map, of_three({1, 2, 3}), {1, 2, 3}, set())
+    assert voters(after) == {1, 2, 3} and of_node(after, 2).generation > 0 and of_node(after, 2).id not in ("1", "2", "3")
+
+
+def test_the_only_member_leaves_after_another_has_come():
+    etcd = of_one()
+    etcd.here = {1, 2}
+    after = settle(leaving(a_map(2, entry(1)), 1), etcd, {1, 2}, set())
+    assert voters(after) == {2} and of_node(after, 1) is None
+
+
+def test_with_the_third_node_gone_one_member_is_left():
+    pool_map = replace(a_map(3, entry(1), entry(2), entry(3)), nodes=a_map(2).nodes)
+    after = settle(pool_map, of_three({1, 2, 3}), {1, 2}, set())
+    assert len(voters(after)) == 1 and voters(after) < {1, 2}
+
+
+def test_a_newcomer_that_goes_away_is_given_up():
+    for state in ("wanted", "ready", "added"):
+        found = Found("3", ("p3",), True, False)
+        etcd = Etcd(*(Found(f"{n}", (f"p{n}",), False, True) for n in (1, 2)), here={1, 2, 4})
+        if state == "added":
+            etcd.found["3"] = found
+        after = settle(a_map(4, entry(1), entry(2), entry(3, state)), etcd, {1, 2, 4}, {3})
+        assert voters(after) == {1, 2, 4}
+
+
+def test_a_member_that_the_map_does_not_know_is_removed_and_an_etcd_of_the_operators_own_left_alone():
+    stranger = Found("9", ("p9",), False, True)
+    assert next_step(a_map(1, entry(1)), [Found("1", ("p1",), False, True), stranger], {1}, set()) == Remove("9")
+    assert next_step(a_map(3), [stranger], {1, 2, 3}, set()) is None
+
+
+def test_what_is_said_of_another_generation_changes_nothing():
+    pool_map = wanted(a_map(3, entry(1)), 2)
+    assert put(pool_map, 2, 7, state="ready") is pool_map and put(pool_map, 3, 0, state="up") is pool_map
+    assert without(pool_map, 2, 7) is pool_map and wanted(pool_map, 2) is pool_map
+    assert of_node(pool_map, 2).generation == pool_map.epoch
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["step", "act", "start", "die", "return", "leave", "lose"]), st.integers(1, 5)),
+                max_size=60))
+def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(events):
+    here, pool_map = {1, 2, 3, 4, 5}, a_map(5, EtcdMember(1, "c1", "p1"))
+    etcd = of_one()
+
+    def alive(without: int = 0) -> bool:
+        peers = {e.peer: e.node for e in pool_map.etcd}
+        voting = {peers.get(one.peers[0], 0) for one in etcd.found.values() if not one.learns}
+        return len(voting & (here - {without})) > len(voting) // 2
+
+    for what, node in events:
+        etcd.here = here
+        if what == "step":
+            step = next_step(pool_map, list(etcd.found.values()), here, {1, 2, 3, 4, 5} - here)
+            if isinstance(step, Change):
+                pool_map = step.decide(pool_map)
+            elif step is not None:
+                try:
+                    etcd.do(step, {e.peer: e.node for e in pool_map.etcd})
+                except ValueError:
+                    pass
+        elif what == "act" and node in here:
+            pool_map = act(pool_map, node)
+        elif what == "start" and node in here:
+            for one in list(etcd.found.values()):
+                if any(e.peer in one.peers and e.state == "added" and e.node == node for e in pool_map.etcd):
+                    etcd.found[one.id] = one._replace(started=True)
+        elif what == "die" and alive(node):
+            here = here - {node}
+        elif what == "return":
+            here = here | {node}
+        elif what == "leave":
+            pool_map = leaving(pool_map, node)
+        elif what == "lose" and (one := of_node(pool_map, node)) and one.state == "up" and alive(node):
+            pool_map = put(pool_map, node, one.generation, state="lost")
+            here = here - {node}
+        assert alive(), (what, pool_map.etcd)
+    here = {1, 2, 3, 4, 5}
+    etcd.here = here
+    after = settle(pool_map, etcd, here, set())
+    assert len(voters(after)) == 3 and len(etcd.found) == 3 == len(after.etcd)
+    assert changed(after).etcd == after.etcd
