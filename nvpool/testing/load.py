@@ -1,7 +1,9 @@
-"""A load that checks: threads that change a directory and know, byte for byte, what it must hold.
+"""Loads that check: threads that change a pool and know, byte for byte, what it must hold.
 
-For fault tests: run it on a mount while daemons are killed, drives fill up or links break, then `verify`. Each thread owns a
-subdirectory and a model of it; an operation that returned is in the model, one that raised stops the thread and is reported.
+For fault tests and benches of failures: run one while daemons are killed, drives fill up or links break, then `verify`. Each
+thread owns what it changes and a model of it; an operation that returned is in the model, one that raised stops the thread and
+is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK, `Pauses` makes files
+and tells how long none could be made.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import errno
 import os
 import random
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nvpool.base.checksum import crc32c
 
@@ -21,23 +26,102 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class _Worker(threading.Thread):
-    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int) -> None:
-        super().__init__(name=f"load-{seed}", daemon=True)
-        self.top, self.chance, self.stop, self.file_bytes_max = top, random.Random(seed), stop, file_bytes_max
-        self.files: dict[str, bytearray] = {}
-        self.counter = 0
+    """Steps again and again until it is told to stop or one fails."""
+
+    def __init__(self, name: str, seed: int, stop: threading.Event) -> None:
+        super().__init__(name=name, daemon=True)
+        self.chance, self.stop = random.Random(seed), stop
         self.operations = 0
+        self.longest_s = 0.0
+        """What the longest step took: the pause that an application saw."""
         self.error: str | None = None
         self.doing = ""
 
     def run(self) -> None:
         try:
-            self.top.mkdir()
+            self.begin()
             while not self.stop.is_set():
+                began = time.monotonic()
                 self.step()
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
                 self.operations += 1
+            self.end()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
-            self.error = f"{self.doing}: {error!r}"
+            self.error = f"{self.name}: {self.doing}: {error!r}"
+
+    def begin(self) -> None:
+        """Before the first step."""
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """After the last."""
+
+    def verify(self) -> None:
+        """AssertionError when not all is there that returned."""
+
+
+class _Load:
+    """Workers as a context manager: they run within it. A worker that met an error has ended and says so in `verify`."""
+
+    def __init__(self, workers: list[_Worker], stop: threading.Event) -> None:
+        self.workers, self._stop = workers, stop
+
+    def __enter__(self):
+        for worker in self.workers:
+            worker.start()
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.finish()
+
+    @property
+    def operations(self) -> int:
+        return sum(worker.operations for worker in self.workers)
+
+    @property
+    def longest_s(self) -> float:
+        return max(worker.longest_s for worker in self.workers)
+
+    @property
+    def errors(self) -> list[str]:
+        return [worker.error for worker in self.workers if worker.error]
+
+    def goes_on(self, more: int = 10, wait_s: float = 120.0) -> None:
+        """Return when each worker has done so many more steps. AssertionError with the first error, or when it takes longer."""
+        goals = [worker.operations + more for worker in self.workers]
+        end = time.monotonic() + wait_s
+        while any(worker.operations < goal for worker, goal in zip(self.workers, goals, strict=True)):
+            assert not self.errors, "; ".join(self.errors)
+            assert time.monotonic() < end, f"no {more} steps of each within {wait_s} s: {[w.doing for w in self.workers]}"
+            time.sleep(0.01)
+
+    def finish(self, timeout_s: float = 240.0) -> None:
+        """Stop the threads and wait for the operation that each is in. AssertionError when one hangs."""
+        self._stop.set()
+        for worker in self.workers:
+            worker.join(timeout_s)
+            assert not worker.is_alive(), f"{worker.name} hangs in: {worker.doing}"
+
+    def verify(self) -> None:
+        """All is there that returned, and nothing else; AssertionError names the first difference, or every error met."""
+        assert not self.errors, "; ".join(self.errors)
+        for worker in self.workers:
+            worker.verify()
+
+
+class _Changing(_Worker):
+    """Changes files of its own in every way, and knows what they must hold."""
+
+    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int) -> None:
+        super().__init__(f"load-{seed}", seed, stop)
+        self.top, self.file_bytes_max = top, file_bytes_max
+        self.files: dict[str, bytearray] = {}
+        self.counter = 0
+
+    def begin(self) -> None:
+        self.top.mkdir()
 
     def step(self) -> None:
         weights = {"create": 6, "overwrite": 5, "append": 4, "truncate": 2, "rename": 3, "unlink": 2, "check": 5, "replace": 2,
@@ -157,39 +241,84 @@ class _Worker(threading.Thread):
                 f"{crc32c(bytes(model)):08x}; they differ from byte {first} (block {first // 4096}) on: "
                 f"{content[first:first + 8].hex()} instead of {bytes(model[first:first + 8]).hex()}")
 
+    def verify(self) -> None:
+        assert sorted(os.listdir(self.top)) == sorted(self.files), self.top
+        for name in self.files:
+            self.compare(name)
 
-class CheckingLoad:
+
+class CheckingLoad(_Load):
     """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`."""
 
     def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20) -> None:
-        self._stop = threading.Event()
-        self.workers = [_Worker(Path(directory) / f"w{seed}-{i}", seed * 1000 + i, self._stop, file_bytes_max)
-                        for i in range(threads)]
+        stop = threading.Event()
+        super().__init__([_Changing(Path(directory) / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max)
+                          for number in range(threads)], stop)
 
-    def __enter__(self) -> CheckingLoad:
-        for worker in self.workers:
-            worker.start()
-        return self
 
-    def __exit__(self, *_exc) -> None:
-        self.finish()
+class _Rewriting(_Worker):
+    """Writes into a file of its own through a client of its own, and reads it."""
 
-    @property
-    def operations(self) -> int:
-        return sum(worker.operations for worker in self.workers)
+    FILE_BYTES = 3 << 20
 
-    def finish(self, timeout_s: float = 120.0) -> None:
-        """Stop the threads and wait for the operation that each is in. AssertionError when one hangs."""
-        self._stop.set()
-        for worker in self.workers:
-            worker.join(timeout_s)
-            assert not worker.is_alive(), f"{worker.name} hangs in: {worker.doing}"
+    def __init__(self, connect: Callable[[], Any], number: int, stop: threading.Event) -> None:
+        super().__init__(f"client-{number}", number, stop)
+        self.connect, self.path, self.model = connect, f"/w{number}", bytearray(self.FILE_BYTES)
+
+    def begin(self) -> None:
+        self.client = self.connect()
+        self.client.write_bytes(self.path, bytes(self.model))
+        self.file = self.client.open(self.path, "r+b", buffering=0)
+
+    def step(self) -> None:
+        size = len(self.model)
+        offset = self.chance.randrange(size - 150_000)
+        piece = self.chance.randbytes(self.chance.choice((10, 4096, 5000, 131072)))
+        self.doing = f"write of {len(piece)} bytes at {offset}"
+        self.file.pwrite(piece, offset)
+        self.model[offset:offset + len(piece)] = piece
+        if self.chance.random() < 0.3:
+            self.file.fsync()
+        offset = self.chance.randrange(size - 100_000)
+        self.doing = f"read at {offset}"
+        assert self.file.pread(100_000, offset) == self.model[offset:offset + 100_000], "not what was written"
+
+    def end(self) -> None:
+        self.doing = "read of all at the end"
+        with self.client:
+            with self.file:
+                self.file.fsync()
+            assert self.client.read_bytes(self.path) == self.model, "not what was written"
+
+
+class ClientLoad(_Load):
+    """The same for programs that use the SDK: `connect` makes a client, each thread has its own."""
+
+    def __init__(self, connect: Callable[[], Any], *, threads: int = 3) -> None:
+        stop = threading.Event()
+        super().__init__([_Rewriting(connect, number, stop) for number in range(threads)], stop)
+
+
+class _Creating(_Worker):
+    """Makes empty files, one after the other, with a short rest between them."""
+
+    def __init__(self, directory: Path, stop: threading.Event) -> None:
+        super().__init__("creating", 0, stop)
+        self.directory = directory
+
+    def step(self) -> None:
+        self.doing = f"create {self.operations}"
+        (self.directory / f"pause-{self.operations}").touch()
+        self.stop.wait(0.005)
 
     def verify(self) -> None:
-        """The directory holds exactly what the model says; AssertionError names the first difference and every error met."""
-        errors = [worker.error for worker in self.workers if worker.error]
-        assert not errors, "; ".join(errors)
-        for worker in self.workers:
-            assert sorted(os.listdir(worker.top)) == sorted(worker.files), worker.top
-            for name in worker.files:
-                worker.compare(name)
+        there = {name for name in os.listdir(self.directory) if name.startswith("pause-")}
+        assert there == {f"pause-{number}" for number in range(self.operations)}
+
+
+class Pauses(_Load):
+    """The longest time for which no file could be made in this directory, as one thread sees it: `longest_s`."""
+
+    def __init__(self, directory: Path) -> None:
+        stop = threading.Event()
+        super().__init__([_Creating(directory, stop)], stop)

@@ -23,7 +23,7 @@ def missing() -> str | None:
         if shutil.which(program) is None:
             return f"{program} is not installed (Debian: iproute2, util-linux)"
     done = subprocess.run(["unshare", "-n", "-m", "ip", "link", "add", "x", "type", "bridge"], capture_output=True, text=True,
-                          timeout=20)
+                          timeout=240)
     return f"no network namespace with a bridge can be made: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -41,7 +41,7 @@ class Machine:
         self.pid = self._holder.pid
         identity = place / "machine-id"
         identity.write_text(SYSTEM_CLOCK.secret(16).hex() + "\n")
-        deadline_s = SYSTEM_CLOCK.boottime_s() + 10
+        deadline_s = SYSTEM_CLOCK.boottime_s() + 60
         while os.readlink(f"/proc/{self.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, "unshare takes for ever"
         self.run("ip", "link", "set", "lo", "up")
@@ -50,7 +50,7 @@ class Machine:
     def command(self, *words: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
 
-    def run(self, *words: str, check: bool = True, timeout_s: float = 60.0, **more) -> subprocess.CompletedProcess:
+    def run(self, *words: str, check: bool = True, timeout_s: float = 120.0, **more) -> subprocess.CompletedProcess:
         done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
                               **more)
         assert not check or done.returncode == 0, f"on {self.name}: {' '.join(words)}: {done.stdout}{done.stderr}"

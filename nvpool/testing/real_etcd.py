@@ -63,7 +63,7 @@ class RealEtcd:
         until_s = time.monotonic() + START_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://{self.members[number]}/health", timeout=2) as answer:
+                with urllib.request.urlopen(f"http://{self.members[number]}/health", timeout=5) as answer:
                     if b'"true"' in answer.read():
                         return
             except OSError:

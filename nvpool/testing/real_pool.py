@@ -81,9 +81,9 @@ class RealPool:
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(self.request()), text=True,
-                              env=os.environ | (environment or {}), capture_output=True, timeout=120, check=environment is None)
+                              env=os.environ | (environment or {}), capture_output=True, timeout=240, check=environment is None)
 
-    def start(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = (), wait_s: float = 60.0) -> None:
+    def start(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = (), wait_s: float = 120.0) -> None:
         """Start the supervisor and wait until every process serves. `prefix` comes before the command, as prlimit."""
         self.launch(environment, prefix=prefix)
         self.wait(wait_s)
@@ -100,7 +100,7 @@ class RealPool:
         """Kill every process of the pool, stopped ones too. All are stopped first, so that none of them can start another."""
         self.end_daemons(b"nvpool.run.")
         for supervisor in self._supervisors:
-            supervisor.wait(20)
+            supervisor.wait(120)
             if supervisor.stderr is not None:
                 supervisor.stderr.close()
         self._supervisors.clear()
@@ -112,7 +112,7 @@ class RealPool:
             for pid in self.processes(*modules):
                 end_process(pid, number)
 
-    def stop(self, wait_s: float = 60.0) -> None:
+    def stop(self, wait_s: float = 120.0) -> None:
         """SIGTERM to the supervisor; everything ends in order."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
         self.until(lambda: not self.processes(), "all have ended", wait_s)
@@ -136,7 +136,7 @@ class RealPool:
     def pool_map(self) -> PoolMap:
         return decode_map(self.directory.poolmap.read_bytes())
 
-    def status(self, wait_s: float = 10.0) -> dict[str, Any]:
+    def status(self, wait_s: float = 60.0) -> dict[str, Any]:
         """What `nvpool status --json` prints. Unavailable while there is no supervisor."""
         async def ask() -> dict[str, Any]:
             dialer, request = Dialer(Greeting("test"), host_id=host_id()), PoolStatusRequest().SerializeToString()
@@ -151,15 +151,15 @@ class RealPool:
     def serving(self) -> dict[str, Any] | None:
         """The status when every process serves."""
         try:
-            seen = self.status(3.0)
+            seen = self.status(10.0)
         except Unavailable:
             return None
         return seen if all(process["state"] == "serving" for process in seen["processes"]) else None
 
-    def wait(self, wait_s: float = 60.0) -> dict[str, Any]:
+    def wait(self, wait_s: float = 120.0) -> dict[str, Any]:
         return self.until(self.serving, "all processes serve", wait_s)
 
-    def until(self, holds: Callable[[], Any], what: str, wait_s: float = 30.0) -> Any:
+    def until(self, holds: Callable[[], Any], what: str, wait_s: float = 120.0) -> Any:
         """What `holds` answers once that is true; AssertionError, with the ends of all logs, after wait_s."""
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while not (found := holds()):
@@ -209,7 +209,7 @@ def end_process(pid: int, number: int = signal.SIGKILL) -> None:
         return
     try:
         signal.pidfd_send_signal(pidfd, number)
-        if number == signal.SIGKILL and not select.select([pidfd], [], [], 20)[0]:
+        if number == signal.SIGKILL and not select.select([pidfd], [], [], 60)[0]:
             raise AssertionError(f"process {pid} does not die")
     except ProcessLookupError:
         pass

@@ -131,7 +131,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     nvpool("pool", "destroy", own, code=130)  # asks, and nobody answers
     assert daemon.poll() is None
     nvpool("pool", "destroy", own, "--yes")
-    assert daemon.wait(30) == 0 and processes_of(own) == [] and not own.exists()
+    assert daemon.wait(120) == 0 and processes_of(own) == [] and not own.exists()
     assert [path.name for name in ("a", "b", "c") for path in (tmp_path / name).iterdir()] == ["lost+found"]
 
 
@@ -139,7 +139,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
 def test_dev_down_removes_nothing_while_something_else_is_mounted_below(own):
     nvpool("dev", "up", own, *SIZES)
     (own / "targets" / "mine").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", own / "targets" / "mine"], check=True, timeout=30)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", own / "targets" / "mine"], check=True, timeout=240)
     try:
         (own / "targets" / "mine" / "precious").write_text("x")
         for arguments in (("dev", "down", own), ("pool", "destroy", "--yes", own)):
@@ -147,7 +147,7 @@ def test_dev_down_removes_nothing_while_something_else_is_mounted_below(own):
         assert (own / "targets" / "mine" / "precious").read_text() == "x"
         all_serve(own)
     finally:
-        subprocess.run(["umount", own / "targets" / "mine"], check=True, timeout=30)
+        subprocess.run(["umount", own / "targets" / "mine"], check=True, timeout=240)
     nvpool("dev", "down", own)
 
 
@@ -223,7 +223,7 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
     image = tmp_path / "image"
     with open(image, "wb") as file:
         file.truncate(256 << 20)
-    looped = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, timeout=30, check=False)
+    looped = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, timeout=240, check=False)
     if looped.returncode:
         pytest.skip(f"no loop device: {looped.stderr}")
     device = looped.stdout.strip()
@@ -239,10 +239,10 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
         assert store["path"] == device and store["kind"].startswith("block")
         assert store["capacity_bytes"] == 256 << 20
         nvpool("pool", "destroy", "--yes", own)
-        assert daemon.wait(30) == 0
+        assert daemon.wait(120) == 0
         with open(device, "rb") as file:
             assert file.read(65536) == bytes(65536)
         nvpool("pool", "create", own, "--drive", device)
     finally:
         nvpool("pool", "destroy", "--yes", own, code=None)
-        subprocess.run(["losetup", "--detach", device], check=False, timeout=30)
+        subprocess.run(["losetup", "--detach", device], check=False, timeout=240)

@@ -65,7 +65,7 @@ def room_again(pool, client, held, refused):
             assert error.errno == errno.ENOSPC
             return False
 
-    pool.until(writable, "there is room again", 20)
+    pool.until(writable, "there is room again")
     hold(client, kept)
     assert client.read_bytes("/again") == content(77, 2 * MIB) and pool.fsck() == []
 
@@ -151,13 +151,13 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
         client.truncate("/d/3", 500_001)
         held.pop("/d/3")
         assert client.read_bytes("/d/3") == content(3, PIECE)[:500_001]
-        pool.until(lambda: any("make room there" in problem for problem in pool.status()["problems"]), "status says so", 10)
+        pool.until(lambda: any("make room there" in problem for problem in pool.status()["problems"]), "status says so")
         for path in filled:
             client.remove(path)
         for name in ("target-1", "target-2", "meta-1", "supervisor"):
             before = pool.pid(name)
             end_process(before)
-            pool.until(lambda name=name, before=before: pool.serving() and pool.pid(name) != before, f"{name} is back", 20)
+            pool.until(lambda name=name, before=before: pool.serving() and pool.pid(name) != before, f"{name} is back")
         hold(client, held)
         pool.stop()
         pool.start()  # a clean stop has removed its traces, so the start has to make them on the full drive
@@ -176,9 +176,9 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
                 assert error.errno == errno.ENOSPC
                 return False
 
-        pool.until(writable, "there is room again", 20)
+        pool.until(writable, "there is room again")
         assert client.read_bytes("/again") == content(9, PIECE) and client.read_bytes("/d/2") == content(2, PIECE)
-        pool.until(lambda: pool.fsck() == [], "fsck is clean", 20)
+        pool.until(lambda: pool.fsck() == [], "fsck is clean")
 
 
 def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
@@ -223,7 +223,7 @@ def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
                 assert error.errno == errno.ENOSPC
                 return False
 
-        pool.until(writable, "there is room again", 30)
+        pool.until(writable, "there is room again")
         assert client.getxattr(f"/d/{names[-1]}", "user.large") == value if names[-1].isdigit() else True
         assert pool.fsck() == []
 

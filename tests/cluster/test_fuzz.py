@@ -197,7 +197,7 @@ def fuzz(tmp_path, seed, seconds):
 
         try:
             asyncio.run(both())
-            out, said = load.communicate(timeout=seconds + 60)
+            out, said = load.communicate(timeout=seconds + 240)
         finally:
             load.kill()
         print(fuzzer.sent, "sent")
@@ -219,7 +219,7 @@ def fuzz(tmp_path, seed, seconds):
         assert not history.judge(asyncio.run(look()), now_ns())
         end_process(pool.pid("meta-1"))  # it has as many checks and dumps under way as it bears, begun by nobody who will go on
         pool.wait()
-        pool.until(lambda: pool.fsck() == [], "fsck is clean", 90)
+        pool.until(lambda: pool.fsck() == [], "fsck is clean", 240)
         assert "unhandled" not in pool.said("*", 10_000)
 
 

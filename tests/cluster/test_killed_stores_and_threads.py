@@ -46,15 +46,15 @@ def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_k
             for _ in range(KILLS):
                 way = "lanes" if options else "short_cut"
                 before = counters[way]
-                pool.until(lambda: problems or counters[way] > before + 100, "threads read for themselves", 60)  # noqa: B023
+                pool.until(lambda: problems or counters[way] > before + 100, "threads read for themselves")  # noqa: B023
                 end_process(killed := pool.pid("target-1"), signal.SIGKILL)
-                pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target", 60)  # noqa: B023
+                pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target")  # noqa: B023
                 pool.wait()
             before = sum(reads)
-            pool.until(lambda: problems or sum(reads) > before + 100, "reads go on", 60)
+            pool.until(lambda: problems or sum(reads) > before + 100, "reads go on")
             stop.set()
             for thread in threads:
-                thread.join(90)
+                thread.join(120)
             assert not any(thread.is_alive() for thread in threads)
         assert not problems, problems
         assert pool.restarts() == KILLS

@@ -48,7 +48,7 @@ def test_a_killed_mounts_locks_go_to_others_when_its_grants_have_ended_and_not_b
                     fcntl.lockf(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fcntl.lockf(waiting, fcntl.LOCK_EX)
                 took = time.monotonic() - died
-                assert LEASE_S / 2 + GRANT_S + SKEWS_S < took < LEASE_S + GRANT_S + SKEWS_S + 8
+                assert LEASE_S / 2 + GRANT_S + SKEWS_S < took < LEASE_S + GRANT_S + SKEWS_S + 60
                 fcntl.lockf(waiting, fcntl.LOCK_UN)
             assert pool.fsck() == []
         finally:
@@ -57,7 +57,7 @@ def test_a_killed_mounts_locks_go_to_others_when_its_grants_have_ended_and_not_b
             for place in (one, other):
                 subprocess.run(["umount", "-l", str(place)], capture_output=True)
             for daemon in daemons:
-                daemon.wait(30)
+                daemon.wait(120)
             try:
                 holder.close()
             except OSError:

@@ -63,7 +63,7 @@ class Node:
         self.directory = PoolDirectory(self.path)
 
     def nvpool(self, *words: str, check: bool = True):
-        return self.machine.run(*NVPOOL, *words, check=check, timeout_s=120)
+        return self.machine.run(*NVPOOL, *words, check=check, timeout_s=240)
 
     def json(self, *words: str):
         return json.loads(self.nvpool(*words, "--json").stdout)
@@ -76,7 +76,7 @@ class Node:
     def serve(self) -> None:
         self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file")
 
-    def until_all_serve(self, wait_s: float = 60.0) -> dict:
+    def until_all_serve(self, wait_s: float = 240.0) -> dict:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while True:
             done = self.nvpool("status", str(self.path), "--json", check=False)
@@ -165,7 +165,7 @@ def _write(node: Node, mount: Path, name: str, megabytes: int) -> str:
 
 
 def _sum(node: Node, mount: Path, name: str) -> str:
-    return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=100).stdout.split()[0]
+    return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=240).stdout.split()[0]
 
 
 def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):

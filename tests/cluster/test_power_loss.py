@@ -57,7 +57,7 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
                 for _ in range(kills):
                     pool.wait()
                     os.kill(pool.pid(chance.choice(("meta-1", "target-1", "target-2"))), 9)
-                out, said = load.communicate(timeout=seconds + 120)
+                out, said = load.communicate(timeout=seconds + 240)
             finally:
                 load.kill()
             assert load.returncode == 0, said + pool.said()

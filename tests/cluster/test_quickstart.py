@@ -30,7 +30,7 @@ def command(place):
 
 
 def quickstart(place, *, prefix=(), code=0):
-    done = subprocess.run([*prefix, *command(place)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*prefix, *command(place)], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -74,12 +74,12 @@ def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
                 time.sleep(0.2)
                 os.killpg(running.pid, signal.SIGINT)
                 break
-        rest, _ = running.communicate(timeout=60)
+        rest, _ = running.communicate(timeout=240)
         assert running.returncode in (130, 0), rest
         assert "Traceback" not in rest, rest
     assert "equal, byte for byte" in quickstart(place).stdout
 
 
 def test_a_tree_that_holds_the_pool_itself_is_refused(place):
-    done = subprocess.run([*command(place), "--source", str(place)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command(place), "--source", str(place)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "choose another tree" in done.stderr

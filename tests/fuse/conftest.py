@@ -58,7 +58,7 @@ def needs(*programs):
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (make setup installs it)")
 
 
-def wait_until(condition, what, limit_s=30.0):
+def wait_until(condition, what, limit_s=120.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {limit_s} s"
@@ -90,7 +90,7 @@ class Mounted:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(30)
+            return self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -107,7 +107,7 @@ def is_mounted(place):
 
 def nvpool(*words, **options):
     return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], check=True, capture_output=True,
-                          text=True, cwd="/", timeout=120, **options)
+                          text=True, cwd="/", timeout=240, **options)
 
 
 class Pool:

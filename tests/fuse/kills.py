@@ -80,7 +80,7 @@ class Probe:
 
     def __exit__(self, *_):
         self.over.set()
-        self.thread.join(90)
+        self.thread.join(120)
         assert not self.thread.is_alive(), "a call hangs"
         assert self.failed is None, self.failed
 
@@ -121,7 +121,7 @@ class Killer:
 
     def __exit__(self, *_):
         self.over.set()
-        self.thread.join(90)
+        self.thread.join(120)
         self.probe.__exit__()
         seen = [pause_ms for at in self.killed if (pause_ms := self.probe.pause_ms(at)) is not None]
         assert self.failed is None and seen, self.failed

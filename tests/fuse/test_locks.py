@@ -501,7 +501,7 @@ def test_git_on_two_mounts_at_once_loses_no_commit(pool, tmp_path):
 
     def git(*words, cwd):
         settings = ("-c", "user.name=t", "-c", "user.email=t@e", "-c", "gc.auto=0")
-        return subprocess.run(["git", *settings, *words], cwd=cwd, text=True, capture_output=True, timeout=120)
+        return subprocess.run(["git", *settings, *words], cwd=cwd, text=True, capture_output=True, timeout=240)
     git("init", "--bare", "-b", "main", "repo", cwd=here)
     first = tmp_path / "first"
     git("clone", here / "repo", first, cwd=tmp_path)

@@ -40,7 +40,7 @@ def mine(own, request):
 
 def refused(*words):
     done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", *map(str, words)], capture_output=True,
-                          text=True, timeout=30, cwd="/", check=False)
+                          text=True, timeout=240, cwd="/", check=False)
     assert done.returncode not in (0, 70), done.stderr
     return done.stderr
 
@@ -130,7 +130,7 @@ def test_sigterm_while_files_are_open_detaches_at_once_and_stores_what_was_writt
         mine.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not is_mounted(mine.place), "the detaching")
         file.write(b"b" * 100_000)
-        assert mine.process.wait(20) == 0
+        assert mine.process.wait(120) == 0
         with pytest.raises(OSError) as gone:
             file.write(b"c")
         assert gone.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
@@ -153,7 +153,7 @@ def test_a_second_signal_does_not_wait_for_open_files(own):
 
 def test_umount_ends_the_daemon_and_loses_nothing(own, mine):
     (mine.place / "by-umount").write_bytes(b"x" * 50_000)
-    subprocess.run(["umount", mine.place], check=True, timeout=20)
+    subprocess.run(["umount", mine.place], check=True, timeout=240)
     assert mine.process.wait(15) == 0
     again = own.mount(mine.place)
     assert (again.place / "by-umount").read_bytes() == b"x" * 50_000
@@ -187,7 +187,7 @@ def test_dev_down_ends_a_mount_that_is_seen_by_another_name_space_only(tmp_path)
     made = Pool(tmp_path / "pool")
     there = made.mount(tmp_path / "m", "--drain-s", "1")
     with copied(there.place):
-        subprocess.run(["umount", there.place], check=True, timeout=20)
+        subprocess.run(["umount", there.place], check=True, timeout=240)
         assert there.process.poll() is None
         made.mounts.clear()
         made.close()
@@ -208,7 +208,7 @@ def test_umount_takes_no_longer_than_it_was_told_when_all_daemons_stand_still(tm
     finally:
         for pid in found:
             os.kill(pid, signal.SIGCONT)
-    assert here.process.wait(20) == 0
+    assert here.process.wait(120) == 0
     made.mounts.clear()
     made.close()
 
@@ -238,7 +238,7 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
         assert (mine.place / "closed").read_bytes() == b"k" * 70_000
     finally:
         again.terminate()
-        assert again.wait(20) == 0
+        assert again.wait(120) == 0
     assert not is_mounted(mine.place)
 
 
@@ -288,7 +288,7 @@ def test_a_daemon_that_is_killed_is_a_pause_for_the_mount(own, mine, role):
     finally:
         time.sleep(0.3)
         stop.set()
-        worker.join(60)
+        worker.join(120)
     assert not worker.is_alive() and len(written) > 3
     assert all((mine.place / name).read_bytes() == content for name, content in written.items())
 
@@ -304,7 +304,7 @@ def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
     with pytest.raises(OSError) as failed:
         (here.place / "g").write_bytes(b"x")
     assert failed.value.errno in (errno.EIO, errno.ETIMEDOUT)
-    subprocess.run(["umount", "-l", here.place], check=True, timeout=10)
+    subprocess.run(["umount", "-l", here.place], check=True, timeout=240)
     here.process.send_signal(signal.SIGTERM)
     here.process.wait(25)
     assert time.monotonic() - began < 30

@@ -184,7 +184,7 @@ def test_another_user_mounts_through_fusermount3():
     try:
         done = subprocess.run(["unshare", "--mount", "--propagation", "private", sys.executable,
                                Path(__file__).with_name("as_another_user.py"), place], capture_output=True, text=True,
-                              timeout=60, check=False)
+                              timeout=240, check=False)
         if "unshare failed" in done.stderr or "mount:" in done.stderr:
             pytest.skip(f"no mount name space of its own here: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mount
 
 
 def run(*words, **options):
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=120, check=False, **options)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=240, check=False, **options)
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -116,7 +116,7 @@ def test_processes_of_sqlite_share_a_database_with_a_write_ahead_log(here):
     for process in running:
         process.stdin.write(".timeout 30000\n" + "insert into t values (1);\n" * 20)
         process.stdin.close()
-    assert [process.wait(60) for process in running] == [0, 0, 0]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
     for process in running:
         process.stdout.close()
     assert run("sqlite3", here / "db", "select count(*) from t; pragma integrity_check;") == "60\nok\n"

@@ -61,7 +61,7 @@ def copy_all(source, target, count, offset=0, to=0):
 
 
 def run(*words, **options):
-    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True, timeout=240, **options)
 
 
 def du(path):
@@ -325,4 +325,4 @@ for _ in range(150):
     workers = [subprocess.Popen([sys.executable, "-c", program, str(here / "f"), str(number)], stderr=subprocess.PIPE,
                                 text=True) for number in range(4)]
     for worker in workers:
-        assert not worker.communicate(timeout=120)[1] and not worker.returncode
+        assert not worker.communicate(timeout=240)[1] and not worker.returncode
