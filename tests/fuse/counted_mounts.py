@@ -22,7 +22,9 @@ from nvpool.wire.v1.wire_pb2 import Method
 
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
 """Messages that nobody waits for and that are not sent for each file."""
-DONE_S = 30.0
+DONE_S = 120.0
+WATCH_S = 30.0
+"""Of who answers late because the machine stands still."""
 
 
 class CountingPool(LocalPool):
@@ -66,7 +68,7 @@ class CountedMounts:
 
     def __init__(self, directory, meta_options=None):
         self._directory = directory
-        self._meta_options = meta_options or MetaOptions()
+        self._meta_options = meta_options or MetaOptions(watch_s=WATCH_S)
         self.mounts = []
         self.pool = None
 

@@ -255,7 +255,7 @@ def test_pages_of_an_open_file_outlive_the_lease_when_nothing_has_changed(tmp_pa
             assert "READ" not in asked and sent["META_GETATTR"] >= 2
             with open(other.place / "f", "r+b", buffering=0) as writer:
                 writer.write(b"y")
-            wait_until(lambda: os.pread(file.fileno(), 1, 0) == b"y", "the new byte", 5)
+            wait_until(lambda: os.pread(file.fileno(), 1, 0) == b"y", "the new byte")
 
 
 def test_two_nodes_that_make_and_remove_names_in_one_directory_do_not_wait_for_one_another(two, mounts):
@@ -303,10 +303,8 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
     creating.start()
     wait_until(lambda: slow.asked["CREATE"], "the request is in work")
     try:
-        began = time.monotonic()
         os.rename(here / "f", here / "g")
-        assert time.monotonic() - began < 2.0, "not until the watch of the other has ended"
-        assert mounts.pool.meta._watches.waited_out == 0
+        assert mounts.pool.meta._watches.waited_out == 0, "not until the watch of the other has ended"
     finally:
         mounts.loop.call_soon_threadsafe(go.set)
         creating.join(120)
@@ -324,7 +322,7 @@ def test_files_are_always_ready_and_the_kernel_asks_for_that_once(mounts):
             fd = os.open(one.place / "f", os.O_RDWR)
             waiting = select.poll()
             waiting.register(fd, select.POLLIN | select.POLLOUT)
-            assert waiting.poll(5000) == [(fd, select.POLLIN | select.POLLOUT)]
+            assert waiting.poll(120_000) == [(fd, select.POLLIN | select.POLLOUT)]
             os.close(fd)
     assert asked["POLL"] == 1
 

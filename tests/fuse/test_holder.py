@@ -47,7 +47,7 @@ def kill_holder(held):
     before, = processes(held.place, "mount_holder")
     os.kill(before, signal.SIGKILL)
     if before == held.process.pid:
-        held.process.wait(10)
+        held.process.wait(120)
     wait_until(lambda: [pid for pid in processes(held.place, "mount_holder") if pid != before] != []
                and f"holder[{processes(held.place, 'mount_holder')[0]}]" in held.log.read_text(), "another holder")
 

@@ -62,7 +62,7 @@ class Kernel:
 
     async def __aexit__(self, *_):
         self.engine.stop()
-        await asyncio.wait_for(asyncio.gather(self.serving, return_exceptions=True), 5)
+        await asyncio.wait_for(asyncio.gather(self.serving, return_exceptions=True), 120)
         self.ours.close()
         self.theirs.close()
 
@@ -75,7 +75,7 @@ class Kernel:
         return unique
 
     async def hear(self):
-        raw = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.ours, 2 << 20), 5)
+        raw = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.ours, 2 << 20), 120)
         return replies.parse(raw)
 
     async def ask(self, opcode, body=(), **more):
@@ -144,7 +144,7 @@ async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
         await kernel.init(27)
     assert refused.value.errno == errno.EPROTO
     with pytest.raises(errors.Unavailable, match="--engine pyfuse3"):
-        await asyncio.wait_for(kernel.serving, 5)
+        await asyncio.wait_for(kernel.serving, 120)
 
 
 @played(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
@@ -413,7 +413,7 @@ async def test_stopping_waits_for_what_is_in_work(kernel):
     assert not kernel.serving.done()
     kernel.engine._ops._vfs.go.set()
     assert (await kernel.hear())[0] == asked
-    await asyncio.wait_for(kernel.serving, 5)
+    await asyncio.wait_for(kernel.serving, 120)
 
 
 class BrokenVfs(MemoryVfs):

@@ -124,7 +124,7 @@ def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
             await kernel.silent()
             kernel.engine.stop()
             assert (await kernel.hear())[:2] == (asked, -errno.EIO)
-            await asyncio.wait_for(kernel.serving, 5)
+            await asyncio.wait_for(kernel.serving, 120)
     asyncio.run(main())
 
 

@@ -66,7 +66,7 @@ class Served:
 
     def close(self):
         subprocess.run(["umount", self.place], check=False, capture_output=True)
-        self.thread.join(10)
+        self.thread.join(120)
         self.engine.close()
         assert not self.thread.is_alive() and not is_mounted(self.place)
 
@@ -134,8 +134,8 @@ def test_who_waits_for_what_never_comes_can_be_killed(served):
     wait_until(lambda: made.engine._interrupted, "the interrupt")
     assert caller.poll() is None and made.vfs.cancelled == 0
     caller.kill()
-    assert caller.wait(5) == -signal.SIGKILL
-    wait_until(lambda: made.vfs.cancelled == 1, "the end of the request", 5)
+    assert caller.wait(120) == -signal.SIGKILL
+    wait_until(lambda: made.vfs.cancelled == 1, "the end of the request")
     assert os.listdir(made.place) == []
 
 
@@ -148,8 +148,8 @@ def test_a_mount_that_is_gone_waits_for_no_reads(served):
     wait_until(lambda: made.engine._work, "the request")
     subprocess.run(["umount", "-l", made.place], check=True)
     reader.kill()  # the last that uses it
-    reader.wait(5)
-    made.thread.join(5)
+    reader.wait(120)
+    made.thread.join(120)
     assert not made.thread.is_alive()
 
 

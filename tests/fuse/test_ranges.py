@@ -169,7 +169,7 @@ def test_places_are_told_block_by_block(here):
         fallocate(fd, HOLE, 6 * BLOCK, BLOCK)
         assert extents(fd)[1] == (5 * BLOCK, 6 * BLOCK)
         assert os.lseek(fd, 10, os.SEEK_CUR) >= 10 and os.lseek(fd, -1, os.SEEK_END) == (1 << 40) - 1
-    wait_until(lambda: du(here / "f") <= 16 * BLOCK, "st_blocks", 3)
+    wait_until(lambda: du(here / "f") <= 16 * BLOCK, "st_blocks")
 
 
 def test_set_id_bits_go_when_somebody_else_makes_a_hole_or_copies(here):
@@ -196,7 +196,7 @@ def test_set_id_bits_go_when_somebody_else_makes_a_hole_or_copies(here):
 @pytest.mark.skipif(FLOOR, reason="the floor has one mount")
 def test_another_mount_sees_holes_and_copies_when_it_opens_the_file(here, second, mounted):
     there = second.place / here.relative_to(mounted.place)
-    wait_until(there.exists, "the directory at the other mount", 3)
+    wait_until(there.exists, "the directory at the other mount")
     content = os.urandom(2 * MIB)
     (here / "a").write_bytes(content)
     assert (there / "a").read_bytes() == content
@@ -219,7 +219,7 @@ def test_the_fallocate_command_does_what_its_manual_says(here):
     (here / "f").write_bytes(content)
     run("fallocate", "--dig-holes", here / "f")
     assert (here / "f").read_bytes() == content
-    wait_until(lambda: du(here / "f") == 2 * MIB, "st_blocks", 3)
+    wait_until(lambda: du(here / "f") == 2 * MIB, "st_blocks")
     run("fallocate", "--punch-hole", "--offset", "0", "--length", "64KiB", here / "f")
     run("fallocate", "--zero-range", "--offset", "2MiB", "--length", "4MiB", here / "f")
     run("fallocate", "--length", "10MiB", here / "f")

@@ -179,7 +179,7 @@ def test_the_space_of_an_unlinked_file_is_freed_though_a_reader_had_it_open(own,
     def collected():
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
         return not any(one.get("to_collect") for one in seen["processes"])
-    wait_until(collected, "the collection", 60.0)
+    wait_until(collected, "the collection")
 
 
 def kill_reader(held):
