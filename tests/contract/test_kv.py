@@ -63,7 +63,7 @@ def test_the_contract_holds(subject, check):
         made = subject()
         await made.open()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await check(made)
         finally:
             await made.close()

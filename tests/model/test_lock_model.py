@@ -37,7 +37,7 @@ class Locks(RuleBasedStateMachine):
         self.waits = {}  # (client, owner) -> (ticket, start, end, mode)
 
     def run(self, work):
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     async def start(self):
         self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS)

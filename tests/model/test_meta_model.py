@@ -66,7 +66,7 @@ class NameSpace(RuleBasedStateMachine):
         self.service = None
 
     def run(self, work):
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     async def open_engine(self, power_lost):
         """A fresh engine, or what is left of the one that was."""

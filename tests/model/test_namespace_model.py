@@ -50,7 +50,7 @@ class Pool:
         self.clients = [self.run(self.local.client(f"client {n}", options)) for n in range(2)]
 
     def run(self, work):
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     def close(self) -> None:
         self.run(self.local.__aexit__())

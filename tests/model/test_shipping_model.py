@@ -37,7 +37,7 @@ class ShippingMachine(RuleBasedStateMachine):
 
     def run(self, work):
         async def bounded():
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return await work
 
         return self.runner.run(bounded())

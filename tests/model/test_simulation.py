@@ -26,7 +26,7 @@ def test_nothing_is_violated(seed):
 
 def test_the_same_seed_does_the_same_in_another_process():
     said = [subprocess.run([sys.executable, "-m", "nvpool.testing.sim.scenario", "4711"], capture_output=True, text=True,
-                           timeout=120, env={"PYTHONHASHSEED": str(number)}, check=True).stdout for number in (1, 2)]
+                           timeout=240, env={"PYTHONHASHSEED": str(number)}, check=True).stdout for number in (1, 2)]
     assert said[0] == said[1] and "frames" in said[0]
 
 

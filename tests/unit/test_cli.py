@@ -31,7 +31,7 @@ def run(capfd, *arguments: str) -> tuple[int, str, str]:
 def test_what_needs_no_pool_loads_nothing_heavy(arguments):
     code = ("import sys; from nvpool.cli.main import main; main(sys.argv[1:]); "
             "sys.stderr.write(' '.join(sorted(m.partition('.')[0] for m in sys.modules if '.' not in m)))")
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=240)
     assert not {"rich", "grpc", "lmdb", "uvloop", "google", "pyfuse3", "crc32c"} & set(done.stderr.split())
 
 
@@ -79,7 +79,7 @@ def test_the_completion_script_of_each_shell_calls_us_back(capfd, shell):
 
 
 def test_completion_offers_the_commands():
-    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main"], capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-m", "nvpool.cli.main"], capture_output=True, text=True, timeout=240,
                           env=os.environ | {"_NVPOOL_COMPLETE": "bash_complete", "COMP_WORDS": "nvpool d", "COMP_CWORD": "1"})
     assert {"plain,drive", "plain,dev", "plain,dump"} <= set(done.stdout.split())
 

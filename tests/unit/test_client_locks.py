@@ -78,7 +78,7 @@ class Case:
 
 
 def run(work) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 def case(**pool_options):

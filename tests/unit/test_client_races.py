@@ -90,7 +90,7 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
 
 @pytest.mark.parametrize(("seed", "real"), [(1, False), (2, False), (3, True)])
 def test_writers_of_neighbouring_bytes_lose_nothing_while_another_client_cuts_behind_them(seed, real):
-    asyncio.run(asyncio.wait_for(neighbours(seed, 40, real), 60))
+    asyncio.run(asyncio.wait_for(neighbours(seed, 40, real), 120))
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ def in_a_pool(clients=1, directory=False, **pool_options):
                 async with LocalPool(tmp_path if directory else None, **pool_options) as pool:
                     made = [(await pool.client(f"client {number}", OPTIONS)).vfs for number in range(clients)]
                     await test(pool, *made)
-            asyncio.run(asyncio.wait_for(main(), 60))
+            asyncio.run(asyncio.wait_for(main(), 120))
         run.__name__ = test.__name__
         return run
     return wrap

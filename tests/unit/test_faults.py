@@ -24,7 +24,7 @@ def faults(tmp_path):
 
 def run(faults, program, **environment):
     command = [sys.executable, "-c", "import os, errno\n" + textwrap.dedent(program)]
-    return subprocess.run(command, cwd=faults.root, env=os.environ | faults.environment() | environment, timeout=60,
+    return subprocess.run(command, cwd=faults.root, env=os.environ | faults.environment() | environment, timeout=240,
                           capture_output=True, text=True, check=True).stdout
 
 

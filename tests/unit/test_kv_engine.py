@@ -575,7 +575,7 @@ def test_two_owners_of_one_directory_are_refused(path):
             with pytest.raises(InUse):
                 await LmdbKv.open(path, SMALL)
             command = [sys.executable, "-c", WRITER, str(path)]
-            other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+            other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=240)
             assert other.returncode and "InUse" in other.stderr
         async with opened(path) as kv:
             kv.apply([(b"a", b"1")])

@@ -71,7 +71,7 @@ def faults(tmp_path):
 
 def run(faults, how):
     done = subprocess.run([sys.executable, "-c", PROGRAM, how], cwd=faults.root, env=os.environ | faults.environment(),
-                          timeout=120, capture_output=True, text=True)
+                          timeout=240, capture_output=True, text=True)
     reports = [(kind, int(sequence), int(at)) for kind, sequence, at in re.findall(r"(\w+) (\d+) (\d+)\n", done.stdout)]
     return done, reports
 

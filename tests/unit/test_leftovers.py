@@ -16,7 +16,7 @@ def test_it():
     child.returncode = 0  # so that Python does not warn of it
 """)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=240)
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1 and f"LEFT BEHIND process {pid}" in done.stdout, done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 passed")

@@ -168,7 +168,7 @@ def in_a_pool(test):
             async with LocalPool() as pool:
                 client = await pool.client()
                 await test(pool, client.vfs, PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK), *arguments)
-        asyncio.run(asyncio.wait_for(body(), 60))
+        asyncio.run(asyncio.wait_for(body(), 120))
     run.__name__ = test.__name__
     return run
 
@@ -264,7 +264,7 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
                 await vfs.read(handle, 0, 4096)
             told, = caplog.messages
             assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in told and told.startswith("target ")
-            await asyncio.wait_for(vfs.paths._telling, 10)
+            await asyncio.wait_for(vfs.paths._telling, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
             questions = len(asked)
             for _ in range(3):
@@ -275,7 +275,7 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
             await vfs.release(handle)
 
     with caplog.at_level(logging.ERROR, "nvpool.client"):
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_what_was_not_found_is_not_looked_for_all_the_time_and_a_path_is_believed_for_a_minute():

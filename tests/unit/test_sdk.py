@@ -277,7 +277,7 @@ pool = nvpool.connect(decode_map({json.dumps(_map_text(served))}.encode()))
 file = pool.open({pool.top!r} + "/left", "wb", buffering=0)
 file.write(b"not closed")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
     assert pool.read_bytes(f"{pool.top}/left") == b"not closed"
 
 
@@ -303,7 +303,7 @@ def test_asyncio_programs_use_it_without_a_thread(served):
             assert await pool.read_bytes("/async/f7") == b"7"
             await pool.remove_tree("/async")
             assert not await pool.exists("/async")
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_closed_pool_refuses_further_calls(served):

@@ -28,7 +28,7 @@ def in_a_loop(check):
     @functools.wraps(check)
     def run(*arguments, **fixtures):
         async def bounded():
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await check(*arguments, **fixtures)
 
         asyncio.run(bounded())

@@ -84,7 +84,7 @@ class Case:
 
 
 def run(work) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+    asyncio.run(asyncio.wait_for(work, 120))
 
 
 async def put(vfs, name: bytes, content: bytes, parent: int = ROOT_INODE) -> int:
@@ -584,7 +584,7 @@ async def history(seed: int, steps: int, faults: bool) -> None:
 
 @pytest.mark.parametrize(("seed", "faults"), [(1, False), (2, True), (3, True)])
 def test_who_opens_a_file_sees_what_was_closed_before_though_nobody_is_asked(seed, faults):
-    asyncio.run(asyncio.wait_for(history(seed, 40, faults), 60))
+    asyncio.run(asyncio.wait_for(history(seed, 40, faults), 120))
 
 
 @pytest.mark.soak

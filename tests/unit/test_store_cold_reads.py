@@ -41,7 +41,7 @@ class Cold(Bench):
         done = [asyncio.get_running_loop().create_future() for _ in waiting]
         for future, (*what, on_done) in zip(done, waiting, strict=True):
             self._begin(*what, partial(self._came, on_done, future))
-        await asyncio.wait_for(asyncio.gather(*done), 10)
+        await asyncio.wait_for(asyncio.gather(*done), 120)
 
     @staticmethod
     def _came(on_done, future, outcome):
@@ -125,7 +125,7 @@ async def test_a_store_that_closes_waits_for_reads_as_long_as_it_was_told(bench)
     with pytest.raises(errors.Draining):
         bench.ask(1)
     await bench.let_go()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 120)
     assert outcome(call) == ([0], part(6))
 
 

@@ -81,7 +81,7 @@ def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever
         await store.tend()
         assert store.status()["host_full"] == "" and not store.room.missing
         assert (host / "t" / "reserve").stat().st_blocks * 512 >= 64 * KIB
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     await put(store, 1, MIB, cut=1)

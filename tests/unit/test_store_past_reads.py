@@ -52,7 +52,7 @@ def at_place(work, path, **options):
             await work(place)
         finally:
             await place.device.close()
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # somebody else's, closed meanwhile
             assert not os.readlink(f"/proc/self/fd/{number}").startswith(str(path)), "descriptors are left"

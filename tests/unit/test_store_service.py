@@ -61,7 +61,7 @@ class Bench:
         for name, value in fields.items():
             setattr(one, name, value)
         self.service.handle(one)
-        await asyncio.wait_for(one.answered.wait(), 10)
+        await asyncio.wait_for(one.answered.wait(), 120)
         if one.error is not None:
             raise one.error
         return (reply.FromString(one.message_out), one.payload_out) if reply else one

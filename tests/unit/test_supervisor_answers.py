@@ -82,7 +82,7 @@ def scenario(tmp_path, monkeypatch, run):
 
 
 async def until(holds) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110  (files and processes make no event)
             await asyncio.sleep(0.02)
 
@@ -90,7 +90,7 @@ async def until(holds) -> None:
 async def ask(supervisor, method, request) -> bytes:
     asked = Asked(method, request if isinstance(request, bytes) else request.SerializeToString())
     supervisor.handle(asked)
-    return await asyncio.wait_for(asked.answer, 30)
+    return await asyncio.wait_for(asked.answer, 120)
 
 
 def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeyp
         asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString())
         supervisor.handle(asked)
         await supervisor._before_start(1)
-        newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 10)).map)
+        newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 120)).map)
         assert newer.epoch == now.epoch + 1
         gone = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=newer.epoch, wait_s=30).SerializeToString())
         supervisor.handle(gone)

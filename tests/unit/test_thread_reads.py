@@ -146,7 +146,7 @@ def test_reads_at_random_come_by_a_connection_of_the_threads_own_and_are_right(s
 
 def test_by_the_short_cut_no_loop_is_asked_for_what_is_in_memory(here):
     with Case(here) as case:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while case.by("short_cut", blocks(50)) < 50:
             assert time.monotonic() < until
         assert case.by("short_cut", at_random(200)) > 100 and not case.counters["lanes"]
@@ -317,7 +317,7 @@ def test_threads_have_so_many_connections_and_leave_none(served):
             thread.join(30)
         listeners = [listener for (role, _), listener in served.pool._listeners.items() if role == "target"]
         assert all(len(listener.connections) <= threadreads.LANES_MAX + 1 for listener in listeners)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before

@@ -75,7 +75,7 @@ except c.Kept as kept:
     print(kept)
 import os; print(os.listdir({str(at)!r}))
 """
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command, program], capture_output=True, text=True, timeout=240)
     assert "nothing of it was removed" in done.stdout and "inside" in done.stdout, done
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists() and (other / "precious").exists()
 
@@ -110,7 +110,7 @@ def test_only_daemons_of_this_pool_directory_are_ended(checkout, tmp_path_factor
     theirs = subprocess.Popen([sys.executable, *program, str(other), "1"])
     named = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(checkout / ".quickstart")])
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while len(clean.daemons_of(str(checkout / ".quickstart"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         clean.stop(str(checkout / ".quickstart"))

@@ -33,7 +33,7 @@ def machine(tmp_path):
 def setup(place, *words):
     env = os.environ | {"PATH": f"{place / 'programs'}:{os.environ['PATH']}"}
     return subprocess.run([SHELL, "tools/setup.sh", *words], cwd=place / "checkout", env=env, capture_output=True, text=True,
-                          timeout=60)
+                          timeout=240)
 
 
 def test_without_root_it_changes_nothing_and_prints_the_one_command(machine):

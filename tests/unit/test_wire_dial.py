@@ -20,7 +20,7 @@ US, SERVER = Greeting("we", "pool-a"), Greeting("the server", "pool-a")
 
 def run(coroutine) -> None:
     async def timed():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await coroutine
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
