@@ -139,11 +139,11 @@ class MetaClient:
         change.uid, change.gid = uid, gid
         try:
             while True:
+                now = self._shard_of(inode)
+                if uncertain and (now is not state or state.generation != generation):
+                    raise Disconnected("the session ended before the answer to a change came")
                 try:
-                    now = self._shard_of(inode)
                     if now is not state or state.generation != generation:
-                        if uncertain:
-                            raise Disconnected("the session ended before the answer to a change came")
                         self._leave(unique, state, slot, sequence, generation)
                         state = None
                         if not now.session:
@@ -161,7 +161,7 @@ class MetaClient:
                 except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                     if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
                         raise Disconnected("the session ended before the answer to a change came") from None
-                    uncertain = uncertain or error.may_be_applied
+                    uncertain = uncertain or error.may_be_applied and state is not None  # else it was a session's opening
                     tries, reason = tries + 1, reason_of(error, reason)
                     await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
         except (Refused, Stale):

@@ -233,6 +233,25 @@ def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
     run(main())
 
 
+def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_opened():
+    async def main() -> None:
+        async with Case() as case:
+            asked = []
+            listener = next(listener for listener in case.pool._listeners.values() if listener.handler == case.pool.meta.handle)
+
+            def handle(call, before=listener.handler) -> None:
+                asked.append(call.method)
+                if asked == [wire_pb2.META_OPEN_SESSION]:
+                    call.fail(Unavailable("the shard changes its primary", may_be_applied=True))
+                else:
+                    before(call)
+
+            listener.handler = handle
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            assert asked.count(wire_pb2.META_OPEN_SESSION) == 2
+    run(main())
+
+
 def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=0.5)) as case:
