@@ -253,11 +253,16 @@ class EtcdCoordinator:
             await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
             # Also where it is said to have failed: the first of two tries may have been carried out.
             await self._look()
-            if self.pool_map == new:
+            if self.pool_map == new or self.pool_map.epoch > new.epoch and await self._was_made(new):
                 return
             if self.pool_map.epoch >= new.epoch:
                 raise StaleEpoch(f"somebody else made the map with epoch {new.epoch}")
             raise StaleLease("who asks for this map does not lead any more")
+
+    async def _was_made(self, new: PoolMap) -> bool:
+        """Whether the map with that epoch was this one; there are later ones. Who is told that it was not would make it twice."""
+        found = await self._calls.range(rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S)
+        return any(kv.value == encode_map(new) for kv in found.kvs)
 
     # -- leases --------------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,29 @@ def test_of_two_that_change_the_map_at_once_one_is_stale_and_may_go_on_from_the_
     asyncio.run(run())
 
 
+def test_a_map_that_was_made_is_not_stale_where_another_followed_at_once(one):
+    async def run():
+        mine, other = await pair(one)
+        mines = mine._calls.transact
+
+        async def overtaken(request, wait_s):
+            answer = await mines(request, wait_s)
+            assert await other.watch(1, 60)
+            await other.replace(changed(other.pool_map, name="second"))
+            return answer
+
+        mine._calls.transact = overtaken
+        await mine.replace(changed(mine.pool_map, name="first"))
+        mine._calls.transact = mines
+        assert (mine.pool_map.epoch, mine.pool_map.name) == (3, "second")
+        with pytest.raises(StaleEpoch):
+            await mine.replace(msgspec.structs.replace(mine.pool_map, epoch=2, name="third"))
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
 def test_a_pool_is_founded_once_and_one_that_is_not_known_can_not_be_opened(one):
     async def run():
         first = a_pool()
