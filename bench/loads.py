@@ -26,10 +26,12 @@ CALLS_IN_FLIGHT = 4
 
 
 def fio(path: Path, pattern: str, block_bytes: int, threads: int, seconds: float, *, direct: bool = True,
-        size_bytes: int | None = None, sync_at_end: bool = False, once: bool = False) -> dict:
+        size_bytes: int | None = None, sync_at_end: bool = False, once: bool = False,
+        prefix: list[str] | None = None) -> dict:
     """One closed loop of fio's threads, each with one read or write under way (psync), over one file; `once`: one pass over it
-    instead of so many seconds."""
-    command = ["fio", "--name=load", f"--filename={path}", f"--rw={pattern}", f"--bs={block_bytes}", "--ioengine=psync",
+    instead of so many seconds; `prefix`: words before the command, of another machine with a mount of its own, say."""
+    command = [*(prefix or ()), "fio", "--name=load", f"--filename={path}", f"--rw={pattern}", f"--bs={block_bytes}",
+               "--ioengine=psync",
                "--thread", f"--numjobs={threads}", "--group_reporting", f"--direct={int(direct)}", "--norandommap",
                "--randrepeat=0", "--invalidate=0", "--percentile_list=50:99", "--output-format=json",
                f"--size={size_bytes or path.stat().st_size}"]

@@ -139,7 +139,7 @@ def scaled(directory: Path, options: argparse.Namespace, ends: list) -> dict:
                     command = pool.sdk_command("flight", "/large", "--region", region, "--block", block_bytes, "--in-flight",
                                                throughput.IN_FLIGHT, "--seconds", options.seconds, "--wait", variant=variant)
                     for processes in options.clients:
-                        one = throughput.together(command, processes, pool.environment(), options.seconds)
+                        one = throughput.together([command] * processes, pool.environment(), options.seconds)
                         found.setdefault((way, block, processes), []).append(one)
                         say(f"round {turn + 1}: {targets} targets, {processes} clients, {way}, {block}: "
                             f"{one['rate']:,.0f} reads/s")

@@ -18,10 +18,10 @@ BLOCKS = {"4 KiB": 4 << 10, "128 KiB": 128 << 10}
 WAIT_S = 120.0
 
 
-def together(command: list[str], processes: int, environment: dict[str, str], seconds: float) -> dict:
-    """The sum of what so many processes of the command measure at the same time. Failed when one of them fails."""
+def together(commands: list[list[str]], environment: dict[str, str], seconds: float) -> dict:
+    """The sum of what a process of each command measures at the same time. Failed when one of them fails."""
     running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env=environment) for _ in range(processes)]
+                                env=environment) for command in commands]
     try:
         for process in running:
             if process.stdout.readline().strip() != "ready":
@@ -40,8 +40,8 @@ def together(command: list[str], processes: int, environment: dict[str, str], se
                 process.kill()
                 process.communicate()
     found = [json.loads(text) for text, _ in said]
-    return {"rate": sum(one["rate"] for one in found), "p50_us": statistics.median(one["p50_us"] for one in found),
-            "p99_us": max(one["p99_us"] for one in found)}
+    return {"rate": sum(one["rate"] for one in found), "bytes_rate": sum(one["bytes_rate"] for one in found),
+            "p50_us": statistics.median(one["p50_us"] for one in found), "p99_us": max(one["p99_us"] for one in found)}
 
 
 def medians(rounds: list[dict]) -> dict:

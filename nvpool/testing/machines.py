@@ -68,9 +68,10 @@ class Machines:
     """`count` machines, 10.77.0.1 and on, joined by a switch. A context manager; leaves nothing behind but what was mounted or
     started inside and not ended."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, parent: Path | None = None) -> None:
+        """Their files lie in a directory below `parent`, which goes with them."""
         self._count = count
-        self._place = Path(tempfile.mkdtemp(prefix="nvpool-machines-"))
+        self._place = Path(tempfile.mkdtemp(prefix="nvpool-machines-", dir=parent))
         self._machines: list[Machine] = []
         self._switch: Machine | None = None
 
@@ -99,6 +100,13 @@ class Machines:
     def cut(self, number: int, *, restore: bool = False) -> None:
         """Take the machine's cable out, or put it in again; from 1."""
         self._switch.run("ip", "link", "set", f"to{number}", "up" if restore else "down")
+
+    def limit(self, number: int, mib_s: float) -> None:
+        """Let the machine's cable carry so much in each direction and no more; from 1."""
+        rate = f"{round(mib_s * 8 * 1.048576 * 1000)}kbit"
+        bucket = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        self._machines[number - 1].run("tc", "qdisc", "replace", "dev", "eth0", *bucket)
+        self._switch.run("tc", "qdisc", "replace", "dev", f"to{number}", *bucket)
 
     def __exit__(self, *_) -> None:
         for machine in [*self._machines, *([self._switch] if self._switch else [])]:

@@ -47,7 +47,7 @@ def assert_nothing_is_left(place):
 def test_every_load_runs_against_drive_floors_and_nvpool_and_nothing_is_left(place, tmp_path):
     names = ("plain", "c-passthrough", "c-socket", "nvpool-tcp", "nvpool-grpc")
     bench = start(place, "--subjects", f"^({'|'.join(names)})$", "--results", tmp_path / "results")
-    said, told = bench.communicate(timeout=240)
+    said, told = bench.communicate(timeout=550)
     assert bench.returncode == 0, told
     assert "this takes about" in told and " left" in told
     assert_nothing_is_left(place)
@@ -73,17 +73,17 @@ def test_what_an_interrupted_bench_and_a_killed_one_had_started_is_gone(place):
     bench.send_signal(signal.SIGINT)
     time.sleep(0.2)
     bench.send_signal(signal.SIGINT)  # of someone who thinks it does not end
-    assert "interrupted" in bench.communicate(timeout=240)[1]
+    assert "interrupted" in bench.communicate(timeout=550)[1]
     assert_nothing_is_left(place)
 
     bench = start(place, "--subjects", "^c-passthrough$", "--seconds", "2")
     while "round 1" not in (line := bench.stderr.readline()):
         assert line, "it ended before the first load"
     bench.kill()
-    bench.communicate(timeout=240)
+    bench.communicate(timeout=550)
     assert contract.mounted_below(place) and contract.marked(place)
     bench = start(place, "--subjects", "^plain$", "--only", "^stat$")
-    assert "left by a bench that was killed" in bench.communicate(timeout=240)[1]
+    assert "left by a bench that was killed" in bench.communicate(timeout=550)[1]
     assert_nothing_is_left(place)
 
 
@@ -170,7 +170,7 @@ def test_the_peers_are_installed_by_somebody_with_root_who_is_told_one_command(t
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "false"}
     done = subprocess.run(["sh", "bench/install_peers.sh"], cwd=tmp_path / "checkout", env=environment, capture_output=True,
-                          text=True, timeout=240)
+                          text=True, timeout=550)
     assert done.returncode == 1
     assert done.stdout == "sudo apt-get update && sudo apt-get install --yes --no-install-recommends moosefs-client\n"
     assert not (tmp_path / "asked").exists()

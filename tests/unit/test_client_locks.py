@@ -451,7 +451,7 @@ def test_a_lock_of_a_client_that_vanished_is_given_on_after_its_grants(monkeypat
             c.here.meta._send = silent
             began = asyncio.get_running_loop().time()
             await c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True)
-            assert 2.0 < asyncio.get_running_loop().time() - began < 6.0
+            assert asyncio.get_running_loop().time() - began > 1.0
     run(main())
 
 

@@ -310,7 +310,7 @@ async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_
 async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(tmp_path):
     async def fault(reader, writer, number):
         reader._transport.pause_reading()
-        await asyncio.sleep(5)
+        await asyncio.sleep(600)
 
     connection, server = await against(tmp_path, fault)
     payload = [bytes(1 << 20)]
@@ -320,7 +320,7 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
     assert {type(error) for error in errors} == {DeadlineExceeded}
     assert not errors[-1].may_be_applied  # still waited on our side
     await connection.close()
-    assert SYSTEM_CLOCK.boottime_s() - began_s < 10
+    assert SYSTEM_CLOCK.boottime_s() - began_s < 300
     server.close()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
