@@ -456,6 +456,8 @@ class ChecksumMismatch(Damaged):
     """A block does not have the checksum that its writer gave it."""
 
     wire_code = 401
+    damaged: tuple[int, int, int] | None = None
+    """Inode, chunk index and block of one that is stored here, and stood in the way of a write of a part of it."""
 
 
 class CorruptRecord(Damaged):

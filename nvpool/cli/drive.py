@@ -201,15 +201,17 @@ examples:
 @pool_argument
 @drive_argument
 @click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
+@click.option("--give-up", is_flag=True, help="With --lost: also where something is on no other drive. What is in those files "
+                                              "is gone: reading it gives errors.")
 @wait_option
 @json_option
-def remove(pool: str, drive: str, lost: bool, wait: bool, as_json: bool) -> None:
+def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
     """Take a drive out of the pool for ever.
 
     Refused while anything is on it, and with --lost where something is on no other drive. Its files stay as they are.
     """
     from nvpool.cli.reach import change
-    result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost}))
+    result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
     if not as_json:
         click.echo(f"drive {result['drive']} is {result['state']}")
     _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")

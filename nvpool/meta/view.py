@@ -59,6 +59,7 @@ class View:
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
         self.tables: frozenset[int] = frozenset((1,))
+        self.map_epoch = 0
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
         """See Watches.lend."""
@@ -79,6 +80,7 @@ class View:
         mine_alone = not pool_map.partitions or all(owner == self.shard for owner in owners)
         self.owners = () if mine_alone else owners
         self.tables = frozenset(pool_map.table_by_id) or self.tables
+        self.map_epoch = pool_map.epoch
 
     def inode(self, number: int) -> Inode:
         """NotFound when there is none, WrongShard when another shard would know."""

@@ -22,6 +22,7 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
 from nvpool.logic.poolmap import Drive, PoolMap, Target
 from nvpool.logic.rebalance import check_room, standing, with_goals
+from nvpool.logic.tables import with_table
 from nvpool.logic.transitions import died, named, only_copies, retired, wished
 from nvpool.run.daemon import command
 from nvpool.run.keeping import used_ports
@@ -50,7 +51,7 @@ class Drives:
         self._adding = asyncio.Lock()
         self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
             "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
-            "rebalance": self._rebalance}
+            "rebalance": self._rebalance, "replicas": self._replicas}
 
     # -- adding ------------------------------------------------------------------------------------------------------------
 
@@ -113,11 +114,11 @@ class Drives:
 
     async def _lose(self, arguments: dict) -> dict:
         """The target ends first: nobody is served by it while others take its place."""
-        used = await self._used()
+        used, give_up = await self._used(), bool(arguments.get("give_up", False))
 
         def decide(newest: PoolMap) -> PoolMap:
             target = find(newest, arguments, gone=True)
-            return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used)
+            return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used, give_up)
 
         target = find(self._leading.pool_map, arguments, gone=True)
         decide(self._leading.pool_map)
@@ -128,21 +129,26 @@ class Drives:
         finally:
             self._start()  # where it was refused after all
 
-    def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int]) -> PoolMap:
-        """The map in which the target is lost. InvalidRequest where that would give up what is stored. Chains of a smaller
-        replica count than the pool's stay with it, and are not served: whether anything is in them nobody can say."""
+    def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int], give_up: bool) -> PoolMap:
+        """The map in which the target is lost. InvalidRequest where that would give up what is stored, unless that is wished:
+        chains that only it has stay with it, and are not served."""
         left = died(newest, {target.id}) if target.node == self._node else newest
-        self._check_copies(newest, target)
+        if not give_up:
+            self._check_copies(newest, target)
         wanted = wished(left, target.id, "lost")
         check_room(wanted, {one: count for one, count in used.items() if one != target.id})
         return retired(with_goals(wanted))
 
     @staticmethod
     def _check_copies(newest: PoolMap, target: Target) -> None:
-        only = only_copies(died(newest, {target.id}), target.id, newest.settings.replicas)
+        after = died(newest, {target.id})
+        only = {table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))}
         if only:
-            raise InvalidRequest(f"drive {target.drive} has the only copy of {only} chains; without it their chunks are lost. "
-                                 f"Bring it back, wait until other drives have them, or drain it while it can be read")
+            told = " and ".join(f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
+                                for replicas, count in only.items())
+            raise InvalidRequest(f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
+                                 f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
+                                 f"without them for ever: nvpool drive remove --lost --give-up")
 
     async def _replace(self, arguments: dict) -> dict:
         lost = bool(arguments.get("lost", False))
@@ -171,6 +177,16 @@ class Drives:
         target = find(pool_map, arguments, gone=True)
         return {"drive": target.drive, "target": target.id, "state": state_of(pool_map, target), "epoch": pool_map.epoch,
                 "chains": held(pool_map)[target.id], "chains_to_go": going(pool_map)[target.id]}
+
+    async def _replicas(self, arguments: dict) -> dict:
+        """Make the chain table of a replica count, where there is none."""
+        try:
+            replicas = int(arguments["replicas"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidRequest("replicas wants a number of them") from None
+        answering = (await self._used()).keys()
+        new = await self._leading.change(lambda newest: with_table(newest, replicas, answering))
+        return {"replicas": replicas, "epoch": new.epoch}
 
     # -- moving in general ---------------------------------------------------------------------------------------------------
 
@@ -208,9 +224,9 @@ class Progress:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
 
     def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
-        """What status says of the chains of the pool's replica count; `to_copy` counts all. Of what is left bytes are an
-        estimate: what a holder has stored, by its chains."""
-        seen = standing(pool_map, serving, pool_map.settings.replicas)._replace(to_copy=standing(pool_map, serving).to_copy)
+        """What status says of the chains of all replica counts. Of what is left bytes are an estimate: what a holder has
+        stored, by its chains."""
+        seen = standing(pool_map, serving)
         holds = held(pool_map)
         left = 0.0
         for table in pool_map.tables:
@@ -229,7 +245,8 @@ class Progress:
         seconds_left = None
         if len(self._samples) > 1 and (done := self._samples[0][1] - self._samples[-1][1]) > 0:
             seconds_left = round(seen.to_copy * (self._samples[-1][0] - self._samples[0][0]) / done, 1)
-        return {"total": seen.chains, "full": seen.full, "fewer": seen.short, "filling": seen.filled, "without": seen.without,
+        return {"replicas": [table.id for table in pool_map.tables], "total": seen.chains,
+                "full": seen.full, "fewer": seen.short, "filling": seen.filled, "without": seen.without,
                 "to_copy": seen.to_copy, "bytes_left": int(left), "seconds_left": seconds_left,
                 "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
 

@@ -285,7 +285,7 @@ async def make_pool(request: dict) -> dict:
             nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
                         member=member),),
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
-            targets=targets, tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
+            targets=targets, tables=(build_table(targets, replicas),),
             shards=tuple(map(make_shard, shard_numbers)), partitions=dealt(shard_count), members=(member,), tokens=(kept,))
         for place in (*map(directory.shard, shard_numbers), directory.map):
             kv = await LmdbKv.open(place, LmdbOptions())

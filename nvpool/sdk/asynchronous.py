@@ -52,6 +52,13 @@ class Entry(NamedTuple):
         return stat.S_ISLNK(self.stat.st_mode)
 
 
+class HandedDown(NamedTuple):
+    """What a directory hands down to new files."""
+
+    replicas: int
+    chunk_bytes: int
+
+
 class AsyncFile:
     """An open file without a position: reads and writes say where. Use `async with`, or close it."""
 
@@ -370,6 +377,21 @@ class AsyncFileSystem:
             return os.fsdecode(await self.vfs.readlink((await find(self.vfs, path, follow=False)).inode))
 
     # -- attributes --------------------------------------------------------------------------------------------------------
+
+    async def layout(self, path: Path) -> HandedDown:
+        """What new files of a directory get; what a file has."""
+        with as_os_error(path):
+            attr = await find(self.vfs, path)
+            return HandedDown(attr.table, 1 << attr.chunk_bits)
+
+    async def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
+        """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
+        directory has had yet is set with `nvpool dir set`, on a node of the pool."""
+        with as_os_error(path):
+            attr = await find(self.vfs, path)
+            if replicas and replicas not in self.client.pool_map.table_by_id:
+                await self.vfs.view.refresh()
+            await self.vfs.hand_down(attr.inode, self.caller, replicas=replicas, chunk_bytes=chunk_bytes)
 
     async def chmod(self, path: Path, mode: int) -> None:
         with as_os_error(path):

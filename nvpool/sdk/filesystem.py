@@ -25,7 +25,7 @@ from nvpool.base.errors import BadHandle
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
-from nvpool.sdk.asynchronous import Entry, flags_of
+from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of
 from nvpool.sdk.batch import contiguous
 from nvpool.sdk.loop import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result
@@ -361,6 +361,15 @@ class FileSystem:
 
     def removexattr(self, path: Path, name: str) -> None:
         self._call("removexattr", path, name)
+
+    def layout(self, path: Path) -> HandedDown:
+        """What new files of a directory get: replicas and chunk_bytes; what a file has."""
+        return self._call("layout", path)
+
+    def set_layout(self, path: Path, *, replicas: int = 0, chunk_bytes: int = 0) -> None:
+        """What files and directories that are made in the directory from now on get, where not 0. A replica count that no
+        directory has had yet is set with `nvpool dir set`, on a node of the pool."""
+        self._call("set_layout", path, replicas=replicas, chunk_bytes=chunk_bytes)
 
     def statfs(self) -> StatFs:
         return self._call("statfs")

@@ -24,6 +24,7 @@ from nvpool.base import errors
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
     Busy,
+    ChecksumMismatch,
     DeadlineExceeded,
     DriveFailed,
     NvpoolError,
@@ -98,7 +99,8 @@ class Pending:
 
 class ChainWrites:
     """`place_of(table, inode, index)`: where this target stands in the chunk's chain; `ask_map`: learn of a newer map, now or
-    soon; `fetch(table, inode, index, target)`: make the chunk here what it is at that target."""
+    soon; `fetch(table, inode, index, target)`: make the chunk here what it is at that target; `mend(inode, index, block)`:
+    write a damaged block anew from another member, whether that was done."""
 
     def __init__(self, store: ChunkStore, target: int, peers: Peers, clock: Clock, *,
                  place_of: Callable[[int, int, int], Place | None], ask_map: Callable[[], None]):
@@ -109,6 +111,7 @@ class ChainWrites:
         self._place_of = place_of
         self._ask_map = ask_map
         self.fetch: Callable[[int, int, int, int], Awaitable[None]] | None = None
+        self.mend: Callable[[int, int, int], Awaitable[bool]] | None = None
         self.pending: dict[Name, Pending] = {}
         self._turns: dict[Name, deque[asyncio.Future]] = {}
         self._led_bytes = 0
@@ -238,6 +241,9 @@ class ChainWrites:
                 return version
             except MustWait:
                 pass
+            except ChecksumMismatch as error:
+                if error.damaged is None:
+                    raise
             except DriveFailed as error:
                 self._cannot(error)
                 raise
@@ -267,7 +273,7 @@ class ChainWrites:
         try:
             if fetch_from:
                 await self._in_line(pending, fetch_from)
-            placed = await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
+            placed = await self._prepared(write)
             version = await self._decide(pending, placed)
         except BaseException as error:
             if isinstance(error, DriveFailed):
@@ -282,6 +288,16 @@ class ChainWrites:
         write.verifiers[self._target] = self._store.verifier
         self._end(pending, version)
         return version
+
+    async def _prepared(self, write: Write) -> Placed:
+        """See ChunkStore.prepare. A damaged block of which a part is written is mended first; both ends of a write may be."""
+        for _ in range(2):
+            try:
+                return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
+            except ChecksumMismatch as error:
+                if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
+                    raise
+        return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
 
     def _end(self, pending: Pending, outcome: int | Exception) -> None:
         if self.pending.get(pending.write.name) is pending:

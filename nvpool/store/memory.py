@@ -217,7 +217,9 @@ class MemoryChunkStore:
             block, checksum = chunk.blocks.get(number, (ZERO_BLOCK, ZERO_BLOCK_CHECKSUM))
             if crc32c(block) != checksum:
                 self._note_bad(inode, index, number, "does not fit its checksum when merged with a write")
-                raise ChecksumMismatch
+                error = ChecksumMismatch()
+                error.damaged = inode, index, number
+                raise error
             whole[place - first * BLOCK_BYTES:place - first * BLOCK_BYTES + BLOCK_BYTES] = block
         within = offset - first * BLOCK_BYTES
         whole[within:within + len(buffer)] = buffer

@@ -88,7 +88,9 @@ class Merger:
                 raise MustWait(partial(self._warm_up, place, checksum))
         if crc32c(found) != int.from_bytes(checksum, "little"):
             self._note_bad(chunk.inode, chunk.index, block, "does not fit its checksum when merged with a write")
-            raise ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
+            error = ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
+            error.damaged = chunk.inode, chunk.index, block
+            raise error
         return found
 
     async def _warm_up(self, place: int, checksum: bytes) -> None:

@@ -85,6 +85,10 @@ class Repair:
                     break
         return found
 
+    async def mended(self, inode: int, index: int, block: int) -> bool:
+        """Whether this block is good now. Errors as of `repaired`."""
+        return bool(await self.repaired([BadBlock(inode, index, block, "")]))
+
     def _sources(self, one: BadBlock) -> list[tuple[int, int]]:
         """(target, table) to ask: the other holders of the chunk's chain, nearest to the tail first."""
         if self._map is None:

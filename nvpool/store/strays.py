@@ -2,8 +2,8 @@
 
 A chain is ours while the map names us anywhere in it, also in its goal. Nothing of it is removed before STAY_S have passed
 since it was not: by then no client uses a map or a location that leads here. A chunk with a version of a later epoch than our
-map knows of its chain says that our map is old: it stays. Chains are told apart by their number alone, in all tables at once,
-so that a chunk is never removed for a wrong idea of its table.
+map knows of its chain says that our map is old: it stays. Of which table a chunk is stands in it, by the right under which it
+was written; one of a table that the map does not have stays, and one that can not be read goes when it is none of any table's.
 
 Made by store/upkeep; `run_once` is what its task does, for tests.
 """
@@ -17,12 +17,14 @@ from collections.abc import Callable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Fenced, NvpoolError
 from nvpool.base.ids import version_parts
-from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.logic.chainset import ChainSet
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
-from nvpool.store.chunkstore import TABLE_MAX, ChunkStore
+from nvpool.store.chunkstore import ChunkStore
 from nvpool.store.throttle import Throttle
+
+ChainName = tuple[int, int]
+"""Table, number."""
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +44,10 @@ class Strays:
         self._clock = clock
         self._throttle = throttle
         self._on_fail = on_fail
-        self._epochs: list[int] = []
-        """Of each chain by its number, the highest of all tables."""
-        self._lost_s: dict[int, float] = {}
-        """Chains that are not ours, by number, and since when."""
-        self._open: set[int] = set()
+        self._epochs: dict[ChainName, int] = {}
+        self._lost_s: dict[ChainName, float] = {}
+        """Chains that are not ours, and since when."""
+        self._open: set[ChainName] = set()
         """Of those the ones that may have chunks here still."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
@@ -54,22 +55,17 @@ class Strays:
         self.removed_bytes = 0
 
     def update_map(self, pool_map: PoolMap) -> None:
-        ours: set[int] = set()
-        epochs = [0] * CHAINS_PER_TABLE
+        now_s = self._clock.boottime_s()
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):
-                epochs[number] = max(epochs[number], chain.epoch)
+                name = table.id, number
+                self._epochs[name] = chain.epoch
                 if self._target in chain.targets or self._target in chain.joining or self._target in chain.goal:
-                    ours.add(number)
-        self._epochs = epochs
-        now_s = self._clock.boottime_s()
-        for number in range(CHAINS_PER_TABLE if pool_map.tables else 0):
-            if number in ours:
-                self._lost_s.pop(number, None)
-                self._open.discard(number)
-            elif number not in self._lost_s:
-                self._lost_s[number] = now_s
-                self._open.add(number)
+                    self._lost_s.pop(name, None)
+                    self._open.discard(name)
+                elif name not in self._lost_s:
+                    self._lost_s[name] = now_s
+                    self._open.add(name)
         self._changed.set()
         if self._open and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -85,7 +81,7 @@ class Strays:
             self._changed.clear()
             wait_s: float | None = None
             if self._open:
-                wait_s = max(0.0, min([self._lost_s[number] for number in self._open]) + STAY_S - self._clock.boottime_s())
+                wait_s = max(0.0, min([self._lost_s[name] for name in self._open]) + STAY_S - self._clock.boottime_s())
                 if not wait_s:
                     try:
                         await self.run_once()
@@ -103,22 +99,22 @@ class Strays:
 
     async def run_once(self) -> int:
         """Remove the chunks of chains that were lost long enough ago; how many there were."""
-        due = {number for number in self._open if self._is_due(number)}
+        due = {name for name in self._open if self._is_due(name)}
         before = self.removed_chunks
-        skipped: set[int] = set()
+        skipped: set[ChainName] = set()
         after = None
-        wanted = ChainSet([(table, number) for table in range(1, TABLE_MAX + 1) for number in due])
+        wanted = ChainSet(due)
         while due:
             step = self._store.versions(after, _STEP, wanted)
             for chunk in step.chunks:
-                number = chain_of(chunk.inode, chunk.index)
-                if not self._is_due(number):
+                name = chunk.table, chain_of(chunk.inode, chunk.index)
+                if not self._is_due(name) and (chunk.version or not self._are_due(name[1])):
                     continue
-                if version_parts(chunk.version)[0] > self._epochs[number]:
-                    skipped.add(number)
+                if chunk.version and version_parts(chunk.version)[0] > self._epochs[name]:
+                    skipped.add(name)
                     continue
                 await self._throttle.take(CHUNK_COST_BYTES)
-                if not self._is_due(number):  # while we waited
+                if not self._is_due(name) and (chunk.version or not self._are_due(name[1])):  # while we waited
                     continue
                 began_s = self._clock.boottime_s()
                 self.removed_bytes += await self._store.discard(chunk.inode, chunk.index)
@@ -128,14 +124,18 @@ class Strays:
             if after is None:
                 break
             await self._throttle.take(CHUNK_COST_BYTES)
-        self._open -= {number for number in due - skipped if number in self._lost_s}
+        self._open -= {name for name in due - skipped if name in self._lost_s}
         if self.removed_chunks > before:
             log.info("target %d: %d chunks of chains that it left are removed", self._target, self.removed_chunks - before)
         return self.removed_chunks - before
 
-    def _is_due(self, number: int) -> bool:
-        lost_s = self._lost_s.get(number)
+    def _is_due(self, name: ChainName) -> bool:
+        lost_s = self._lost_s.get(name)
         return lost_s is not None and lost_s + STAY_S <= self._clock.boottime_s()
+
+    def _are_due(self, number: int) -> bool:
+        """Those of this number in all tables."""
+        return all(self._is_due(name) for name in self._epochs if name[1] == number)
 
     async def close(self) -> None:
         if self._task is not None:

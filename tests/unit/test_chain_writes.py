@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.base.errors import Busy, NoSpace
+from nvpool.base.errors import Busy, ChecksumMismatch, NoSpace
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import hedging as hedging_module
@@ -366,3 +366,53 @@ async def test_a_full_member_refuses_for_all_and_nothing_is_left_of_the_write(tm
         await client.vfs.write(handle, 100_000, b"y" * 300_000)
         await client.vfs.fsync(handle, False)
         check_replicas_now(pool, inode, 2)
+
+
+def spoil(pool: LocalPool, target: int, inode: int, index: int, block: int) -> None:
+    """A byte of a block is another on the drive."""
+    store = pool.stores[target].store
+    place, = store.index.places(store.index.chunk(inode, index), block, 1)
+    with open(pool._path("targets", str(target), "data"), "r+b") as data:
+        data.seek((place << 12) + 100)
+        byte = data.read(1)
+        data.seek((place << 12) + 100)
+        data.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("where", ["first", "last", "all but one"])
+@in_loop
+async def test_a_part_of_a_damaged_block_is_written_when_another_member_has_given_the_rest(tmp_path, where):
+    async with made(tmp_path, 3) as (pool, vfs):
+        content = bytearray(random.Random(3).randbytes(100_000))
+        handle = await written(vfs, b"file", content)
+        inode = handle.file.inode
+        chain = pool.pool_map.table_by_id[3].chains[chain_of(inode, 0)].targets
+        for target in {"first": chain[:1], "last": chain[2:], "all but one": chain[:2]}[where]:
+            for block in (2, 5):
+                spoil(pool, target, inode, 0, block)
+        await vfs.write(handle, 10_000, b"!" * 11_000)  # from the middle of block 2 to the middle of block 5
+        await vfs.fsync(handle, False)
+        content[10_000:21_000] = b"!" * 11_000
+        assert vfs.chunks.counters["repeats"] == 0
+        for target in pool.stores:
+            reads = READ.pack(inode, 0, 0, 98_304, 0, 0)
+            batch = pool.stores[target].store.read_now(reads, [ALL_INODES], True)
+            if batch.missed:
+                await pool.stores[target].store.finish_read(batch)
+            assert b"".join(bytes(part) for part in batch.payload) == content[:98_304], target
+        assert not any(service.store.bad_blocks() for service in pool.stores.values())
+
+
+@in_loop
+async def test_a_part_of_a_block_that_is_damaged_everywhere_is_not_written(tmp_path):
+    async with made(tmp_path, 2, targets=2) as (pool, vfs):
+        handle = await written(vfs, b"file", b"x" * 20_000)
+        inode = handle.file.inode
+        for target in (1, 2):
+            spoil(pool, target, inode, 0, 1)
+        await vfs.write(handle, 5000, b"part")
+        with pytest.raises(ChecksumMismatch):
+            await vfs.fsync(handle, False)
+        await vfs.write(handle, 4096, b"w" * 4096)
+        await vfs.fsync(handle, False)
+        assert await read_all(vfs, inode, 20_000) == b"x" * 4096 + b"w" * 4096 + b"x" * (20_000 - 8192)

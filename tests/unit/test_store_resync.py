@@ -603,6 +603,20 @@ def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more
     asyncio.run(run())
 
 
+def test_chunks_of_a_chain_that_it_left_go_although_it_holds_that_number_of_another_table(monkeypatch):
+    async def run():
+        async with stores(memory=True, scheme="inproc") as one:
+            store = one.stores[JOINER]
+            for inode in range(1, 60):
+                await put(store, inode, 0, 0, some_bytes(100), epoch=5, table=1 + inode % 3)
+            one.use(lambda table, number: Chain(7, (SOURCE,) if table == 1 else (JOINER,)), tables=(1, 2))
+            monkeypatch.setattr("nvpool.store.strays.STAY_S", 0.0)
+            await one.services[JOINER].upkeep.strays.run_once()
+            assert {inode for inode, _ in await everything(store)} == {inode for inode in range(1, 60) if inode % 3}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_bad_block_is_written_anew_from_another_member(asked):
     async def run():

@@ -18,6 +18,7 @@ from nvpool.client.answers import decoded
 from nvpool.client.cache import XATTR_FLAG
 from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
 from nvpool.client.vfs.core import Core
+from nvpool.logic.layout import layout_of
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -30,6 +31,7 @@ FULL_SHARE = 0.98
 """Stores refuse to grow beyond this share of a drive (design: a reserve for removal, repair and the journals)."""
 
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2, 4, 8, 16, 32, 64, 128, 256
+_CHUNK, _REPLICAS = 512, 1024
 
 
 class Attributes(Core):
@@ -104,6 +106,16 @@ class Attributes(Core):
             self.writer.end_cut(file)
             self.reader.changed(file)
         return self._merged(attr)
+
+    async def hand_down(self, inode: int, caller: Caller, *, replicas: int = 0, chunk_bytes: int = 0) -> Attr:
+        """What files and directories that are made in this directory from now on get, where not 0. What is there stays as it
+        is. InvalidRequest for what can not be, NotADirectory."""
+        request = meta_pb2.SetAttrRequest(inode=inode, replicas=replicas, valid=(_REPLICAS if replicas else 0))
+        if chunk_bytes:
+            request.valid |= _CHUNK
+            request.chunk_bits = layout_of(chunk_bytes).chunk_bits
+        self.cache.forget_attr(inode)
+        return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
 
     async def access(self, inode: int, mask: int, caller: Caller) -> None:
         """AccessDenied when the mode does not give `mask` (R_OK, W_OK, X_OK) to the caller. Knows one group of the caller;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 
-from nvpool.base.errors import FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
+from nvpool.base.errors import Busy, FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
 from nvpool.base.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.logic.layout import size_max
 from nvpool.meta.records import Inode
@@ -80,7 +80,10 @@ def _hand_down(view: View, inode: Inode, request: meta_pb2.SetAttrRequest) -> No
         inode.chunk_bits = request.chunk_bits
     if request.valid & REPLICAS:
         if request.replicas not in view.tables:
-            raise InvalidRequest(f"the pool has no chain table for {request.replicas} replicas")
+            if request.change.map_epoch > view.map_epoch:
+                raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
+            raise InvalidRequest(f"the pool has no chains of {request.replicas} replicas; on one of its nodes: nvpool dir set "
+                                 f"--replicas {request.replicas}")
         inode.table = request.replicas
 
 
