@@ -260,7 +260,7 @@ class EtcdCoordinator:
             raise StaleLease("who asks for this map does not lead any more")
 
     async def _was_made(self, new: PoolMap) -> bool:
-        """Whether the map with that epoch was this one; there are later ones. Who is told that it was not would make it twice."""
+        """Whether the map of that epoch was this one; there are later ones. Who is told that it was not makes it twice."""
         found = await self._calls.range(rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S)
         return any(kv.value == encode_map(new) for kv in found.kvs)
 
