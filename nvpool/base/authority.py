@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import ipaddress
+from collections.abc import Collection
 from typing import NamedTuple
 
 from cryptography import x509
@@ -25,7 +26,8 @@ from nvpool.base.identities import check_member, dns_of, uri_of
 
 DAY_S = 86_400
 AUTHORITY_S = 20 * 365 * DAY_S
-MEMBER_S = 90 * DAY_S
+MEMBER_DAYS = 90
+MEMBER_S = MEMBER_DAYS * DAY_S
 RENEW_S = MEMBER_S / 3
 """What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
 
@@ -98,6 +100,7 @@ class Authority:
                 .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
                 .add_extension(_usage(signs=True), critical=True)
                 .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+                .serial_number(int.from_bytes(clock.secret(16)) >> 1 | 1)
                 .sign(key, hashes.SHA256()))
         return cls(made.public_bytes(serialization.Encoding.PEM), _key_pem(key))
 
@@ -119,8 +122,27 @@ class Authority:
                 .add_extension(x509.SubjectAlternativeName(names), critical=False)
                 .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._certificate.public_key()),
                                critical=False)
+                .serial_number(_serial(pool_id, member, clock.wall_ns() // 1_000_000_000 // DAY_S))
                 .sign(self._key, hashes.SHA256()))
         return made.public_bytes(serialization.Encoding.PEM)
+
+    def revoke(self, pool_id: str, left: Collection[tuple[str, float]], *, clock: Clock = SYSTEM_CLOCK) -> bytes:
+        """A list (CRL, PEM) of all certificates that members may hold who left then (seconds since 1970)."""
+        now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
+        made = (x509.CertificateRevocationListBuilder().issuer_name(self._certificate.subject).last_update(now)
+                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # who reads it looks at the serials only
+        for member, at_s in left:
+            last = int(at_s + SKEW_S) // DAY_S
+            for day in range(last - MEMBER_DAYS - 1, last + 1):
+                made = made.add_revoked_certificate(x509.RevokedCertificateBuilder().revocation_date(now).serial_number(
+                    _serial(pool_id, member, day)).build())
+        return made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _serial(pool_id: str, member: str, day: int) -> int:
+    """Of a member's certificates of that day: who revokes them needs no list of what was signed. Two of one day are equal, and
+    for the same member, so they end together as well."""
+    return int.from_bytes(hashlib.sha256(f"{pool_id}/{member}/{day}".encode()).digest()[:16]) >> 1 | 1
 
 
 def _named(name: str) -> x509.Name:
@@ -130,7 +152,6 @@ def _named(name: str) -> x509.Name:
 def _begun(issuer: x509.Name, subject: x509.Name, key, lives_s: float, clock: Clock) -> x509.CertificateBuilder:
     now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
     return (x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
-            .serial_number(int.from_bytes(clock.secret(16)) >> 1 | 1)
             .not_valid_before(now - datetime.timedelta(seconds=SKEW_S) if lives_s > 0 else now - datetime.timedelta(days=2))
             .not_valid_after(now + datetime.timedelta(seconds=lives_s)))
 

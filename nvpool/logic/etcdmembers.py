@@ -60,6 +60,11 @@ def clients(pool_map: PoolMap) -> tuple[str, ...]:
     return tuple(one.client for one in pool_map.etcd if one.client and one.state in ("up", "leaving"))
 
 
+def last_revoked(pool_map: PoolMap) -> int:
+    """The epoch in which a node was removed last; 0 where nothing of it is left that could be shown."""
+    return max((one.epoch for one in pool_map.revoked), default=0)
+
+
 def put(pool_map: PoolMap, node: int, generation: int, **fields) -> PoolMap:
     """With `fields` of that node's member; the same map where there is none, another, or all is so already."""
     old = of_node(pool_map, node)
@@ -72,7 +77,8 @@ def put(pool_map: PoolMap, node: int, generation: int, **fields) -> PoolMap:
 def wanted(pool_map: PoolMap, node: int) -> PoolMap:
     if of_node(pool_map, node) is not None or node not in pool_map.node_by_id:
         return pool_map
-    return changed(pool_map, etcd=(*pool_map.etcd, EtcdMember(node, "", "", "wanted", pool_map.epoch + 1)))
+    new = EtcdMember(node, "", "", "wanted", pool_map.epoch + 1, revoked=last_revoked(pool_map))  # nobody is connected yet
+    return changed(pool_map, etcd=(*pool_map.etcd, new))
 
 
 def leaving(pool_map: PoolMap, node: int) -> PoolMap:

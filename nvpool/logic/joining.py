@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from nvpool.base.authority import DAY_S, MEMBER_S
 from nvpool.base.errors import AccessDenied, InvalidRequest
-from nvpool.logic.poolmap import JoinToken, Node, PoolMap, changed
+from nvpool.logic.poolmap import JoinToken, Node, PoolMap, Revoked, changed
 
 TOKENS_MAX = 1000
+REVOKED_S = MEMBER_S + 2 * DAY_S
+"""By then all that was signed has ended."""
 NODES_MAX = 1000
 
 
@@ -76,12 +79,15 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
         raise InvalidRequest(f"node {number} serves metadata (shard {', '.join(map(str, shards))}), which has to move first")
 
 
-def node_removed(pool_map: PoolMap, number: int) -> PoolMap:
+def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it, a
     member of etcd too (run/etcd_keeper has it leave)."""
     check_removable(pool_map, number)
     if any(one.node == number for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
     member = pool_map.node_by_id[number].member
-    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
+    revoked = tuple(one for one in pool_map.revoked if one.at_ms + REVOKED_S * 1000 > now_ms)
+    if member:
+        revoked += (Revoked(member, now_ms, pool_map.epoch + 1),)
+    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number), revoked=revoked,
                    members=tuple(one for one in pool_map.members if one != member))

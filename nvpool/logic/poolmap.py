@@ -74,7 +74,15 @@ class EtcdMember(msgspec.Struct, frozen=True):
     id: str = ""
     """Etcd's, in hex digits; empty until it is known."""
     revoked: int = 0
-    """So many of the map's revocations are known to it, and to each connection it has."""
+    """Who was removed up to this epoch has no connection to it any more."""
+
+
+class Revoked(msgspec.Struct, frozen=True):
+    """A node that was removed in `epoch`: what it holds of etcd's authority is worth nothing."""
+
+    member: str
+    at_ms: int
+    epoch: int
 
 
 class Drive(msgspec.Struct, frozen=True):
@@ -200,6 +208,9 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     """Partitions that are to change hands, with the shard that is to hold them: logic/moves. Until then `partitions` holds."""
     shards_given: int = 0
     """The highest number of a shard that has left the pool: none is given twice."""
+
+    revoked: tuple[Revoked, ...] = ()
+    """Nodes that were removed and may hold certificates of etcd's authority that have not ended."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:

@@ -17,6 +17,7 @@ from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import BadConfiguration, InUse, NvpoolError
 from nvpool.run.daemon import EXIT_IN_USE, exit_code, start_log
 from nvpool.run.keeping import OwnMember, read_keeping
+from nvpool.run.revoking import REVOKED_FILE
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 
 log = logging.getLogger("nvpool.run.etcd_daemon")
@@ -42,6 +43,7 @@ def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> 
         for kind in ("", "peer-"):
             arguments += [f"--{kind}client-cert-auth", f"--{kind}trusted-ca-file", str(secret / AUTHORITY_FILE),
                           f"--{kind}cert-file", str(secret / CERTIFICATE_FILE), f"--{kind}key-file", str(secret / KEY_FILE)]
+        arguments += ["--client-crl-file", str(secret / REVOKED_FILE), "--peer-crl-file", str(secret / REVOKED_FILE)]
     return arguments
 
 

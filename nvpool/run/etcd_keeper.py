@@ -56,6 +56,8 @@ class EtcdKeeper:
         self._last_here: dict[int, float] = {}
         self._answers = False
         self._told = ""
+        self._revoked = 0
+        """What our member's list of those who were removed goes up to."""
 
     async def run(self) -> None:
         """Do this node's part until cancelled."""
@@ -137,9 +139,31 @@ class EtcdKeeper:
             log.error("what this node's member of etcd held is lost; it begins anew, as another one")
             await self._put(entry, state="lost")
         elif entry.state != "ready":
-            keeper.begin(tuple((one.node, one.peer) for one in pool_map.etcd if one.id))
-            if entry.state == "up":
+            if entry.state != "leaving":
                 await self._have_keys(pool_map)
+            keeper.begin(tuple((one.node, one.peer) for one in pool_map.etcd if one.id))
+            await self._hang_up(pool_map, entry)
+
+    async def _hang_up(self, pool_map: PoolMap, entry: EtcdMember) -> None:
+        """On those who were removed: etcd is told who they are, and started again, since it looks at nobody twice. One member
+        after the other, so that the others decide meanwhile."""
+        removed = etcdmembers.last_revoked(pool_map)
+        if removed != self._revoked:
+            self._keeper.write_revoked()
+            self._revoked = removed
+        here = self._here(pool_map)
+        if entry.state != "up" or entry.revoked >= removed or self._scheme == "http" or any(
+                one.node < entry.node and one.state == "up" and one.revoked < removed and one.node in here
+                for one in pool_map.etcd):
+            return
+        log.info("this node's member of etcd is started again, to hang up on a node that was removed")
+        await self._keeper.start_again()
+        until_s = SYSTEM_CLOCK.boottime_s() + _LEAVE_S
+        while not await answers_alone(entry.client, self._keeper.certificates(), _LOOK_S):
+            if SYSTEM_CLOCK.boottime_s() > until_s:
+                raise Unavailable("this node's member of etcd does not come back")
+            await asyncio.sleep(0.1)
+        await self._put(entry, revoked=removed)
 
     async def _put(self, entry: EtcdMember, **fields) -> None:
         await self._leading.change(lambda newest: etcdmembers.put(newest, entry.node, entry.generation, **fields))

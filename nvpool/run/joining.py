@@ -127,7 +127,8 @@ class Reception:
         AuthorityCheck(SYSTEM_CLOCK, read_grant_key(self._directory))(request.right)
         pool_map = self._keeper.relay.pool_map
         entry, node = of_node(pool_map, request.node), pool_map.node_by_id.get(request.node)
-        if entry is None or entry.state != "up" or node is None or (call.peer.member and call.peer.member != node.member):
+        keeps_map = entry is not None and entry.state in ("added", "up") and node is not None
+        if not keeps_map or (call.peer.member and call.peer.member != node.member):
             raise AccessDenied(f"node {request.node} keeps no pool map, and gets no keys")
         authority, etcd = (read_authority(self._directory, below) for below in ("", ETCD_SECRET))
         log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)

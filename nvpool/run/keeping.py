@@ -37,6 +37,7 @@ from nvpool.logic.poolmap import EtcdMember, PoolMap, changed, encode_map, probl
 from nvpool.run.child import Child
 from nvpool.run.daemon import command
 from nvpool.run.making import free_ports
+from nvpool.run.revoking import write_revoked
 from nvpool.run.served import read_map
 from nvpool.wire.endpoint import host_port
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
@@ -156,6 +157,17 @@ class MapKeeper:
     async def _before_start(self) -> None:
         if self.own_data_is_lost:
             raise Unavailable(f"what this node's member of etcd held is not there: {self.own.data(self._directory)}")
+        self.write_revoked()
+
+    def write_revoked(self) -> None:
+        """Have etcd read, from its next handshake on, who was removed. AccessDenied where that can not be."""
+        if not self._config.network.plain_text:
+            write_revoked(self._directory, self.relay.pool_map)
+
+    async def start_again(self) -> None:
+        """Our member, so that it has no connection of those who were removed."""
+        await self._end_etcd()
+        self._start_etcd()
 
     async def take_place(self, generation: int) -> OwnMember:
         """Say where our member will listen; nothing of an earlier one is left. May be repeated."""
@@ -178,15 +190,19 @@ class MapKeeper:
 
     async def give_place_up(self) -> None:
         """On return nothing of our member is there. May be repeated."""
-        child, keeper, own = self.etcd, self._keeper, self._keeping.own
+        await self._end_etcd()
+        own = self._keeping.own
+        if own is not None:
+            await asyncio.to_thread(shutil.rmtree, own.data(self._directory), ignore_errors=True)
+            self._put(msgspec.structs.replace(self._keeping, own=None))
+
+    async def _end_etcd(self) -> None:
+        child, keeper = self.etcd, self._keeper
         self.etcd = self._keeper = None
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             await child.end(self._config.supervisor.drain_s, asyncio.Event())
-        if own is not None:
-            await asyncio.to_thread(shutil.rmtree, own.data(self._directory), ignore_errors=True)
-            self._put(msgspec.structs.replace(self._keeping, own=None))
 
     def use(self, members: tuple[str, ...]) -> None:
         """Ask these members of etcd from now on, and after a restart."""

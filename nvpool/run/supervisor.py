@@ -49,7 +49,7 @@ from nvpool.run.leading import Leading
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
-from nvpool.run.tokens import TOKEN_S, address_of
+from nvpool.run.tokens import TOKEN_S, address_of, now_ms
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
@@ -372,7 +372,7 @@ class Supervisor:
         check_removable(self._coordinator.pool_map, number)
         if self._etcd is not None:
             await self._etcd.leave(number)  # first: with its certificate it may lose etcd's votes
-        new = await self.leading.change(lambda newest: node_removed(newest, number))
+        new = await self.leading.change(lambda newest: node_removed(newest, number, now_ms()))
         return {"node": number, "epoch": new.epoch}
 
     async def _change_member_remove(self, arguments: dict) -> dict:

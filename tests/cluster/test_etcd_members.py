@@ -1,5 +1,7 @@
 """Pools of several nodes, whose map three members of etcd keep: who becomes one, who is lost, who follows. Real processes."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -33,6 +35,64 @@ def has_keys(node: Node) -> bool:
 def joined(pool: Pool, node: Node, by: Node) -> None:
     """`node` joins with a token that `by` gives."""
     pool.join(node, by.json("node", "token", str(by.path)))
+
+
+STAYS_CONNECTED = """
+import sys, time
+import grpc
+from aetcd import rpc
+from pathlib import Path
+secret = Path(sys.argv[1]) / "secret" / "etcd"
+shown = [(secret / name).read_bytes() for name in ("authority.crt", "member.key", "member.crt")]
+channel = grpc.secure_channel(sys.argv[2], grpc.ssl_channel_credentials(*shown), (("grpc.max_reconnect_backoff_ms", 500),))
+stub, seen_s, count = rpc.KVStub(channel), time.monotonic(), 0
+while time.monotonic() < seen_s + float(sys.argv[3]):
+    try:
+        stub.Range(rpc.RangeRequest(key=b"nvpool/", serializable=True), timeout=2)
+        seen_s, count = time.monotonic(), count + 1
+        print("in", flush=True)
+    except grpc.RpcError:
+        pass
+    time.sleep(0.1)
+print("out", flush=True)
+"""
+"""With the certificate of a node's directory, on one channel, until etcd has not answered for so long."""
+
+
+def stays_connected(node: Node, member: str, wait_s: float) -> subprocess.Popen:
+    return node.machine.popen(sys.executable, "-P", "-c", STAYS_CONNECTED, str(node.path), member, str(wait_s),
+                              stdout=subprocess.PIPE, text=True)
+
+
+def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
+    with Machines(3) as hosts:
+        pool = Pool(hosts, plain=False)
+        first, second, third = pool.nodes
+        asking = []
+        try:
+            address = pool.found()["address"].removeprefix("stream://")
+            for node in (second, third):
+                token = first.json("node", "token", str(first.path))["token"]
+                node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token)
+            until(lambda: members(first) == {1, 2, 3} and has_keys(third), "three members", first)
+            at_first = next(one.client for one in first.map().etcd if one.node == 1)
+            asking = [stays_connected(node, at_first, 20.0) for node in (second, third)]
+            assert [each.stdout.readline() for each in asking] == ["in\n", "in\n"]
+            first.nvpool("node", "remove", str(first.path), "3")
+            assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
+            until(lambda: all(one.revoked for one in first.map().etcd), "it is revoked", first)
+            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), "it was connected, and is no more"
+            again = stays_connected(third, at_first, 5.0).communicate(timeout=100)[0]
+            assert again == "out\n", "it is not let in again"
+            assert asking[0].poll() is None, "the others are"
+            until(lambda: members(first) <= {1, 2} and len(first.map().etcd) == 1, "one member for two nodes", first)
+            assert first.nvpool("node", "token", str(first.path), check=False).returncode == 0 or has_keys(second)
+        finally:
+            for each in asking:
+                each.kill()
+                each.communicate()
+            for node in pool.nodes:
+                node.kill_all()
 
 
 def test_the_third_node_makes_three_members_and_the_first_may_be_gone():

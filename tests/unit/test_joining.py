@@ -4,17 +4,19 @@ import asyncio
 import os
 
 import pytest
+from cryptography import x509
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.authority import Authority, ends_s, request_certificate
+from nvpool.base.authority import MEMBER_S, Authority, ends_s, request_certificate
+from nvpool.base.clock import ManualClock
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
 from nvpool.base.identities import new_member
 from nvpool.base.tokens import Token, hash_of, read_token
-from nvpool.logic.joining import joined, node_removed, token_for, token_given
-from nvpool.logic.poolmap import JoinToken, Node, decode_map, encode_map
+from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
+from nvpool.logic.poolmap import JoinToken, Node, Revoked, decode_map, encode_map
 from nvpool.run.renewing import renew_once
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
@@ -63,11 +65,27 @@ def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
 def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
     pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
     after = joined(pool_map, "h", "node", "k", "node/beta.2", 0, node)
-    gone = node_removed(after, 2)
+    gone = node_removed(after, 2, 5)
     assert 2 not in gone.node_by_id and "node/beta.2" not in gone.members
+    assert gone.revoked == (Revoked("node/beta.2", 5, gone.epoch),)
+    later = node_removed(replace(after, revoked=gone.revoked), 2, 5 + REVOKED_S * 1000)
+    assert later.revoked == (Revoked("node/beta.2", 5 + REVOKED_S * 1000, later.epoch),)
     for number, words in ((1, "has drives"), (7, "no node 7")):
         with pytest.raises(InvalidRequest, match=words):
-            node_removed(after, number)
+            node_removed(after, number, 5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, MEMBER_S), st.floats(0, 1))
+def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour):
+    clock = ManualClock(start_s=1e9 + hour * 86400)
+    authority, asked = Authority.make(POOL, clock), request_certificate()
+    mine, other = (x509.load_pem_x509_certificate(authority.sign(asked.request, POOL, member, clock=clock))
+                   for member in ("node/a.1", "node/b.1"))
+    clock.advance(age_s)
+    listed = x509.load_pem_x509_crl(authority.revoke(POOL, [("node/a.1", clock.wall_ns() / 1e9)], clock=clock))
+    assert listed.get_revoked_certificate_by_serial_number(mine.serial_number) is not None
+    assert listed.get_revoked_certificate_by_serial_number(other.serial_number) is None
 
 
 def test_no_name_is_given_twice_and_each_is_one_a_certificate_takes():
