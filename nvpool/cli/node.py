@@ -1,4 +1,4 @@
-"""`nvpool node ls|token|join|remove`."""
+"""`nvpool node ls|token|join|remove|recover-etcd`."""
 
 from __future__ import annotations
 
@@ -144,3 +144,27 @@ def remove(pool: str, number: int, as_json: bool) -> None:
         print_json(done)
     else:
         click.echo(f"node {number} is not in the pool any more")
+
+
+@node.command("recover-etcd", epilog="example: nvpool node recover-etcd /srv/nvpool --yes")
+@pool_argument
+@click.option("--yes", is_flag=True, help="The other members are lost for good.")
+@json_option
+def recover_etcd(pool: str, yes: bool, as_json: bool) -> None:
+    """Go on with the member of etcd on this node alone, after most of them were lost for good.
+
+    The pool map becomes the newest that this node knows: a change that only the lost members had seen is lost. Other nodes then
+    become members as when the pool was made. Never start two lost nodes again, with their pool directories as they were, while
+    no other node is up: they could begin a second history of the pool. Refused while most members answer: those that are away
+    are replaced by themselves.
+    """
+    from nvpool.base.errors import InvalidRequest
+    from nvpool.cli.reach import change
+    if not yes:
+        raise InvalidRequest("this gives up all members of etcd but the one on this node, and every change of the pool map that "
+                             "this node has not seen; where the others are lost for good, say so with --yes")
+    done = asyncio.run(change(pool, "etcd-recover", {"yes": True}))
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(f"node {done['node']} keeps the pool map alone, epoch {done['epoch']}; other nodes follow by themselves")

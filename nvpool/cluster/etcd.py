@@ -111,6 +111,20 @@ class EtcdCoordinator:
         coordinator._following = asyncio.get_running_loop().create_task(coordinator._follow())
         return coordinator
 
+    @staticmethod
+    async def overwrite(members: Sequence[str], pool_id: str, after: Callable[[PoolMap], PoolMap], *,
+                        certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Make `after` of the map that etcd holds the newest one, whatever its epoch: for recovery. CorruptRecord when there is
+        no map of the pool. Unavailable: or it is done."""
+        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        try:
+            found = await calls.range(rpc.RangeRequest(key=root + b"map"), CHANGE_S)
+            if not found.kvs:
+                raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
+            await calls.transact(rpc.TxnRequest(success=_writes(root, after(decode_map(found.kvs[0].value)))), CHANGE_S)
+        finally:
+            await calls.close()
+
     # -- what is known -------------------------------------------------------------------------------------------------
 
     @property
@@ -216,9 +230,11 @@ class EtcdCoordinator:
 
     def _take_map(self, kv: rpc.KeyValue) -> None:
         """The newest that we know, and its revision."""
-        if kv.mod_revision <= self._map_revision:
+        if kv.mod_revision == self._map_revision:
             return
         new = decode_map(kv.value)
+        if kv.mod_revision < self._map_revision and new.epoch <= self.pool_map.epoch:
+            return  # else etcd has begun anew (recovery), and counts from one again
         if problems := problems_of(self.pool_map, new):
             raise CorruptRecord(f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}")
         self._map_revision = kv.mod_revision

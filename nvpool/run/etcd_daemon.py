@@ -30,11 +30,15 @@ def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> 
     """How etcd is called."""
     scheme = "http" if plain_text else "https"
     client, peer = f"{scheme}://{own.client}", f"{scheme}://{own.peer}"
+    cluster, state, more = own.cluster, own.state, []
+    if own.alone:  # with what it holds, or with nothing
+        cluster, state = ((own.node, own.peer),), "new"
+        more = ["--force-new-cluster"] if (own.data(directory) / "member").exists() else []
     arguments = ["etcd", "--name", f"node-{own.node}", "--data-dir", str(own.data(directory)),
                  "--listen-client-urls", client, "--advertise-client-urls", client,
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                 "--initial-cluster", ",".join(f"node-{node}={scheme}://{at}" for node, at in own.cluster),
-                 "--initial-cluster-state", own.state, "--initial-cluster-token", own.token,
+                 "--initial-cluster", ",".join(f"node-{node}={scheme}://{at}" for node, at in cluster),
+                 "--initial-cluster-state", state, *more, "--initial-cluster-token", own.token,
                  "--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS),
                  "--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000",
                  "--quota-backend-bytes", str(_QUOTA_BYTES), "--logger", "zap", "--log-outputs", "stderr"]

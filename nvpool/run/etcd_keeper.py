@@ -24,8 +24,9 @@ from nvpool.cluster.etcd_calls import answers_alone
 from nvpool.cluster.relay import HeldMap
 from nvpool.logic import etcdmembers
 from nvpool.logic.etcdmembers import Change, Remove, of_node
-from nvpool.logic.poolmap import EtcdMember, PoolMap, decode_map
+from nvpool.logic.poolmap import EtcdMember, PoolMap
 from nvpool.meta.service_right import ServiceRight
+from nvpool.run.elsewhere import ASK_S, away, newest_elsewhere
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
 from nvpool.run.served import read_grant_key
@@ -36,7 +37,6 @@ from nvpool.wire.v1 import pool_pb2, wire_pb2
 PRESENT_S = 10.0
 _LOOK_S = 2.0
 _AGAIN_S = 1.0
-_ASK_S = 3.0
 _LEAVE_S = 90.0
 _PRESENT = "etcd/"
 """Before the number of a node, in what is announced."""
@@ -187,8 +187,8 @@ class EtcdKeeper:
             if node is None or node.id == self._node:
                 continue
             try:
-                reply = await self._dialer.call(_away(node.endpoints), wire_pb2.POOL_KEYS, request,
-                                                deadline_s=SYSTEM_CLOCK.boottime_s() + _ASK_S)
+                reply = await self._dialer.call(away(node.endpoints), wire_pb2.POOL_KEYS, request,
+                                                deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
             except NvpoolError as error:
                 told = str(error)
                 continue
@@ -206,17 +206,9 @@ class EtcdKeeper:
             held = self._keeper.relay.inner
             if not self._keeper.is_in_etcd or not isinstance(held, HeldMap):
                 continue
-            for node in held.pool_map.nodes:
-                if node.id == self._node or self._keeper.relay.inner is not held:
-                    continue
-                request = pool_pb2.MapRequest(newer_than=held.pool_map.epoch).SerializeToString()
-                try:
-                    reply = await self._dialer.call(_away(node.endpoints), wire_pb2.POOL_MAP, request,
-                                                    deadline_s=SYSTEM_CLOCK.boottime_s() + _ASK_S)
-                    if raw := pool_pb2.MapReply.FromString(bytes(reply.message)).map:
-                        self._keeper.learn(decode_map(raw))
-                except (NvpoolError, OSError) as error:
-                    log.debug("node %d has no newer map for us: %s", node.id, error)
+            newer = await newest_elsewhere(held.pool_map, self._node, self._dialer)
+            if newer is not None:
+                self._keeper.learn(newer)
 
     # -- while this node leads ---------------------------------------------------------------------------------------------
 
@@ -247,8 +239,8 @@ class EtcdKeeper:
         for node in pool_map.nodes:
             if node.id in here or node.id not in self._last_here:
                 self._last_here[node.id] = now_s
-        away = {node.id for node in pool_map.nodes if now_s - self._last_here[node.id] > self._replace_after_s}
-        step = etcdmembers.next_step(pool_map, found, here, away)
+        gone = {node.id for node in pool_map.nodes if now_s - self._last_here[node.id] > self._replace_after_s}
+        step = etcdmembers.next_step(pool_map, found, here, gone)
         if step is None:
             return False
         if isinstance(step, Change):
@@ -281,6 +273,17 @@ class EtcdKeeper:
             newest = await self._keeper.relay.watch(epoch, min(_LOOK_S, WATCH_S_MAX))
             epoch = newest.epoch if newest is not None else epoch
 
+    @property
+    def verbs(self):
+        """Changes that an operator may ask for."""
+        return {"etcd-recover": self._change_recover}
+
+    async def _change_recover(self, arguments: dict) -> dict:
+        if arguments.get("yes") is not True:
+            raise InvalidRequest("to recover etcd wants to be confirmed")
+        new = await self._keeper.recover()
+        return {"node": self._node, "epoch": new.epoch}
+
     # -- what is told ------------------------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
@@ -289,10 +292,10 @@ class EtcdKeeper:
         where = ", ".join(etcdmembers.clients(pool_map) or self._keeper.members)
         if self._keeper.own_data_is_lost and etcd is None:
             return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
-                    f"there ({where})"]
+                    f"there ({where}; lost for good: nvpool node recover-etcd)"]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
             return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what is there is served, "
-                    f"and changes wait until they are back"]
+                    f"and changes wait until they are back (lost for good: nvpool node recover-etcd)"]
         if etcd is None:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
@@ -302,8 +305,3 @@ class EtcdKeeper:
             told.append(f"the pool map is kept by {len(up)} of {etcdmembers.MEMBERS} members of etcd" +
                         (": install etcd (Debian: etcd-server) on more nodes" if able < etcdmembers.MEMBERS else ""))
         return told
-
-
-def _away(endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """Not by unix sockets: they may be another node's, and it has to see who we are."""
-    return tuple(endpoint for endpoint in endpoints if not endpoint.startswith("stream+unix"))

@@ -26,27 +26,34 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, write_whole
 from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.base.host import host_id
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import Certificates
 from nvpool.cluster.relay import HeldMap, Relay
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
-from nvpool.logic.etcdmembers import clients, of_node
+from nvpool.logic.etcdmembers import clients, last_revoked, of_node
 from nvpool.logic.poolmap import EtcdMember, PoolMap, changed, encode_map, problems_of
 from nvpool.run.child import Child
 from nvpool.run.daemon import command
+from nvpool.run.elsewhere import newest_elsewhere
 from nvpool.run.making import free_ports
 from nvpool.run.revoking import write_revoked
 from nvpool.run.served import read_map
+from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import host_port
-from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
+from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, identity_in
+from nvpool.wire.transport import Greeting
 
 log = logging.getLogger("nvpool.run.keeping")
 
 AGAIN_S = 1.0
 _FIRST_WAIT_S = 30.0
 """For etcd, the first time it starts."""
+_RECOVER_S = 90.0
+EPOCHS_SKIPPED = 1000
+"""By the map after a recovery: more than others may have seen of what is lost."""
 
 
 class OwnMember(msgspec.Struct, frozen=True):
@@ -60,6 +67,8 @@ class OwnMember(msgspec.Struct, frozen=True):
     state: Literal["new", "existing"] = "new"
     generation: int = 0
     """As in the map; each has a directory of its own."""
+    alone: bool = False
+    """It is being made the only one, of whatever it knows: most of the others are lost for good (`recover`)."""
 
     def data(self, directory: PoolDirectory) -> Path:
         return directory.path / (f"etcd-{self.generation}" if self.generation else "etcd")
@@ -149,7 +158,7 @@ class MapKeeper:
     def own_data_is_lost(self) -> bool:
         """Whether our member has a vote and nothing that it voted for: it must not be started, it would vote twice."""
         own = self._keeping.own
-        if own is None or not self.is_in_etcd or (own.data(self._directory) / "member").exists():
+        if own is None or own.alone or not self.is_in_etcd or (own.data(self._directory) / "member").exists():
             return False
         entry = of_node(self.relay.pool_map, own.node)
         return entry is not None and entry.generation == own.generation and entry.state in ("up", "leaving")
@@ -157,7 +166,25 @@ class MapKeeper:
     async def _before_start(self) -> None:
         if self.own_data_is_lost:
             raise Unavailable(f"what this node's member of etcd held is not there: {self.own.data(self._directory)}")
+        if self.is_in_etcd and not self.own.alone:
+            await self._look_around()
         self.write_revoked()
+
+    async def _look_around(self) -> None:
+        """Unavailable where another node knows that our member was taken out while it was away: the others may have gone on
+        without it, and with some that were lost too it could begin a second history."""
+        pool_map, own = self.relay.pool_map, self._keeping.own
+        identity = identity_in(self._directory.secret, pool_map.pool_id, self._config.network.plain_text)
+        dialer = Dialer(Greeting("supervisor", pool_map.fingerprint, identity=identity), host_id=host_id())
+        try:
+            newer = await newest_elsewhere(pool_map, own.node, dialer)
+        finally:
+            await dialer.close()
+        if newer is not None and newer.etcd:
+            entry = of_node(newer, own.node)
+            self.learn(newer)
+            if entry is None or entry.generation != own.generation:
+                raise Unavailable("this node's member of etcd was taken out while it was away")
 
     def write_revoked(self) -> None:
         """Have etcd read, from its next handshake on, who was removed. AccessDenied where that can not be."""
@@ -236,6 +263,56 @@ class MapKeeper:
         """Of etcd, for who is to ask it."""
         return self._keeping.members
 
+    async def recover(self) -> PoolMap:
+        """Make our member the only one, with the newest map that this node knows; the members that are lost may never be
+        started with their data again. Refused where etcd works, or this node has no member. The same call, and every start,
+        goes on with it once it is begun."""
+        own = self._keeping.own
+        if not self.is_in_etcd or own is None:
+            entries = ", ".join(str(one.node) for one in self.relay.pool_map.etcd)
+            raise Refused(f"this node has no member of etcd; nodes that have: {entries or 'none'}")
+        if not own.alone:
+            try:
+                await EtcdCoordinator.answers(self._keeping.members, self.certificates())
+            except Unavailable:
+                pass
+            else:
+                raise Refused("most members of etcd answer: there is nothing to recover, and those that are away are replaced "
+                              "by themselves")
+            self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, alone=True)))
+        if self._going_on is not None:
+            self._going_on.cancel()
+            await asyncio.gather(self._going_on, return_exceptions=True)
+        await self.relay.switch(HeldMap(self.relay.pool_map, "etcd is being recovered; try again"))
+        await self.start_again()
+        self._begin_going_on()
+        await asyncio.wait([self._going_on], timeout=_RECOVER_S)
+        if not self._going_on.done():
+            raise Unavailable(f"etcd does not answer yet; see {self._directory.log}/{self.etcd.name}.log")
+        self._going_on.result()
+        return self.relay.pool_map
+
+    async def _be_alone(self) -> None:
+        """What `recover` has begun, from the moment that our member is the only one."""
+        keeping = self._keeping
+        own, known = keeping.own, self.relay.pool_map
+        entry = EtcdMember(own.node, own.client, own.peer, generation=own.generation, revoked=last_revoked(known))
+
+        def after(newest: PoolMap) -> PoolMap:
+            # Others may have seen maps that we have not, and believe in none that is older.
+            new = changed(newest if newest.epoch > known.epoch else known, etcd=(entry,))
+            return msgspec.structs.replace(new, epoch=new.epoch + EPOCHS_SKIPPED)
+
+        try:
+            await EtcdCoordinator.overwrite((own.client,), known.pool_id, after, certificates=self.certificates())
+        except CorruptRecord:  # what it held is lost as well: the copy of the map is what there is
+            found = await EtcdCoordinator.found((own.client,), after(known), certificates=self.certificates())
+            await found.close()
+        self._put(msgspec.structs.replace(keeping, members=(own.client,), own=msgspec.structs.replace(
+            own, alone=False, state="existing", cluster=((own.node, own.peer),))))
+        await self.start_again()
+        log.warning("this node's member of etcd is the only one now")
+
     # -- from the embedded coordinator to etcd ------------------------------------------------------------------------------
 
     async def move(self) -> None:
@@ -282,6 +359,8 @@ class MapKeeper:
         directory = self._directory
         while True:
             try:
+                if self.own is not None and self.own.alone:
+                    await self._be_alone()
                 members, certificates = self._keeping.members, self.certificates()
                 pool_map = self.relay.pool_map
                 if self._keeping.kind == "moving":

@@ -342,7 +342,7 @@ class Supervisor:
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
         verbs = self._drives.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
-                                      "member-remove": self._change_member_remove}
+                                      "member-remove": self._change_member_remove} | (self._etcd.verbs if self._etcd else {})
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
         try:

@@ -1,5 +1,6 @@
 """Pools of several nodes, whose map three members of etcd keep: who becomes one, who is lost, who follows. Real processes."""
 
+import json
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
                 node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token)
             until(lambda: members(first) == {1, 2, 3} and has_keys(third), "three members", first)
             at_first = next(one.client for one in first.map().etcd if one.node == 1)
-            asking = [stays_connected(node, at_first, 20.0) for node in (second, third)]
+            asking = [stays_connected(node, at_first, wait_s) for node, wait_s in ((second, 90.0), (third, 20.0))]
             assert [each.stdout.readline() for each in asking] == ["in\n", "in\n"]
             first.nvpool("node", "remove", str(first.path), "3")
             assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
@@ -95,9 +96,10 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
                 node.kill_all()
 
 
-def test_the_third_node_makes_three_members_and_the_first_may_be_gone():
+@pytest.mark.parametrize("plain", [False, True], ids=["secured", "plain text"])
+def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
     with Machines(4) as hosts:
-        pool = Pool(hosts, plain=False)
+        pool = Pool(hosts, plain=plain)
         first, second, third, fourth = pool.nodes
         try:
             pool.join(second, pool.found())
@@ -111,6 +113,71 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone():
             joined(pool, fourth, by=third)
             until(lambda: 4 in second.map().node_by_id, "the fourth node", second)
             assert not has_keys(fourth)
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
+
+
+def token_of(node: Node):
+    return node.nvpool("node", "token", str(node.path), check=False)
+
+
+def of_three(pool: Pool) -> None:
+    """Three nodes that keep the map; the drive is the first one's."""
+    first, *others = pool.nodes[:3]
+    address = pool.found()["address"].removeprefix("stream://")
+    for node in others:
+        token = first.json("node", "token", str(first.path))["token"]
+        node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, *pool.plain)
+    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in others), "three members", first)
+
+
+def told(node: Node) -> str:
+    done = node.nvpool("status", str(node.path), "--json", check=False)
+    return "; ".join(json.loads(done.stdout)["problems"]) if done.returncode == 0 else ""
+
+
+def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on_alone():
+    with Machines(3) as hosts:
+        pool = Pool(hosts, plain=False)
+        first, second, third = pool.nodes
+        try:
+            of_three(pool)
+            mount = first.machine.place / "mount"
+            mount.mkdir()
+            first.nvpool("mount", str(first.path), str(mount))
+            first.machine.run("sh", "-c", f"echo kept > {mount}/file && sync {mount}/file")
+            for node in (second, third):
+                node.kill_all()
+            until(lambda: "most members of etcd do not answer" in told(first), "it is said", first)
+            assert token_of(first).returncode
+            first.machine.run("sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later")
+
+            # it heals by itself
+            second.serve()
+            until(lambda: token_of(first).returncode == 0, "a change", first)
+            refused = first.nvpool("node", "recover-etcd", str(first.path), "--yes", check=False)
+            assert refused.returncode == 1 and "nothing to recover" in refused.stderr
+
+            # lost for good
+            second.kill_all()
+            until(lambda: "most members of etcd do not answer" in told(first), "it is said", first)
+            refused = first.nvpool("node", "recover-etcd", str(first.path), check=False)
+            assert refused.returncode == 1 and "--yes" in refused.stderr
+            epoch = first.map().epoch
+            first.nvpool("node", "recover-etcd", str(first.path), "--yes")
+            assert token_of(first).returncode == 0
+            assert members(first) == {1} and first.map().epoch > epoch + 1000
+            first.machine.run("sh", "-c", f"cat {mount}/file {mount}/later && echo more > {mount}/more && sync {mount}/more")
+
+            # those that were lost come back with all they had: as nodes, and then as other members
+            generations = {one.node: one.generation for one in second.map().etcd}
+            for node in (second, third):
+                node.serve()
+            until(lambda: members(first) == {1, 2, 3} == members(third), "three members again", first)
+            assert all(one.generation > generations[one.node] for one in first.map().etcd if one.node != 1)
+            assert token_of(second).returncode == 0
+            first.nvpool("umount", str(mount))
         finally:
             for node in pool.nodes:
                 node.kill_all()

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
-from nvpool.base.errors import StaleEpoch, Unavailable
+from nvpool.base.errors import Refused, StaleEpoch, Unavailable
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.logic.poolmap import changed, decode_map
 from nvpool.run import keeping
@@ -177,3 +178,74 @@ def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
     asyncio.run(main())
+
+
+def _lose_etcd(pool) -> None:
+    _end_etcd(pool)
+    shutil.rmtree(pool.path / "etcd")
+
+
+def test_a_member_that_has_lost_its_data_is_not_started_and_recovered_from_the_copy_of_the_map(made):
+    async def main():
+        keeper = await _opened(made)
+        with pytest.raises(Refused, match="no member of etcd"):
+            await keeper.recover()
+        await keeper.move()
+        await _rename(keeper, "kept")
+        with pytest.raises(Refused, match="nothing to recover"):
+            await keeper.recover()
+        pool_map = keeper.relay.pool_map
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        _lose_etcd(made)
+        keeper = await _opened(made)
+        assert keeper.own_data_is_lost and not _etcd_pids(made)
+        new = await keeper.recover()
+        assert new.name == "kept" and new.epoch > pool_map.epoch + 1000 and new.etcd == pool_map.etcd
+        await _rename(keeper, "after")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        keeper = await _opened(made)
+        await _rename(keeper, "later")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["begun", "done"])
+def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, written):
+    put = keeping.write_keeping
+
+    def dying(directory, what):
+        here = (step == "begun") == what.own.alone
+        if here and not written:
+            raise Died
+        put(directory, what)
+        if here:
+            raise Died
+
+    async def die():
+        keeper = await _opened(made)
+        await keeper.move()
+        await _rename(keeper, "kept")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        _lose_etcd(made)
+        keeper = await _opened(made)
+        monkeypatch.setattr(keeping, "write_keeping", dying)
+        with pytest.raises(Died):
+            await keeper.recover()
+        monkeypatch.undo()
+        keeper._stopping.set()
+        await keeper.relay.close()
+
+    asyncio.run(die())
+    _end_etcd(made)
+
+    async def go_on():
+        keeper = await _opened(made)
+        if step == "begun" and not written:
+            await keeper.recover()
+        await _rename(keeper, "after")
+        assert keeper.relay.pool_map.etcd and not read_keeping(made.directory).own.alone
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(go_on())

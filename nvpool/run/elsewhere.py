@@ -1,0 +1,46 @@
+"""What the other nodes hold for the newest map, for who can not ask etcd: it may have moved while this node was away.
+
+Called by run/keeping before a member of etcd is started, and by run/etcd_keeper while etcd does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NvpoolError
+from nvpool.logic.poolmap import Node, PoolMap, decode_map
+from nvpool.wire.dial import Dialer
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+ASK_S = 3.0
+_NODES_MAX = 16
+"""Asked at once, those with members of etcd first."""
+
+log = logging.getLogger("nvpool.run.elsewhere")
+
+
+def away(endpoints: tuple[str, ...]) -> tuple[str, ...]:
+    """Not by unix sockets: they may be another node's, and it has to see who we are."""
+    return tuple(endpoint for endpoint in endpoints if not endpoint.startswith("stream+unix"))
+
+
+async def newest_elsewhere(pool_map: PoolMap, own: int, dialer: Dialer) -> PoolMap | None:
+    """The newest map that another node knows, where that is newer than `pool_map`. Waits ASK_S at most."""
+    keeping = {one.node for one in pool_map.etcd}
+    others = sorted((node for node in pool_map.nodes if node.id != own), key=lambda node: node.id not in keeping)
+    found = await asyncio.gather(*(_map_of(node, pool_map.epoch, dialer) for node in others[:_NODES_MAX]))
+    return max((one for one in found if one is not None), key=lambda one: one.epoch, default=None)
+
+
+async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | None:
+    request = pool_pb2.MapRequest(newer_than=epoch).SerializeToString()
+    try:
+        reply = await dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
+                                  deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+        raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
+        return decode_map(raw) if raw else None
+    except NvpoolError as error:
+        log.debug("node %d has no newer map for us: %s", node.id, error)
+        return None
