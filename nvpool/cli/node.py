@@ -161,8 +161,8 @@ def recover_etcd(pool: str, yes: bool, as_json: bool) -> None:
     from nvpool.base.errors import InvalidRequest
     from nvpool.cli.reach import change
     if not yes:
-        raise InvalidRequest("this gives up all members of etcd but the one on this node, and every change of the pool map that "
-                             "this node has not seen; where the others are lost for good, say so with --yes")
+        raise InvalidRequest("this gives up all members of etcd but the one on this node, and every change of the pool map "
+                             "that this node has not seen; where the others are lost for good, say so with --yes")
     done = asyncio.run(change(pool, "etcd-recover", {"yes": True}))
     if as_json:
         print_json(done)
