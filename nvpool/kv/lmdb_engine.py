@@ -21,7 +21,6 @@ import heapq
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nvpool.base.errors import (
@@ -104,8 +103,8 @@ class LmdbKv:
         self._on_fence = on_fence
         self._step = step
         self._loop = asyncio.get_running_loop()
-        self._sync_thread = ThreadPoolExecutor(1, "kv-sync")
-        self._checkpoint_thread = ThreadPoolExecutor(1, "kv-checkpoint")
+        self._sync_thread = options.floor.thread("kv-sync")
+        self._checkpoint_thread = options.floor.thread("kv-checkpoint")
         self._record_bytes_max = self.options.journal_bytes // 8
         self._directory: EngineDirectory | None = None
         self._journal: Journal | None = None
@@ -131,9 +130,9 @@ class LmdbKv:
     async def _start(self) -> None:
         self._directory = EngineDirectory(self.path)
         formatted = self._directory.prepare()
-        self._tree = LmdbTree(self.path, self.options.map_bytes)
+        self._tree = self.options.floor.tree(self.path, self.options.map_bytes)
         sequence, generation, term = self._stored_mark(formatted)
-        self._journal = Journal(self.path, self.options.journal_bytes)
+        self._journal = self.options.floor.journal(self.path, self.options.journal_bytes)
         # A crash leaves records in the generation after the stored one, and in the one after that when it came
         # between a freeze and its commit. Beginning above both makes every record that is left in the files invalid.
         records: list[Record] = []

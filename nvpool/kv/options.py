@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nvpool.base.errors import InvalidRequest
 from nvpool.base.units import MIB
+from nvpool.kv.floor import FLOOR, Floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class LmdbOptions:
     checkpoint_interval_s: float = 1.0
     journal_bytes: int = 32 * MIB
     """Of each of the two files. A checkpoint begins when half of one is used, a single change takes an eighth."""
+    floor: Floor = FLOOR
 
     def __post_init__(self) -> None:
         if self.durability not in ("interval", "always"):

@@ -28,7 +28,7 @@ BELOW = {
     "fuse": {"base", "logic", "wire", "client"},
     "cli": {"base", "logic", "wire", "client", "sdk", "fuse"},
     "run": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk"},
-    "testing": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk"},
+    "testing": {"base", "logic", "wire", "kv", "meta", "cluster", "store", "client", "fuse", "sdk", "run"},
 }
 """Room -> the rooms that it may import beside itself."""
 

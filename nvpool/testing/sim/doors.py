@@ -1,15 +1,19 @@
 """Simulated processes, and the doors to what they keep: what it does to drives can be stopped between any two steps.
 
 A process that was killed does nothing any more: each door to its durable state is shut, and whatever of it still runs ends at
-the next one. Its successor gets doors of its own to the same state. Called by `sim/pool`.
+the next one. Its successor gets doors of its own to the same state. One that is stopped, as by SIGSTOP, does nothing until it
+goes on: what comes for it waits. Called by `sim/pool`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from nvpool.testing.sim.loop import ON_BEHALF, VirtualLoop
 
 
 class Killed(BaseException):
@@ -17,14 +21,20 @@ class Killed(BaseException):
 
 
 class Process:
-    """`die_after`: steps on its drive after which it dies, None: when it is told to."""
+    """`die_after`: steps on its drive after which it dies, None: when it is told to. `context`: in which what it does runs."""
 
-    def __init__(self, name: str, node: str, on_death: Callable[[Process], None]) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, node: str, on_death: Callable[[Process], None]) -> None:
+        self.held: list[asyncio.Handle] | None = None
+        self.context = contextvars.copy_context()
+        self.context.run(ON_BEHALF.set, self)
+        self._loop = loop
         self.name = name
         self.node = node
         self.alive = True
         self.steps = 0
         self.die_after: int | None = None
+        self.when_asked: Callable[[], None] | None = None
+        """Called once, directly after the next request to it was taken."""
         self._on_death = on_death
 
     def step(self) -> None:
@@ -39,7 +49,28 @@ class Process:
     def kill(self) -> None:
         if self.alive:
             self.alive = False
+            self.go_on()  # what is left of it ends at the next door
             self._on_death(self)
+
+    def stop(self) -> None:
+        """Do nothing from here on, but take what comes."""
+        if self.held is None and self.alive:
+            self.held = []
+
+    def taking(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`handle` of requests, as this process does it."""
+        def take(call: Any) -> None:
+            handle(call)
+            then, self.when_asked = self.when_asked, None
+            if then is not None:
+                then()
+
+        return take
+
+    def go_on(self) -> None:
+        held, self.held = self.held, None
+        if held:
+            self._loop.go_on(held)
 
 
 class Door:

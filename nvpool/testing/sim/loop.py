@@ -1,18 +1,34 @@
 """An event loop that never sleeps: when nothing can run, its time jumps to the next timer.
 
 So a minute of a pool takes as long as its work, and two runs of the same program with the same seed do the same in the same
-order. Threads would spoil both and are refused. Called by `sim/pool`; for tests and simulations only.
+order. Threads would spoil both and are refused; what a thread would do is done on the loop, some time later (`VirtualThread`).
+What runs on behalf of a simulated process (`sim/doors`) waits while that is stopped. Called by `sim/pool`; for tests and
+simulations only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
 import selectors
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Protocol
 
 
 class Stuck(AssertionError):
     """Nothing is scheduled and nothing can run, but the simulation has not ended: somebody waits for ever."""
+
+
+class Runner(Protocol):
+    """A process, as the loop sees it: `held` are the calls that wait until it goes on, None while it runs."""
+
+    held: list[asyncio.Handle] | None
+
+
+ON_BEHALF: ContextVar[Runner | None] = ContextVar("on_behalf", default=None)
+"""Of which process the code that runs is a part."""
 
 
 class _Numbered:
@@ -32,6 +48,27 @@ class _Task(_Numbered, asyncio.Task):
 
 class _Future(_Numbered, asyncio.Future):
     pass
+
+
+class _Held:
+    """A call that waits while its process is stopped."""
+
+    __slots__ = ()
+
+    def _run(self) -> None:
+        runner = self._context.get(ON_BEHALF)
+        if runner is not None and runner.held is not None:
+            runner.held.append(self)
+        else:
+            super()._run()
+
+
+class _Handle(_Held, asyncio.Handle):
+    __slots__ = ()
+
+
+class _TimerHandle(_Held, asyncio.TimerHandle):
+    __slots__ = ()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -54,8 +91,66 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def pass_time(self, seconds: float) -> None:
         self._passed_s += seconds
 
+    def call_at(self, when, callback, *args, context=None):
+        self._check_closed()
+        timer = _TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
+
+    def call_soon(self, callback, *args, context=None):
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def go_on(self, held: list[asyncio.Handle]) -> None:
+        """Make the calls that waited, in their order."""
+        self._ready.extend(held)
+
     def run_in_executor(self, executor, func, *args):
+        if isinstance(executor, VirtualThread):
+            return executor.submit(func, *args)
+        if executor is None and isinstance(getattr(func, "__self__", None), VirtualThread):  # its end
+            done = self.create_future()
+            done.set_result(func(*args))
+            return done
         raise RuntimeError(f"{func} wants a thread; a simulation has none")
+
+
+class VirtualThread:
+    """An executor for one process: what it is given is done on the loop, one after the other, each some time later, unless the
+    process has ended by then (`lives`); then it is never done."""
+
+    def __init__(self, loop: VirtualLoop, waits_s: Callable[[], float], lives: Callable[[], bool]) -> None:
+        self._loop = loop
+        self._waits_s = waits_s
+        self._lives = lives
+        self._last_s = 0.0
+
+    def submit(self, work: Callable, *arguments) -> asyncio.Future:
+        done = self._loop.create_future()
+        self._last_s = max(self._last_s + 1e-6, self._loop.time() + self._waits_s())
+        self._loop.call_at(self._last_s, self._do, done, work, arguments)
+        return done
+
+    def _do(self, done: asyncio.Future, work: Callable, arguments: tuple) -> None:
+        if not self._lives():
+            return
+        try:
+            result = work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - as a thread hands it over
+            if not self._lives():
+                return
+            if not done.done():
+                done.set_exception(error)
+        else:
+            if not done.done():
+                done.set_result(result)
+
+    def shutdown(self) -> None:
+        pass
 
 
 class _Jumping(selectors.SelectSelector):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextvars import Context
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Unreachable
@@ -29,6 +30,8 @@ class Network:
         self.listeners: dict[str, InprocListener] = {}
         self.owners: dict[str, str] = {}  # listener -> process
         self.places: dict[str, str] = {}
+        self.contexts: dict[str, Context] = {}
+        """In which a process takes what comes."""
         self.reset_share = 0.0
         """Of all frames, how many break their connection."""
         self.slow_share = 0.02
@@ -98,7 +101,7 @@ class Pipe:
             network.loop.call_soon(self.break_off, "the connection was reset")
             return
         self._last_s = max(self._last_s + 1e-6, network.loop.time() + network.delay_s())
-        network.loop.call_at(self._last_s, self._arrive, deliver, frame)
+        network.loop.call_at(self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target))
 
     def _arrive(self, deliver: Callable, frame: tuple) -> None:
         network = self._network
@@ -112,13 +115,13 @@ class Pipe:
             deliver(*frame)
 
     def release(self) -> None:
-        held, self._held = self._held, []
+        network, held, self._held = self._network, self._held, []
         if self._breaks is not None:
             self._breaks.cancel()
             self._breaks = None
         for deliver, frame in held:
             self._last_s = max(self._last_s + 1e-6, self._network.loop.time() + self._network.delay_s())
-            self._network.loop.call_at(self._last_s, self._arrive, deliver, frame)
+            self._network.loop.call_at(self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target))
 
     def break_off(self, reason: str) -> None:
         self._network.forget(self)

@@ -1,20 +1,27 @@
 """SimPool: manager, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-What is real: services, clients, manager and coordinator, transport contract, formats of messages. What is simulated: time,
-network, drives (the twins in memory, behind doors at which a process can die), and the supervisors that start processes and
-tell the manager of deaths. Called by `sim/scenario`.
+What is real: services, clients, manager and coordinator, who keeps the shards, members of shards and their engines (on files
+in a directory in memory), transport contract, formats of messages. What is simulated: time, network, the drives of stores (the
+twins in memory, behind doors at which a process can die), and the supervisors that start processes and tell of deaths. Called
+by `sim/scenario`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import Bug, Damaged, NvpoolError
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
+from nvpool.cluster.coordinator import Lease
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.manager import BEAT_S, EQUAL, Manager, change
 from nvpool.kv.memory import MemoryKv
@@ -28,19 +35,25 @@ from nvpool.logic.poolmap import (
     PoolMap,
     Settings,
     Shard,
+    Standby,
     Target,
     decode_map,
     encode_map,
 )
+from nvpool.logic.shards import endpoints_of, node_and_path, process_name
 from nvpool.logic.transitions import restarted
+from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService
+from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.sim.doors import KV_STEPS, STORE_STEPS, Door, Killed, Process
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
+from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import Network, SimTransport
+from nvpool.testing.sim.truths import Truths
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -53,11 +66,21 @@ TOLD_S = 0.3
 """After which a supervisor has told of a death, where it reaches the manager."""
 
 
-class SimPool:
-    """`targets` stores on as many nodes, the shard on node 1, the manager and each client on nodes of their own. Use as an
-    async context."""
+class _Coordinator(EmbeddedCoordinator):
+    """What it says is looked at."""
 
-    def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1,
+    truths: Truths
+
+    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
+        await super().replace(new, leader)
+        self.truths.map_is(self.pool_map)
+
+
+class SimPool:
+    """`targets` stores on as many nodes, the members of the shard on the first of these, the manager and each client on nodes
+    of their own. Use as an async context."""
+
+    def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1, standbys: int = 0,
                  options: ClientOptions | None = None) -> None:
         self.loop = loop
         self.seed = seed
@@ -70,9 +93,19 @@ class SimPool:
         self.failures: list[str] = []
         self.processes: dict[str, Process] = {}
         self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
-        self.kv = MemoryKv()
+        self.truths = Truths()
+        memory = Path("/dev/shm")
+        self._directory = Path(tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None))
+        self.drives = {(SHARD, member): MemberDrive(self._directory / process_name(SHARD, member))
+                       for member in range(standbys + 1)}
         self.map_kv = MemoryKv()
-        self.first_map = self._first_map(targets)
+        self.first_map = self._first_map(targets, standbys)
+        self._starting: dict[str, asyncio.Task] = {}
+        self._burials: dict[str, asyncio.Task] = {}
+        self._keeper: ShardKeeper | None = None
+        self._members: dict[str, ShardMember] = {}
+        self._member_of = {process_name(*place): place for place in self.drives}
+        self.closing = False
         self.coordinator: EmbeddedCoordinator | None = None
         self.manager: Manager | None = None
         self._newest: tuple[bytes, PoolMap | None] = b"", None
@@ -85,15 +118,18 @@ class SimPool:
         self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False)
         loop.set_exception_handler(self._went_wrong)
 
-    def _first_map(self, count: int) -> PoolMap:
+    def _first_map(self, count: int, standbys: int) -> PoolMap:
         nodes = tuple(Node(number, f"node-{number}", f"host-{number}", MANAGER) for number in range(1, count + 1))
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
         targets = tuple(Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
                         for number in range(1, count + 1))
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
+        shard = Shard(SHARD, 1, (f"inproc://{process_name(SHARD, 0)}",), standbys=tuple(
+            Standby(member, member % count + 1, (f"inproc://{process_name(SHARD, member)}",), "syncing")
+            for member in range(1, standbys + 1)))
         return PoolMap(format=MAP_FORMAT, pool_id="simulated", name="simulated", epoch=1,
                        settings=Settings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
-                       tables=tables, shards=(Shard(SHARD, 1, (f"inproc://meta-{SHARD}",)),),
+                       tables=tables, shards=(shard,),
                        partitions=(PartitionRange(0, 4096, SHARD),))
 
     @property
@@ -122,16 +158,18 @@ class SimPool:
 
     def _process(self, name: str, node: str) -> Process:
         self.network.places[name] = node
-        self.processes[name] = process = Process(name, node, self._died)
+        self.processes[name] = process = Process(self.loop, name, node, self._died)
+        self.network.contexts[name] = process.context
         return process
 
     def _disk_s(self) -> float:
         return self.chance.uniform(0.0001, 0.003)
 
-    def _later(self, work) -> None:
+    def _later(self, work) -> asyncio.Task:
         task = self.loop.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task) -> None:
         self._ending.discard(task)
@@ -144,7 +182,9 @@ class SimPool:
         await self.start_manager()
         for number in self.stores:
             await self.start_store(number)
-        await self.start_shard()
+        for shard, member in self.drives:
+            await self._make_member(shard, member)
+            await self.start_member(shard, member)
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -153,26 +193,34 @@ class SimPool:
         for name in sorted(self.processes, key=lambda name: name == "manager"):
             if self.processes[name].alive and not name.startswith("client") and name != "judge":
                 self.processes[name].kill()
+        self.closing = True
         while self._ending:
             await asyncio.wait(list(self._ending))
         for dialer in self._dialers.values():
             await dialer.close()
+        shutil.rmtree(self._directory)
 
     async def start_manager(self) -> None:
         process = self._process("manager", "node-of-manager")
         clock = self._clock(process.name)
         kv = Door(self.map_kv, process, KV_STEPS, self._disk_s)
         try:
-            self.coordinator = await (EmbeddedCoordinator.open(kv) if self.map_kv.get(b"map") is not None
-                                      else EmbeddedCoordinator.found(kv, self.first_map))
+            self.coordinator = await (_Coordinator.open(kv) if self.map_kv.get(b"map") is not None
+                                      else _Coordinator.found(kv, self.first_map))
         except Killed:
             return
-        self.manager = manager = Manager(self.coordinator, clock=clock)
+        coordinator = self.coordinator
+        coordinator.truths = self.truths
+        self.truths.map_is(coordinator.pool_map)
+        self.manager = manager = Manager(coordinator, clock=clock)
+        self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
+                                            lambda: self.secret)
         self._own(process, manager.run())
-        self._own(process, self._look(self.coordinator, manager))
+        self._own(process, keeper.run())
+        self._own(process, self._look(coordinator, manager))
         transport = SimTransport(self.network, process.name, clock)
         await transport.listen(MANAGER[0], Greeting("manager", self.first_map.fingerprint),
-                               lambda call: self._answer(process, manager, call))
+                               lambda call: self._answer(process, manager, keeper, call))
 
     @staticmethod
     async def _look(coordinator: EmbeddedCoordinator, manager: Manager) -> None:
@@ -183,11 +231,20 @@ class SimPool:
                 epoch = newest.epoch
                 manager.look()
 
-    def _answer(self, process: Process, manager: Manager, call: Call) -> None:
+    def _answer(self, process: Process, manager: Manager, keeper: ShardKeeper, call: Call) -> None:
         if call.method == wire_pb2.POOL_ALIVE:
             call.reply(manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString())
+        elif call.method in ShardKeeper.METHODS:
+            self._own(process, self._answer_member(keeper, call))
         else:
             self._own(process, self._answer_map(manager, call))
+
+    @staticmethod
+    async def _answer_member(keeper: ShardKeeper, call: Call) -> None:
+        try:
+            call.reply(await keeper.answer(call.method, bytes(call.message)))
+        except NvpoolError as error:
+            call.fail(error)
 
     async def _answer_map(self, manager: Manager, call: Call) -> None:
         request = pool_pb2.MapRequest.FromString(bytes(call.message))
@@ -197,7 +254,7 @@ class SimPool:
     def _own(self, process: Process, work) -> None:
         tasks = self._tasks.setdefault(process.name, [])
         tasks[:] = [task for task in tasks if not task.done()]
-        tasks.append(self.loop.create_task(work))
+        tasks.append(self.loop.create_task(work, context=process.context))
 
     async def start_store(self, number: int) -> None:
         """As a supervisor does: its chains have the next epoch before it serves. A manager that is dead is started first."""
@@ -211,9 +268,9 @@ class SimPool:
         asked = asyncio.Event()
         service = StoreService(Door(self.stores[number], process, STORE_STEPS, self._disk_s), target=number,
                                grant_secret=self.secret, clock=clock, dialer=dialer, refresh_map=asked.set, tenure=tenure)
-        await self._serve(process, clock, service, f"inproc://target-{number}")
+        await self.loop.create_task(self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context)
         self._own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number]))
-        self._own(process, self._follow(service, dialer, clock, asked))
+        self._own(process, self._follow(process, service, dialer, clock, asked))
 
     async def _restarted(self, number: int) -> bool:
         if not self.processes["manager"].alive:
@@ -239,7 +296,7 @@ class SimPool:
                 pass
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))
 
-    async def _follow(self, service, dialer: Dialer, clock: Clock, asked: asyncio.Event) -> None:
+    async def _follow(self, process: Process, service, dialer: Dialer, clock: Clock, asked: asyncio.Event) -> None:
         epoch = 0
         while True:
             request = pool_pb2.MapRequest(newer_than=epoch, wait_s=FOLLOW_S)
@@ -249,6 +306,7 @@ class SimPool:
                 raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
                 if raw:
                     newest = self._decoded(raw)
+                    self.truths.followed(process.name, epoch, newest.epoch)
                     epoch = newest.epoch
                     service.update_map(newest)
             except NvpoolError:
@@ -261,14 +319,61 @@ class SimPool:
             self._newest = raw, decode_map(raw)
         return self._newest[1]
 
-    async def start_shard(self) -> None:
-        process = self._process(f"meta-{SHARD}", "node-1")
+    async def _make_member(self, shard: int, member: int) -> None:
+        path = self.drives[shard, member].path
+        path.mkdir()
+        if not member:
+            process = self._process(process_name(shard, member), "node-1")
+            floor = SimFloor(self.loop, process, self.drives[shard, member], self._disk_s)
+            await make_primary(path, engine_options(floor=floor))
+
+    async def start_member(self, shard: int, member: int) -> None:
+        """A new process of it. It asks to begin, and serves or stands by, in its own time."""
+        name = process_name(shard, member)
+        node, _ = node_and_path(self.pool_map.shard_by_id[shard], member)
+        process = self._process(name, f"node-{node}")
+        self._own(process, self._run_member(process, shard, member, node))
+
+    async def _run_member(self, process: Process, shard: int, member: int, node: int) -> None:
+        """As run/meta_daemon does."""
         clock = self._clock(process.name)
         dialer = self._dialer(process, clock)
-        service = MetaService(Door(self.kv, process, KV_STEPS, self._disk_s), shard=SHARD, grant_secret=self.secret,
-                              dialer=dialer, clock=clock, options=MetaOptions(tick_s=0.5))
-        await self._serve(process, clock, service, f"inproc://meta-{SHARD}")
-        self._own(process, self._follow(service, dialer, clock, asyncio.Event()))
+        drive = self.drives[shard, member]
+
+        def make_service(kv) -> MetaService:
+            self.truths.begins(shard, member, kv)
+            self.truths.happened(self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes")
+            return MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
+                               options=MetaOptions(tick_s=0.5))
+
+        def fail(reason: str) -> None:
+            self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
+            if process.alive:
+                process.kill()
+                self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
+
+        engine = engine_options(floor=SimFloor(self.loop, process, drive, self._disk_s))
+        options = MemberOptions(node, shard, member, drive.path, engine, self.secret)
+        serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
+        self._members[process.name] = serving
+        try:
+            serving.update_map(serving._map)
+            await serving.start()
+        except Killed:
+            return
+        except NvpoolError as error:
+            if isinstance(error, (Damaged, Bug)):
+                self.failures.append(f"{process.name} can not begin: {error!r}")
+            fail(str(error))
+            return
+        await SimTransport(self.network, process.name, clock).listen(
+            endpoints_of(self.first_map.shard_by_id[shard], member)[0], Greeting(process.name, self.first_map.fingerprint),
+            process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))))
+        self._own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
+
+    def _supervise(self, process: Process) -> None:
+        if self.processes[process.name] is process and not self.closing:
+            self._later(self.start_again(process.name))
 
     async def _serve(self, process: Process, clock: Clock, service, endpoint: str) -> None:
         self._services[process.name] = service
@@ -276,7 +381,7 @@ class SimPool:
         try:
             await service.start()
             greeting = Greeting(process.name, self.first_map.fingerprint)
-            await SimTransport(self.network, process.name, clock).listen(endpoint, greeting, service.handle)
+            await SimTransport(self.network, process.name, clock).listen(endpoint, greeting, process.taking(service.handle))
         except Killed:
             pass  # it died while it started
 
@@ -290,15 +395,27 @@ class SimPool:
     # -- faults
 
     def _died(self, process: Process) -> None:
+        self.truths.happened(self.loop.time(), f"{process.name} has died")
         self.network.hang_up(process.name)
         for task in self._tasks.pop(process.name, ()):
             task.cancel()
         service = self._services.pop(process.name, None)
         if service is not None:
             self._later(self._bury(service))
+        member = self._members.pop(process.name, None)
+        if member is not None:
+            self._burials[process.name] = self._later(bury(member))
         if process.name.startswith("target-"):
             number = int(process.name[7:])
             self.loop.call_later(self.chance.uniform(0.0, TOLD_S), self._tell_of_death, process, number, self._pids[number])
+        elif member is not None:
+            shard, number = self._member_of[process.name]
+            kv = member._kv or member._standby and member._standby.kv
+            if kv is not None:
+                self.drives[shard, number].synced_sequence = kv.synced_sequence
+            # By the supervisor of the node that leads, before it starts another; others tell nobody: then the lease does.
+            if self.chance.random() < 0.5 and self.processes["manager"].alive:
+                self._keeper.member_ended(shard, number)
 
     def _tell_of_death(self, process: Process, number: int, pid: int) -> None:
         """Who is cut off, or finds no manager, can not tell; then the lease does."""
@@ -306,17 +423,46 @@ class SimPool:
             self.manager.died({number: pid})
 
     async def _bury(self, service) -> None:
-        try:
+        with suppress(Killed):
             await service.close(0.0)
-        except Killed:
-            pass
 
     async def start_again(self, name: str) -> None:
-        role, _, number = name.partition("-")
-        if role == "manager":
-            await self.start_manager()
-        else:
-            await (self.start_shard() if role == "meta" else self.start_store(int(number)))
+        """Returns when the process has been started; does nothing where it lives, or is being started."""
+        if self.processes[name].alive or name in self._starting:
+            return
+        self._starting[name] = asyncio.current_task()
+        try:
+            burial = self._burials.pop(name, None)
+            if burial is not None:
+                await asyncio.wait([burial])
+            role, _, number = name.partition("-")
+            if role == "manager":
+                await self.start_manager()
+            elif role == "target":
+                await self.start_store(int(number))
+            else:
+                await self.start_member(*self._member_of[name])
+        finally:
+            del self._starting[name]
+
+    async def _lose_journal(self, name: str, burial: asyncio.Task | None) -> None:
+        drive = self.drives[self._member_of[name]]
+        if burial is not None:
+            await asyncio.wait([burial])
+        drive.lose_power(self.chance)
+        self.truths.power_lost(*self._member_of[name], drive.synced_sequence)
+
+    def lose_power(self, nodes: set[str]) -> None:
+        """All processes of these nodes end, and their drives have what was synced, and perhaps more."""
+        for name, process in list(self.processes.items()):
+            if process.node in nodes:
+                process.kill()
+                if name in self._member_of:
+                    self._burials[name] = self._later(self._lose_journal(name, self._burials.get(name)))
+                elif name.startswith("target-"):
+                    self.stores[int(name[7:])].crash()
+                elif name == "manager":
+                    self.map_kv.crash()
 
     # -- looking
 

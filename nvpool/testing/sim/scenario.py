@@ -16,11 +16,15 @@ import logging
 import os
 import random
 import sys
+import traceback
+from collections.abc import Iterator
 from math import inf
 
 from nvpool.base.errors import AlreadyExists, Bug, InvariantBroken, NotFound, NvpoolError, Refused
 from nvpool.client.session import Client
 from nvpool.client.vfs import RENAME_NOREPLACE, Caller
+from nvpool.logic import chainset
+from nvpool.testing.sim.faults import Faults
 from nvpool.testing.sim.linear import Access, NameCall, names_problems, register_problems
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
@@ -30,6 +34,8 @@ BLOCK = 4096
 BLOCKS = 3 * CHUNK_BYTES // BLOCK
 CALLER = Caller(0, 0, (0,))
 NAMES = [b"a", b"b", b"c"]
+CHAINS = 32
+"""In a table."""
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
 CALLS_PER_DIRECTORY = 7
@@ -38,33 +44,44 @@ CALLS_PER_DIRECTORY = 7
 
 class Scenario:
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3,
-                 replicas: int | None = None) -> None:
+                 replicas: int | None = None, standbys: int | None = None, kinds: dict[str, int] | None = None,
+                 of: str = "") -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
         self._count = clients
         self._chance = random.Random(f"{seed} scenario")
         replicas = self._chance.choice((1, 2, 2, 3)) if replicas is None else replicas
-        self._pool = SimPool(loop, str(seed), targets=replicas + self._chance.choice((0, 1, 2)), replicas=replicas)
+        self._pool = SimPool(loop, str(seed), targets=replicas + self._chance.choice((0, 1, 2)), replicas=replicas,
+                             standbys=self._chance.choice((0, 1, 1, 2)) if standbys is None else standbys)
+        self._aim = kinds, of
         self._blocks: dict[int, list[Access]] = {}
         self._directories: dict[int, tuple[int, list[NameCall]]] = {}
         self._values = self._directory_tries = 0
         self._over = False
-        self.done = {"writes": 0, "reads": 0, "names": 0, "unknown": 0, "deaths": 0, "cuts": 0}
+        self.done = {"writes": 0, "reads": 0, "names": 0, "unknown": 0, "deaths": 0, "stops": 0, "cuts": 0, "terms": 0}
 
     async def run(self) -> list[str]:
         """What was violated, as sentences; none when all held."""
+        try:
+            return await self._run()
+        except Exception as error:  # shown with what else is known of the seed
+            said = traceback.format_exc().splitlines()[-6:]
+            return [f"the simulation ends with {error!r}", *said, *self._pool.truths.problems]
+
+    async def _run(self) -> list[str]:
         async with self._pool as pool:
+            faults = Faults(pool, self._chance, lambda: self._over, self.done, *self._aim)
             clients = [await pool.client(f"client-{number}") for number in range(1, self._count + 1)]
             _, handle = await clients[0].vfs.create(ROOT, b"file", 0o644, os.O_RDWR, CALLER)
             await clients[0].vfs.setattr(handle.inode, size=BLOCKS * BLOCK, caller=CALLER)
             pool.network.reset_share = self._chance.choice((0.0, 0.0005, 0.003))
-            faults = self._loop.create_task(self._break_things())
+            breaking = self._loop.create_task(faults.run())
             work = [self._loop.create_task(self._work(client, number, handle.inode)) for number, client in enumerate(clients)]
             await asyncio.sleep(self._seconds)
             self._over = True
-            await faults
-            await self._mend()
+            await breaking
+            await faults.mend()
             _, late = await asyncio.wait(work, timeout=300.0)
             problems = [f"{len(late)} clients still wait, five minutes after all was mended"] if late else []
             for task in work:
@@ -79,20 +96,22 @@ class Scenario:
                 else:
                     problems += self._judge()
                 problems += await self._look_at_replicas()
-        return problems + pool.failures
+        self.done["terms"] += sum(shard.term for shard in pool.pool_map.shards)
+        return problems + pool.failures + pool.truths.problems
 
     # -- work
 
     async def _work(self, client: Client, number: int, inode: int) -> None:
         chance = random.Random(f"{self._seed} client {number}")
         handle = None
+        acts = [self._write, self._read, self._name]
+        shares = (4, 5, 4) if number or self._seed % 2 else (0, 8, 2)  # who writes nothing is told of no new map by that
         while not self._over:
             await asyncio.sleep(chance.expovariate(20))
             try:
                 if handle is None:
                     handle = await client.vfs.open(inode, os.O_RDWR, CALLER)
-                act = chance.choices((self._write, self._read, self._name), (4, 5, 4))[0]
-                await act(client, f"client-{number + 1}", handle, chance)
+                await chance.choices(acts, shares)[0](client, f"client-{number + 1}", handle, chance)
             except (Bug, InvariantBroken):
                 raise
             except NvpoolError:
@@ -158,53 +177,6 @@ class Scenario:
     def _newest(self) -> tuple[int, list[NameCall]]:
         return self._directories[len(self._directories) - 1]
 
-    # -- faults
-
-    async def _break_things(self) -> None:
-        chance, pool = self._chance, self._pool
-        while not self._over:
-            await asyncio.sleep(chance.expovariate(0.7))
-            name = chance.choice([name for name in pool.processes if not name.startswith(("client", "judge"))])
-            process = pool.processes[name]
-            kind = chance.choice(("kill", "die", "die", "cut", "isolate"))
-            if kind == "isolate":  # for longer than a lease, and who asks it does not notice
-                alone = f"node-{chance.choice(list(pool.stores))}"
-                for node in sorted(set(pool.network.places.values())):
-                    if not node.startswith("node-of-client"):
-                        pool.network.cut(alone, node)
-                self.done["cuts"] += 1
-                await asyncio.sleep(chance.uniform(3.0, 9.0))
-                pool.network.heal()
-            elif kind == "cut":
-                nodes = sorted(set(pool.network.places.values()))
-                for _ in range(chance.randint(1, 3)):
-                    pool.network.cut(*chance.sample(nodes, 2))
-                self.done["cuts"] += 1
-                await asyncio.sleep(chance.uniform(0.1, 8.0))
-                pool.network.heal()
-            elif kind == "kill":
-                process.kill()
-            else:
-                process.die_after = process.steps + chance.randint(1, 12)
-            await asyncio.sleep(chance.expovariate(2))
-            await self._start_dead(chance.random() < 0.3)
-
-    async def _start_dead(self, fragile: bool = False) -> None:
-        for name, process in list(self._pool.processes.items()):
-            if not process.alive:
-                self.done["deaths"] += 1
-                await self._pool.start_again(name)
-                if fragile:
-                    self._pool.processes[name].die_after = self._chance.randint(1, 6)
-
-    async def _mend(self) -> None:
-        pool = self._pool
-        pool.network.heal()
-        pool.network.reset_share = 0.0
-        for process in pool.processes.values():
-            process.die_after = None
-        await self._start_dead()
-
     # -- judging
 
     async def _look_at_the_end(self, judge: Client, inode: int) -> None:
@@ -249,17 +221,41 @@ async def _released(client: Client, handle) -> None:
 
 
 def simulate(seed: int, **named) -> tuple[list[str], dict[str, int]]:
-    """Run one seed: what was violated, and how much was done. The same seed gives the same (see `steady`)."""
+    """Run one seed: what was violated, and how much was done. The same seed gives the same."""
+    problems, done, _ = simulated(seed, **named)
+    return problems, done
+
+
+def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]:
+    """And the last things that happened."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
+    with _few_chains():
+        try:
+            scenario = Scenario(loop, seed, **named)
+            problems = loop.run_until_complete(scenario.run())
+            scenario.done["frames"] = scenario._pool.network.frames
+            return problems, scenario.done, list(scenario._pool.truths.events)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+@contextlib.contextmanager
+def _few_chains() -> Iterator[None]:
+    """Half of a simulation's time went into maps of 1,024 chains, which a handful of chunks needs as little as it shows."""
+    having = [module for name, module in sys.modules.items()
+              if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")]
+    before, raw_before = having[0].CHAINS_PER_TABLE, chainset._TABLE_BYTES
     try:
-        scenario = Scenario(loop, seed, **named)
-        problems = loop.run_until_complete(scenario.run())
-        scenario.done["frames"] = scenario._pool.network.frames
-        return problems, scenario.done
+        chainset._TABLE_BYTES = 1 + CHAINS // 8
+        for module in having:
+            module.CHAINS_PER_TABLE = CHAINS
+        yield
     finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+        chainset._TABLE_BYTES = raw_before
+        for module in having:
+            module.CHAINS_PER_TABLE = before
 
 
 def main() -> int:
@@ -274,9 +270,10 @@ def main() -> int:
         logging.disable()
     total: dict[str, int] = {}
     for seed in range(options.seed, options.seed + options.seeds):
-        problems, done = simulate(seed)
+        problems, done, events = simulated(seed)
         total = {name: total.get(name, 0) + count for name, count in done.items()}
         if problems:
+            print("the last that happened:", *events, sep="\n  ")
             print(f"seed {seed} violates {len(problems)} promises:", *problems[:20], sep="\n  ")
             print(f"shown again by: {sys.executable} -m nvpool.testing.sim.scenario {seed}")
             return 1

@@ -1,0 +1,143 @@
+"""What breaks in a simulated pool, at random from a seed: deaths between two steps, processes that are stopped, nodes that are
+cut off. And its mending. Called by `sim/scenario`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from nvpool.testing.sim.pool import SimPool
+
+NEVER_BROKEN = ("client", "judge")
+
+
+KINDS = {"kill": 2, "kill_node": 1, "die": 4, "cut": 2, "isolate": 2, "stop": 1, "stop_asked": 2, "fade": 1}
+"""How often each comes."""
+
+
+class Faults:
+    """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
+
+    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int],
+                 kinds: dict[str, int] | None = None, of: str = "") -> None:
+        self._pool = pool
+        self._chance = chance
+        self._over = over
+        self._done = done
+        self._kinds = kinds or KINDS
+        self._of = of
+
+    async def run(self) -> None:
+        chance, pool = self._chance, self._pool
+        while not self._over():
+            await asyncio.sleep(chance.expovariate(0.7))
+            name = chance.choice([name for name in pool.processes if name.startswith(self._of)
+                                  and not name.startswith(NEVER_BROKEN)])
+            kind = chance.choices(list(self._kinds), list(self._kinds.values()))[0]
+            await getattr(self, f"_{kind}")(name)
+            await asyncio.sleep(chance.expovariate(2))
+            await self.start_dead(chance.random() < 0.3)
+
+    def _tell(self, event: str) -> None:
+        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+
+    async def _kill(self, name: str) -> None:
+        self._pool.processes[name].kill()
+
+    async def _kill_node(self, name: str) -> None:
+        """All processes of a node at once."""
+        node = self._pool.processes[name].node
+        for process in list(self._pool.processes.values()):
+            if process.node == node:
+                process.kill()
+
+    async def _die(self, name: str) -> None:
+        """Between two of its next steps."""
+        process = self._pool.processes[name]
+        process.die_after = process.steps + self._chance.randint(1, 12)
+
+    async def _stop(self, name: str) -> None:
+        """For longer than a lease, or not."""
+        process, lasts_s = self._pool.processes[name], self._chance.uniform(0.2, 8.0)
+        self._tell(f"{name} is stopped for {lasts_s:.1f} s")
+        self._done["stops"] += 1
+        process.stop()
+        await asyncio.sleep(lasts_s)
+        process.go_on()
+
+    async def _stop_asked(self, name: str) -> None:
+        """For longer than a lease, when it has just been asked for something and has not answered yet."""
+        process, stopped = self._pool.processes[name], asyncio.Event()
+
+        def stop() -> None:
+            process.stop()
+            stopped.set()
+
+        process.when_asked = stop
+        try:
+            await asyncio.wait_for(stopped.wait(), 3.0)
+        except TimeoutError:
+            process.when_asked = None
+            return
+        self._done["stops"] += 1
+        lasts_s = self._chance.uniform(3.5, 8.0)
+        self._tell(f"{name} is stopped for {lasts_s:.1f} s, directly after it was asked")
+        await asyncio.sleep(lasts_s)
+        process.go_on()
+
+    async def _isolate(self, _name: str) -> None:
+        """One node is cut off from all but the clients for longer than a lease: who asks it does not notice."""
+        network = self._pool.network
+        alone = self._chance.choice(sorted({process.node for name, process in self._pool.processes.items()
+                                            if name.startswith(self._of or ("target", "meta"))}))
+        for node in sorted(set(network.places.values())):
+            if not node.startswith("node-of-client"):
+                network.cut(alone, node)
+        await self._cut_off(f"{alone} is alone with the clients", self._chance.uniform(3.0, 9.0))
+
+    async def _fade(self, name: str) -> None:
+        """A node is cut off from all but the clients, and before anybody notices its process dies."""
+        process, network = self._pool.processes[name], self._pool.network
+        for node in sorted(set(network.places.values())):
+            if not node.startswith("node-of-client"):
+                network.cut(process.node, node)
+        await self._cut_off(f"{process.node} is alone with the clients", self._chance.uniform(0.1, 1.4), process.kill)
+
+    async def _cut(self, _name: str) -> None:
+        network = self._pool.network
+        nodes = sorted(set(network.places.values()))
+        pairs = [self._chance.sample(nodes, 2) for _ in range(self._chance.randint(1, 3))]
+        for pair in pairs:
+            network.cut(*pair)
+        await self._cut_off(f"cut off from one another: {pairs}", self._chance.uniform(0.1, 8.0))
+
+    async def _cut_off(self, event: str, lasts_s: float, then: Callable[[], None] | None = None) -> None:
+        self._tell(f"{event}, for {lasts_s:.1f} s")
+        self._done["cuts"] += 1
+        await asyncio.sleep(lasts_s)
+        if then is not None:
+            then()
+        self._pool.network.heal()
+
+    # -- and mends
+
+    async def start_dead(self, fragile: bool = False) -> None:
+        """All at the same time, as supervisors of several nodes do."""
+        dead = [name for name, process in self._pool.processes.items() if not process.alive]
+        self._done["deaths"] += len(dead)
+        await asyncio.gather(*[self._pool.start_again(name) for name in dead])
+        if fragile:
+            for name in dead:
+                self._pool.processes[name].die_after = self._chance.randint(1, 6)
+
+    async def mend(self) -> None:
+        pool = self._pool
+        self._tell("all is mended")
+        pool.network.heal()
+        pool.network.reset_share = 0.0
+        for process in pool.processes.values():
+            process.die_after = None
+            process.go_on()
+        await self.start_dead()

@@ -1,0 +1,175 @@
+"""Members of shards in a simulated pool: the real member (meta/member) on the real engine of kv/, whose files lie in a
+directory in memory and whose threads are the loop's.
+
+A member can be killed between any two steps on its drive. A loss of power takes from its journal what was not synced, some of
+it or all; what LMDB has committed it keeps. Called by `sim/pool`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from nvpool.base.errors import Refused
+from nvpool.kv.floor import Floor
+from nvpool.kv.journal import Journal
+from nvpool.kv.lmdb_tree import LmdbTree, Mark
+from nvpool.kv.member import MemberKv
+from nvpool.kv.options import LmdbOptions
+from nvpool.meta.member import ShardMember
+from nvpool.testing.sim.doors import Killed, Process
+from nvpool.testing.sim.loop import VirtualLoop, VirtualThread
+from nvpool.testing.sim.truths import Truths
+from nvpool.wire.transport import Buffer, Call
+from nvpool.wire.v1 import wire_pb2
+
+SECTOR = 512
+_SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS))
+
+
+def engine_options(**named) -> LmdbOptions:
+    return LmdbOptions(journal_bytes=1 << 17, map_bytes=1 << 20, checkpoint_interval_s=0.7, layer_entries_max=300, **named)
+
+
+class MemberDrive:
+    """Where one member's records lie, and what of its journal the drive really has."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.synced_sequence = 0
+        """What the process that died last was sure of."""
+        self._has: dict[str, tuple[int, bytes]] = {}  # file -> its number, what was synced
+
+    def opened(self, name: str, descriptor: int) -> None:
+        """A journal file is open: what is new was synced when it was made."""
+        number, size = os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size
+        if self._has.get(name, (0, b""))[0] != number:
+            self._has[name] = number, os.pread(descriptor, size, 0)
+
+    def synced(self, name: str, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        self._has[name] = found.st_ino, os.pread(descriptor, found.st_size, 0)
+
+    def lose_power(self, chance: random.Random) -> None:
+        """Of what was written since the last sync each sector is there or not; or nothing is."""
+        share = chance.choice((0.0, 0.5, 0.9))
+        for name, (number, old) in self._has.items():
+            path = self.path / name
+            if not path.exists() or path.stat().st_ino != number:
+                continue
+            new = path.read_bytes()
+            if new == old:
+                continue
+            left = [new[at:at + SECTOR] if new[at:at + SECTOR] == old[at:at + SECTOR] or chance.random() < share
+                    else old[at:at + SECTOR] for at in range(0, len(new), SECTOR)]
+            path.write_bytes(b"".join(left))
+            self._has[name] = number, b"".join(left)
+
+
+class SimFloor(Floor):
+    """Under the engine of one process."""
+
+    def __init__(self, loop: VirtualLoop, process: Process, drive: MemberDrive, waits_s: Callable[[], float]) -> None:
+        self._loop = loop
+        self._process = process
+        self._drive = drive
+        self._waits_s = waits_s
+
+    def thread(self, name: str) -> VirtualThread:
+        return VirtualThread(self._loop, self._waits_s, lambda: self._process.alive)
+
+    def journal(self, directory: Path, capacity_bytes: int) -> Journal:
+        return _Journal(directory, capacity_bytes, self._process, self._drive)
+
+    def tree(self, directory: Path, map_bytes: int) -> LmdbTree:
+        return _Tree(directory, map_bytes, self._process)
+
+
+class _Journal(Journal):
+    def __init__(self, directory: Path, capacity_bytes: int, process: Process, drive: MemberDrive) -> None:
+        process.step()
+        super().__init__(directory, capacity_bytes)
+        self._process = process
+        self._drive = drive
+        for half, descriptor in enumerate(self._files):
+            drive.opened(f"journal-{half}", descriptor)
+
+    def append(self, record: bytes) -> None:
+        self._process.step()
+        super().append(record)
+        self._process.step()
+
+    def sync_file(self, descriptor: int) -> None:
+        self._process.step()
+        self._drive.synced(f"journal-{self._files.index(descriptor)}", descriptor)
+        self._process.step()
+
+
+class _Tree(LmdbTree):
+    def __init__(self, directory: Path, map_bytes: int, process: Process) -> None:
+        super().__init__(directory, map_bytes)
+        self._process = process
+
+    def write(self, values: dict[bytes, bytes | None], mark: Mark, step: Callable[[str], None]) -> bool:
+        def stepped(name: str) -> None:
+            step(name)
+            self._process.step()
+
+        return super().write(values, mark, stepped)
+
+
+class Overheard:
+    """A call to a member: what it answers as a primary is noted."""
+
+    def __init__(self, call: Call, member: ShardMember, number: int, shard: int, truths: Truths) -> None:
+        self._call = call
+        self._member = member
+        self._number = number
+        self._shard = shard
+        self._truths = truths
+
+    def __getattr__(self, name: str):
+        return getattr(self._call, name)
+
+    def _note(self) -> None:
+        kv = self._member._kv
+        if kv is not None and self._call.method not in _SPEAKS_OF_NOTHING:
+            committed = kv.history.committed if kv.history is not None else kv.sequence
+            self._truths.answered(self._shard, self._number, self._member._term, committed)
+
+    def reply(self, message: Buffer = b"", payload=()) -> None:
+        self._note()
+        self._call.reply(message, payload)
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, Refused):
+            self._note()
+        self._call.fail(error)
+
+
+async def bury(member: ShardMember) -> None:
+    """Take a dead member apart as the kernel does: nothing is written any more, its files are closed."""
+    member._closed = True
+    member.handle = member._not_yet
+    for task in list(member._tasks):
+        task.cancel()
+    standby, kv = member._standby, member._kv
+    for end in (member._door and member._door.close, member._service and member._service.close,
+                member._shipping and member._shipping.close, standby and standby.abandon, kv and kv.abandon):
+        if end:
+            with contextlib.suppress(Killed):
+                await end()
+
+
+def make_first(path: Path) -> None:
+    """The directory in which a standby's records will be."""
+    path.mkdir(parents=True)
+
+
+async def make_primary(path: Path, options: LmdbOptions) -> None:
+    """An empty shard, as the making of a pool leaves it."""
+    kv = await MemberKv.open_member(path, options)
+    await kv.close()

@@ -1,0 +1,104 @@
+"""The simulation sees what is wrong: the product is broken on purpose, one promise at a time, and some seed finds it."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from nvpool.base.errors import StaleEpoch
+from nvpool.cluster import embedded
+from nvpool.kv import shipping
+from nvpool.meta import gate, records
+from nvpool.store import chain, resync, service, tenure
+from nvpool.store.memory import MemoryChunkStore
+from nvpool.testing.sim import members
+from nvpool.testing.sim import pool as sim_pool
+from nvpool.testing.sim.scenario import simulate
+
+
+def found(seeds, **named) -> list[str]:
+    """What the first of these seeds meets that meets anything."""
+    for seed in seeds:
+        problems, _ = simulate(seed, **named)
+        if problems:
+            return problems
+    return []
+
+
+def test_a_store_that_forgets_what_it_said_was_flushed(monkeypatch):
+    class Forgetful(MemoryChunkStore):
+        async def flush(self):
+            pass  # claims it
+
+    def died(self, process, before=sim_pool.SimPool._died):
+        if process.name.startswith("target"):
+            self.stores[int(process.name[7:])].crash()
+        before(self, process)
+
+    monkeypatch.setattr(sim_pool, "MemoryChunkStore", Forgetful)
+    monkeypatch.setattr(sim_pool.SimPool, "_died", died)
+    assert any("block" in problem for problem in found(range(1, 13), replicas=1))
+
+
+def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
+    async def bury(member, before=members.bury):
+        await before(member)
+        member._options.engine.floor._drive.lose_power(random.Random(1))
+
+    monkeypatch.setattr(sim_pool, "bury", bury)
+    assert found(range(1, 13), standbys=0, kinds={"kill": 1}, of="meta")
+
+
+def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
+    monkeypatch.setattr(gate.Gate, "open", lambda self: not self.closed)
+    assert found(range(1, 13), standbys=1, kinds={"stop_asked": 1}, of="meta")
+
+
+def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
+    monkeypatch.setattr(tenure.Tenure, "holds", lambda self: True)
+    assert found(range(1, 13), replicas=2, kinds={"isolate": 1}, of="target")
+
+
+def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
+    def ship(self, peer, group, before=shipping.Shipping._ship):
+        before(self, peer, group)
+        peer.acked = max(peer.acked, peer.sent)
+        self._settle()
+
+    monkeypatch.setattr(shipping.Shipping, "_ship", ship)
+    assert found(range(1, 13), standbys=1, kinds={"fade": 1}, of="meta")
+
+
+def test_a_slot_whose_record_is_not_kept(monkeypatch):
+    monkeypatch.setattr(records, "encode_slot",
+                        lambda sequence, waits_for, answer, before=records.encode_slot: before(0, waits_for, answer))
+    assert found(range(1, 13), standbys=0, kinds={"die": 1}, of="meta")
+
+
+def test_a_store_that_does_not_compare_epochs(monkeypatch):
+    monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
+    monkeypatch.setattr(chain, "judge", lambda place, held, offer, before=chain.judge:
+                        before(place, held, offer._replace(epoch=place.epoch) if place is not None else offer))
+    assert found(range(1, 13), replicas=2, of="target")
+
+
+def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
+    def differing(there, here, has_cut, before=resync._differing):
+        copies, removals = before(there, here, has_cut)
+        return copies[1:], removals
+
+    monkeypatch.setattr(resync, "_differing", differing)
+    assert found(range(1, 13), replicas=2, of="target")
+
+
+def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch):
+    async def replaced(self, new, leader=None, before=embedded.EmbeddedCoordinator.replace):
+        while True:
+            try:
+                return await before(self, msgspec.structs.replace(new, epoch=self.pool_map.epoch + 1), leader)
+            except StaleEpoch:
+                pass  # and tries the same map as the next one
+
+    monkeypatch.setattr(embedded.EmbeddedCoordinator, "replace", replaced)
+    assert found(range(1, 13), standbys=2, replicas=2, kinds={"kill_node": 1})
