@@ -304,26 +304,26 @@ class StoreService:
             else:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
         if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
-            self._later(call, self._read_decided(call, reads, owners, verify))
+            self._later(call, self._read_decided(call, epoch, reads, owners, verify))
         else:
-            self._begin_read(call, reads, owners, verify)
+            self._begin_read(call, epoch, reads, owners, verify)
 
-    async def _read_decided(self, call: Call, reads: bytes, owners: list[int], verify: bool) -> None:
+    async def _read_decided(self, call: Call, epoch: int, reads: bytes, owners: list[int], verify: bool) -> None:
         """What others may have read by now must not be read here as it was before."""
         await self.replica.decided([fields[:2] for fields in READ.iter_unpack(reads)], call.deadline_s)
         if not call.cancelled:
-            self._begin_read(call, reads, owners, verify)
+            self._begin_read(call, epoch, reads, owners, verify)
 
-    def _begin_read(self, call: Call, reads: bytes, owners: list[int], verify: bool) -> None:
+    def _begin_read(self, call: Call, epoch: int, reads: bytes, owners: list[int], verify: bool) -> None:
         batch = self.store.read_now(reads, owners, verify)
         if batch.missed:
             self._check_room()
             self._reads.add(call)
-            self.store.begin_finish(batch, partial(self._read_came, call, batch))
+            self.store.begin_finish(batch, partial(self._read_came, call, epoch, reads, batch))
         else:
-            self._answer_read(call, batch)
+            self._answer_read(call, epoch, reads, batch)
 
-    def _read_came(self, call: Call, batch: ReadBatch, error: BaseException | None) -> None:
+    def _read_came(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None) -> None:
         if call not in self._reads:
             return  # we were closed, and it was told so
         self._reads.remove(call)
@@ -332,11 +332,13 @@ class StoreService:
         try:
             if error is not None:
                 raise error
-            self._answer_read(call, batch)
+            self._answer_read(call, epoch, reads, batch)
         except Exception as error:  # the border, as in _answered
             call.fail(error)
 
-    def _answer_read(self, call: Call, batch: ReadBatch) -> None:
+    def _answer_read(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch) -> None:
+        if epoch != self._epoch:  # while it waited for a write or the drive, chains may have gone on without us
+            self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         if self.tenure.shared:
             self.tenure.check()
         call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.base.errors import Busy, ChecksumMismatch, NoSpace
+from nvpool.base.errors import Busy, ChecksumMismatch, NoSpace, StaleEpoch
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import hedging as hedging_module
@@ -25,6 +25,7 @@ from nvpool.store.allocator import Transaction
 from nvpool.store.chunkstore import ALL_INODES
 from nvpool.store.reads import READ
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.codec import encode_read_request
 from nvpool.wire.v1.wire_pb2 import Method
 
 ME = Caller(1000, 1000)
@@ -284,6 +285,27 @@ async def test_a_read_at_the_head_waits_for_a_write_that_the_last_one_has_not_an
         await storing
         assert (await read_all((await pool.client("fourth", FAST)).vfs, inode, 12_000))[:3] == b"new"
         assert not pool.stores[head].replica.pending
+
+
+@in_loop
+async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_the_chain_meanwhile(tmp_path):
+    async with made(tmp_path, memory=True) as (pool, vfs):
+        handle = await written(vfs, b"file", b"old" * 4000)
+        inode, file = handle.file.inode, handle.file
+        head, last = pool.pool_map.chain(2, chain_of(inode, 0)).targets
+        pool.hold(last, Method.DATA_PEER_WRITE)
+        await vfs.write(handle, 0, b"new")
+        storing = asyncio.create_task(vfs.fsync(handle, False))
+        await pool.until(lambda: pool.held[last])
+        message = encode_read_request(pool.pool_map.epoch, head, [file.grant], READ.pack(inode, 0, 0, 4096, 0, 0), False)
+        reading = asyncio.create_task(vfs.chunks._dialer.call(
+            pool.pool_map.target_by_id[head].endpoints, Method.DATA_READ, message, deadline_s=vfs.clock.boottime_s() + 60))
+        await pool.until(lambda: pool.asked[head, Method.DATA_READ])
+        await pool.change_map(lambda pool_map: without(pool_map, head))  # what was written since is not known there
+        with pytest.raises(StaleEpoch):
+            await reading
+        pool.let_go(last)
+        await storing
 
 
 @in_loop
