@@ -3,7 +3,8 @@
 The first line is {"nvpool_dump": 1, "shard": …}; each further one a record with "type": inode, dentry, xattr, orphan,
 collect, intent, identity, bounds, counts, damaged; or raw, with key and value in hex, for what can not be read. Numbers are
 integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else the field ends in _hex. Lines
-come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a load.
+come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a load. So is
+what is under way between shards: a change of that moment may be there by half, and is mended after the load.
 The identity holds the pool's name key, without which nobody can make names that collide: keep dumps as private as the pool.
 
 A dump shows one moment (a snapshot of the engine), read in steps while the shard serves. A load wants an empty shard.
@@ -22,7 +23,7 @@ from nvpool.meta import records
 from nvpool.meta.records import HASH_AT, NAME_AT
 
 DUMP_FORMAT = 1
-LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK))
+LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK, records.HELD, records.DECIDED))
 STEP_LIMIT, STEP_LIMIT_MAX = 1000, 10_000
 STEP_BYTES = 4 << 20
 """A step ends when its lines have so many bytes: attributes may have 64 KiB each, a payload 32 MiB."""
@@ -224,7 +225,7 @@ def parse(payload: bytes, first: bool) -> Iterator[tuple[bytes, bytes]]:
             line = msgspec.json.decode(text, type=dict)
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"a line of the dump is no JSON object: {error}: {text[:200]!r}") from None
-        if first:
+        if first or "nvpool_dump" in line:  # once for each shard of the pool that was dumped
             if line.get("nvpool_dump") != DUMP_FORMAT:
                 raise WrongFormat(f"a dump begins with nvpool_dump {DUMP_FORMAT}, not with {text[:100]!r}")
             first = False

@@ -13,34 +13,41 @@ number; records that can not be read are laid aside under their key (records.dam
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from nvpool.base.errors import CorruptRecord, InvalidRequest, NotFound, NvpoolError, WrongShard
-from nvpool.base.ids import ROOT_INODE, counter_of
+from nvpool.base.errors import CorruptRecord, NotFound, NvpoolError, WrongShard
+from nvpool.base.ids import ROOT_INODE, counter_of, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.logic.lockranges import Span
-from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
+from nvpool.meta.changes.mend import to_lost, without_dangling
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Sessions
 from nvpool.meta.locks import Owner
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
+from nvpool.meta.spanning.records import decode_decision, decode_held, id_of_key
 from nvpool.meta.view import Draft, View
+from nvpool.wire.sums import Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
 """Records in a step: five hundred hold the event loop for about five milliseconds."""
 ROOTED_MAX = 1_000_000
 """Directories remembered as being below the root, so that a climb is short."""
-LOST_AND_FOUND = b"lost+found"
 NAMES, SUBDIRS, ENTRIES = range(3)
 _NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
+
+
+Mend = Callable[..., Draft]
+"""(view, now_ns=) -> Draft"""
 
 
 class Problem(NamedTuple):
     kind: str
     text: str
     repaired: bool
+    inode: int = 0
 
 
 def _is_numbered(kind: int, key: bytes) -> bool:
@@ -53,7 +60,9 @@ class Fsck:
     """One run. `await step(limit)` until `done`; `problems` of a step are returned by it."""
 
     def __init__(self, kv: Kv, view: View, sessions: Sessions, collector: Collector,
-                 begin_cut: Callable[[int, records.Intent], object], clock_ns: Callable[[], int], repair: bool) -> None:
+                 begin_cut: Callable[[int, records.Intent], object], clock_ns: Callable[[], int], repair: bool,
+                 walk: bool = True) -> None:
+        """`walk` False: only `settle_sums` follows."""
         self._kv = kv
         self._view = view
         self._sessions = sessions
@@ -61,7 +70,12 @@ class Fsck:
         self._begin_cut = begin_cut
         self._clock_ns = clock_ns
         self._repair = repair
-        self._snapshot = kv.snapshot()
+        self._snapshot = kv.snapshot() if walk else None
+        self._names_of_others: dict[int, bytes] = {}  # inode -> key of a name that it has here
+        self.pending: list[tuple[int, Mend]] = []
+        """Mends that need other shards, with the places of their problems in this step's list."""
+        self.sums: list[Sum] = []
+        """Of this step: what one shard of several can not tell to be right."""
         self._problems: list[Problem] = []
         self._sums: dict[int, list[int]] = {}
         self._strays: dict[int, bytes] = {}
@@ -81,12 +95,12 @@ class Fsck:
             records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
             records.LOCK: self._lock, records.SESSION: self._session, records.SLOT: self._slot, records.COUNTS: self._counts,
             records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds,
-            records.DAMAGED: lambda key, raw: None}
+            records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED), self._spanning)}
 
     def step(self, limit: int) -> list[Problem]:
         """Check the next records. Without a wait inside: what is read here stays true to the end of the step."""
         limit = min(limit or STEP_LIMIT, STEP_LIMIT_MAX)
-        self._problems = []
+        self._problems, self.pending, self.sums = [], [], []
         if self._left is None:
             try:
                 pairs = self._snapshot.step(limit)
@@ -116,7 +130,11 @@ class Fsck:
             part = self._left[:limit]
             del self._left[:limit]
             for number in part:
-                self._settle(number)
+                if self._view.owners:
+                    self.sums.append(Sum(number, *self._sums.pop(number), self._names_of_others.get(number, b"")
+                                         or self._strays.get(number, b"")))
+                else:
+                    self._settle(number)
         else:
             if not self._unread:
                 self._settle_count()
@@ -124,7 +142,30 @@ class Fsck:
         return self._problems
 
     def close(self) -> None:
-        self._snapshot.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    def settle_sums(self, sums: list[Sum]) -> list[Problem]:
+        """The sums of all shards together, of inodes of this one: what is wrong by them."""
+        self._problems, self.pending = [], []
+        for one in sums:
+            before = len(self._problems)
+            self._settle_sum(*one)
+            self._problems[before:] = [problem._replace(inode=one.inode) for problem in self._problems[before:]]
+        return self._problems
+
+    def _settle_sum(self, number: int, names: int, subdirs: int, entries: int, key: bytes) -> None:
+        inode = self._current(number)
+        if inode is None:
+            if names > 0 and key:
+                self._found("dentry", f"entry {key[NAME_AT:]!r} of directory {records.directory_of_key(key)} names inode "
+                                      f"{number}, which is not there",
+                            lambda: self._decided(partial(without_dangling, number=number, key=key)))
+            return
+        if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
+            self._strays[number] = key
+        self._sums[number] = [names, subdirs, entries]
+        self._settle(number)
 
     # -- reporting and repairing -------------------------------------------------------------------------------------
 
@@ -221,13 +262,16 @@ class Fsck:
             self._lay_aside(key, raw, f"entry {name!r} of directory {directory}: {error}",
                             lambda: self._less(directory, False))
             return
-        inode = self._current(number)
+        elsewhere = self._view.is_elsewhere(partition_of(number))
+        inode = self._current(number) if not elsewhere else None
         if inode is not None:
             kind = inode.kind
+        if elsewhere:
+            self._names_of_others[number] = key
         self._sum(number, NAMES, 1)
         self._sum(directory, SUBDIRS, 1 if kind == 4 else 0)
-        if self._kv.get(key) != raw:
-            return
+        if self._kv.get(key) != raw or elsewhere or self._view.is_elsewhere(partition_of(directory)):
+            return  # the sums of all shards tell what is wrong with it
         here = f"entry {name!r} of directory {directory}"
         if inode is None or number == ROOT_INODE:
             self._found("dentry", f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
@@ -397,6 +441,14 @@ class Fsck:
         except CorruptRecord as error:
             self._found("undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)])
 
+    def _spanning(self, key: bytes, raw: bytes) -> None:
+        """A hold or a decision. One that lives ends by itself, as soon as the shards concerned can be asked."""
+        try:
+            id_of_key(key)
+            (decode_held if records.kind_of(key) == records.HELD else decode_decision)(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+
     def _bounds(self, key: bytes, raw: bytes) -> None:
         try:
             bound = records.decode_bounds(raw).inode
@@ -440,9 +492,11 @@ class Fsck:
         elif names > 0 and not inode.links:
             self._found("links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2))
         elif names > 0 and stray is not None:
-            self._found("dentry", f"directory {number} has {names + 1} names",
+            others = self._view.is_elsewhere(records.partition_of_key(stray))
+            self._found("dentry", f"directory {number} has {names + 1} names", None if others else
                         lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)])
-        elif stray is not None and self._kv.get(stray) is not None:
+        elif stray is not None and (self._kv.get(stray) is not None
+                                    or self._view.is_elsewhere(records.partition_of_key(stray))):
             def adopt() -> list:
                 now = self._current(number)
                 now.parent = records.directory_of_key(stray)
@@ -496,44 +550,21 @@ class Fsck:
         """Move the entry `key` (None: it has none) of the inode to /lost+found."""
         if inode is None:
             raise NotFound("it is gone")
-        draft = Draft(self._view, self._clock_ns())
-        lost = self._lost_and_found(draft)
-        for attempt in range(100):
-            name = b"#%d" % inode.number if not attempt else b"#%d.%d" % (inode.number, attempt)
-            partition, _, lost_key = self._view.place(lost, name)
-            if self._kv.get(lost_key) is None:
-                break
-        else:
-            raise InvalidRequest("lost+found has a hundred entries for it already")
-        draft.effects[lost_key] = records.encode_dentry(partition, inode.number, inode.kind)
-        if key is not None:
-            draft.effects[key] = None
-        lost.size += 1
-        if inode.is_directory:
-            inode.parent = lost.number
-            lost.links += 1
-            self._rooted.discard(inode.number)
-        draft.inodes[inode.number] = inode
-        draft.stamp(inode)
-        draft.stamp(lost, content=True)
+        self._rooted.discard(inode.number)
+        return self._decided(partial(to_lost, number=inode.number, key=key))
+
+    def _decided(self, decide: Mend) -> list:
+        """Make what is decided; where it needs other shards, after this step."""
+        try:
+            draft = decide(self._view, now_ns=self._clock_ns())
+        except WrongShard:
+            self.pending.append((len(self._problems), decide))
+            return []
         self._kv.apply(list(draft.finish().items()), reclaims=True)
         if draft.born:
             self._view.next_number += 1
             self._view.inode_count += 1
         return []
-
-    def _lost_and_found(self, draft: Draft) -> Inode:
-        root = draft.directory(ROOT_INODE)
-        partition, name_hash, key = self._view.place(root, LOST_AND_FOUND)
-        raw = self._kv.get(key)
-        if raw is not None:
-            return draft.entered(records.decode_dentry(partition, raw)[0])
-        lost = draft.birth(partition_of_directory(name_hash), mode=0o40700, links=2, parent=ROOT_INODE)
-        draft.effects[key] = records.encode_dentry(partition, lost.number, 4)
-        root.size += 1
-        root.links += 1
-        draft.stamp(root, content=True)
-        return lost
 
     def _check_rooted(self, number: int) -> None:
         """Climb from the directory to the root; a loop is cut by moving the directory to /lost+found."""

@@ -36,6 +36,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
 from nvpool.meta.cuts import Cuts
+from nvpool.meta.fsck import Mend
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
@@ -269,6 +270,7 @@ class MetaService(Answers):
             wire.META_COLLECT: self._collect,
             wire.META_NAMES: self._names,
             wire.META_FSCK: self._fsck,
+            wire.META_FSCK_SUMS: self._fsck_sums,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
@@ -383,6 +385,24 @@ class MetaService(Answers):
                 coordinator.end(span)
 
         self._spanning.begin(call, (session.number, index), carry_out)
+
+    async def _mend(self, decide: Mend) -> None:
+        """Make a change over several shards that no client has asked for."""
+        coordinator = self._spanning.coordinator
+        span = coordinator.begin(0)
+        try:
+            draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+            while self._kv.full or self._view.next_number >= self._numbers.bounds.inode:
+                await (self._kv.room() if self._kv.full else self._numbers.more())
+                draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+            effects, decision = coordinator.split(span, draft)
+            self._kv.apply(list(effects.items()), reclaims=True)
+            coordinator.committed(span, decision)
+            if draft.born:
+                self._view.next_number += 1
+                self._view.inode_count += 1
+        finally:
+            coordinator.end(span)
 
     def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
         """See Watches.recall: for a change that another shard decides on behalf of that client."""

@@ -13,10 +13,10 @@ from typing import Any
 from nvpool.base.errors import Busy, InUse, InvalidRequest
 from nvpool.meta import queries
 from nvpool.meta.fsck import Fsck
-from nvpool.meta.identity import take_identity
+from nvpool.meta.identity import has_root, take_identity
 from nvpool.meta.listing import attributes, listing
 from nvpool.meta.spanning.holds import Held
-from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step
+from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step, settle_sums
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -92,14 +92,18 @@ class Answers:
             work.close()
             raise
 
+    def _make_fsck(self, repair: bool, walk: bool = True) -> Fsck:
+        return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair, walk)
+
     def _fsck(self, call: Call) -> None:
         request = pb.FsckRequest.FromString(call.message)
+        self._answer(call, fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
+                     self._watches.end_all if request.repair else None)
 
-        def make(repair: bool) -> Fsck:
-            return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair)
-
-        self._answer(call, fsck_step(self._runs, request, self._kv, self._view,
-                                     self._numbers, make), self._watches.end_all if request.repair else None)
+    def _fsck_sums(self, call: Call) -> None:
+        request = pb.FsckSumsRequest.FromString(call.message)
+        self._answer(call, settle_sums(request, self._kv, self._make_fsck(request.repair, walk=False), self._mend),
+                     self._watches.end_all if request.repair else None)
 
     def _dump(self, call: Call) -> None:
         answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
@@ -114,7 +118,8 @@ class Answers:
                 raise InUse("a load wants an empty shard that nobody has mounted")
             self._state = "loading"
             self._runs.end_all()
-            self._loading = Load(self._kv, take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns()))
+            identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
+            self._loading = Load(self._kv, identity, self._view, has_root(self._shard, self._map))
             await self._loading.begin()
         load = self._loading
         if load is None:

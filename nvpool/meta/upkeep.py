@@ -7,16 +7,18 @@ memory: after a restart of the shard they begin anew (StaleCursor). Owned by `me
 from __future__ import annotations
 
 import struct
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import InUse, InvalidRequest, StaleCursor
+from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, StaleCursor
 from nvpool.base.ids import ROOT_INODE
 from nvpool.kv.contract import Kv
 from nvpool.meta import dump, records
-from nvpool.meta.fsck import Fsck
+from nvpool.meta.fsck import Fsck, Mend, Problem
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.view import View
+from nvpool.wire.sums import pack_sums, unpack_sums
 from nvpool.wire.v1 import meta_pb2 as pb
 
 RUNS_MAX = 3
@@ -91,7 +93,14 @@ class Runs:
             self._end(number)
 
 
-async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any) -> Answer:
+SUMS_MAX = 1000
+
+Carry = Callable[[Mend], Awaitable[None]]
+"""Carries out what a check mends over several shards; any NvpoolError."""
+
+
+async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any,
+                    carry: Carry) -> Answer:
     while kv.full:
         await kv.room()
     if request.cursor:
@@ -109,10 +118,32 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
         counter, work.counter_max = work.counter_max, 0
         view.next_number = max(view.next_number, counter + 1)
         await numbers.raise_above(counter)
-    reply = pb.FsckReply(checked=work.checked)
-    for problem in problems:
-        reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired)
+    reply = pb.FsckReply(checked=work.checked, sums=pack_sums(work.sums))
+    await _tell_problems(reply, work, problems, carry)
     return runs.stepped(number, run, Answer(reply), work.done)
+
+
+async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Carry) -> Answer:
+    """What is wrong by the sums that all shards have of inodes of this one."""
+    sums = unpack_sums(request.sums)
+    if len(sums) > SUMS_MAX:
+        raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
+    while kv.full:
+        await kv.room()
+    reply = pb.FsckReply(done=True)
+    await _tell_problems(reply, work, work.settle_sums(sums), carry)
+    return Answer(reply)
+
+
+async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[Problem], carry: Carry) -> None:
+    for at, decide in work.pending:
+        problem = problems[at]
+        try:
+            await carry(decide)
+        except NvpoolError as error:
+            problems[at] = problem._replace(repaired=False, text=f"{problem.text}; not repaired: {error}")
+    for problem in problems:
+        reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired, inode=problem.inode)
 
 
 def dump_step(runs: Runs, request: pb.DumpRequest, kv: Kv, shard: int) -> Answer:
@@ -130,11 +161,15 @@ def dump_step(runs: Runs, request: pb.DumpRequest, kv: Kv, shard: int) -> Answer
 
 
 class Load:
-    """A load under way: the shard holds nothing that can be relied on until it ends."""
+    """A load under way: the shard holds nothing that can be relied on until it ends. Of several shards each is given what a
+    dump of any division has, or its own part of one that was divided alike, and keeps what is its own."""
 
-    def __init__(self, kv: Kv, identity: records.Identity) -> None:
+    def __init__(self, kv: Kv, identity: records.Identity, view: View, has_root: bool) -> None:
         self._kv = kv
         self._identity = identity
+        self._view = view
+        self._has_root = has_root
+        self._inodes = 0
         self._bounds = records.Bounds(0, 0)
         self.records = 0
 
@@ -151,6 +186,10 @@ class Load:
     async def take(self, payload: bytes, first: bool) -> None:
         batch: list[tuple[bytes, bytes | None]] = []
         for key, raw in dump.parse(payload, first):
+            if not key[0] & 0x80:
+                if self._view.is_elsewhere(records.partition_of_key(key)):
+                    continue
+                self._inodes += records.kind_of(key) == records.INODE
             self.records += 1
             if key == records.IDENTITY_KEY:
                 found = records.decode_identity(raw)
@@ -162,6 +201,8 @@ class Load:
             else:
                 if key == records.COUNTS_KEY:
                     records.decode_counts(raw)  # a start could not read it
+                    if self._view.owners:
+                        continue  # of another part
                 elif (kind := records.kind_of(key)) >= records.SHARD and kind != records.DAMAGED:
                     raise InvalidRequest(f"a dump has no record with the key {key.hex()}")
                 batch.append((key, raw))
@@ -175,8 +216,10 @@ class Load:
         fsck's to check, which whoever loads runs next: it needs the whole, and more time than a request has."""
         raw = self._kv.get(records.inode_key(ROOT_INODE))
         root = records.decode_inode(ROOT_INODE, raw) if raw is not None else None
-        if root is None or not root.is_directory or root.links < 2:
+        if self._has_root and (root is None or not root.is_directory or root.links < 2):
             raise InvalidRequest("the dump has no root directory; it is not whole")
+        if self._view.owners:
+            await self._apply([(records.COUNTS_KEY, records.encode_counts(self._inodes))])
         await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
                            (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
         await self._kv.sync()

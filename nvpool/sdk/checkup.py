@@ -1,13 +1,14 @@
 """fsck of a whole pool, while it serves: the metadata, the metadata against the stores, and every block of the stores.
 
-Three passes. *Metadata*: each shard checks its own records in steps. *Chunks*: each target names the inodes that it has chunks
-of; they must exist, lie in a chain of this target, and not know a later cut than their inode. What belongs to no inode may be
-waiting for the collector, so that is run before anything is called a problem. *Blocks*: each target reads everything and
-compares checksums, and its index with its free map.
+Three passes. *Metadata*: each shard checks its own records in steps; what they say of one another's inodes is laid together
+here. *Chunks*: each target names the inodes that it has chunks of; they must exist, lie in a chain of this target, and not know
+a later cut than their inode. What belongs to no inode may be waiting for the collector, so that is run before anything is
+called a problem. *Blocks*: each target reads everything and compares checksums, and its index with its free map.
 
 Called by `nvpool fsck`. Without `repair` nothing is changed (the collector only does what it would do anyway). With it shards
 mend what they can, and chunks of files that are gone for certain are removed; a bad block can not be mended from one replica:
-the file has to be restored. Memory is bounded by the problems found, of which the first are kept.
+the file has to be restored. Memory is bounded by the problems found, of which the first are kept, and in a pool of several
+shards by the inodes with names on another one (directories, and files that were moved): a hundred bytes each.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import NamedTuple
 from nvpool.base import grants
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
+from nvpool.base.ids import partition_of
 from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.describe import chunks_on
+from nvpool.wire.sums import Sum, pack_sums, unpack_sums
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
 RECORDS_A_STEP = 5000
@@ -31,6 +34,8 @@ INODES_A_STEP = 1000
 BLOCKS_A_STEP = 4096
 """16 MiB: a step that a store can answer between two requests of others."""
 ASKED_AT_ONCE = 32
+AGAIN_S = 1.0
+"""Before shards are walked again: what was under way between them is over by then."""
 PROBLEMS_KEPT_MAX = 10_000
 COLLECTIONS_MAX = 100
 REMOVAL_GRANT_MS = 60_000
@@ -85,8 +90,7 @@ async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool =
 
 async def check_metadata(client, checkup: Checkup, *, repair: bool = False) -> None:
     """The first pass alone, as `check` runs it."""
-    for shard in client.pool_map.shards:
-        await _Check(client, checkup, repair, None).metadata(shard.id)
+    await _Check(client, checkup, repair, None).metadata()
 
 
 class _Check:
@@ -105,8 +109,7 @@ class _Check:
             status = await self._asking.target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
                                                data_pb2.DataStatusReply)
             self._checkup.blocks_total += status.used_bytes >> 12
-        for shard in self._map.shards:
-            await self.metadata(shard.id)
+        await self.metadata()
         self._checkup.stage = "chunks"
         for target in targets:
             await self._chunks(target)
@@ -116,15 +119,57 @@ class _Check:
                 await self._blocks(target)
             await self._name_files()
 
-    async def metadata(self, shard: int) -> None:
-        cursor, done, before = b"", False, self._checkup.records
-        while not done:
-            request = meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP, repair=self._repair)
-            reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
-            self._checkup.records = before + reply.checked  # the shard counts from the beginning of its walk
-            for problem in reply.problems:
-                self._checkup.note(Problem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
-            cursor, done = reply.cursor, reply.done
+    async def metadata(self) -> None:
+        """Each shard by itself; then what one alone can not tell: the sums that they have of one another's inodes.
+
+        They are walked one after the other while names move between them. So what is found between them is told, and mended,
+        where another walk finds it again.
+        """
+        sums = await self._walk_all(self._repair, tell=True)
+        suspects = {(found.inode, found.text) for found in await self._settle(sums, repair=False)}
+        if not suspects:
+            return
+        await asyncio.sleep(AGAIN_S)
+        sums = await self._walk_all(repair=False, tell=False)
+        again = {found.inode: sums[found.inode] for found in await self._settle(sums, repair=False)
+                 if (found.inode, found.text) in suspects}
+        for problem in await self._settle(again, self._repair):
+            self._checkup.note(problem._replace(inode=0))  # of names, not of bytes
+
+    async def _walk_all(self, repair: bool, tell: bool) -> dict[int, Sum]:
+        """The sums of all shards; what they found by themselves is noted where it is to be told."""
+        sums: dict[int, Sum] = {}
+        before = self._checkup.records if tell else 0
+        for shard in self._map.shards:
+            cursor, done, checked = b"", False, 0
+            while not done:
+                request = meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP, repair=repair)
+                reply, _ = await self._asking.shard(shard.id, wire_pb2.META_FSCK, request, meta_pb2.FsckReply)
+                checked = reply.checked  # since the beginning of its walk
+                for one in unpack_sums(reply.sums):
+                    sums[one.inode] = one.plus(sums[one.inode]) if one.inode in sums else one
+                if tell:
+                    self._checkup.records = before + checked
+                    for problem in reply.problems:
+                        self._checkup.note(Problem(problem.kind, f"shard {shard.id}", problem.text, problem.repaired))
+                cursor, done = reply.cursor, reply.done
+            before += checked
+        return sums
+
+    async def _settle(self, sums: dict[int, Sum], repair: bool) -> list[Problem]:
+        """What is wrong by the sums, as those say who have the inodes."""
+        by_shard: dict[int, list[Sum]] = {}
+        owners = self._map.shard_of_partition
+        for one in sums.values():
+            if partition_of(one.inode) < len(owners):
+                by_shard.setdefault(owners[partition_of(one.inode)], []).append(one)
+        found = []
+        for shard, some in sorted(by_shard.items()):
+            for first in range(0, len(some), INODES_A_STEP):
+                request = meta_pb2.FsckSumsRequest(sums=pack_sums(some[first:first + INODES_A_STEP]), repair=repair)
+                reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
+                found += [Problem(one.kind, f"shard {shard}", one.text, one.repaired, one.inode) for one in reply.problems]
+        return found
 
     # -- metadata against stores -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The file of `nvpool dump`: all metadata records of a pool at one moment, and back.
 
     line 1     "nvpool dump 1\\n"
-    line 2     one JSON object: pool, name, settings, shards, software, made_ms
+    line 2     one JSON object: pool, name, settings, shards, partitions, software, made_ms
     frames     shard u32 · length u32 · CRC32C of the records u32, little-endian · records (as in ARCHITECTURE.md)
     end        0xFFFFFFFF u32 · 8 u32 · CRC32C u32 · count of all records u64
 
@@ -27,6 +27,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, InvalidRequest, NvpoolError, WrongFormat, from_os_error
 from nvpool.base.version import VERSION
 from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import PoolMap
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.checkup import Checkup, Problem, check_metadata
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX
@@ -105,7 +106,8 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
     part = f"{path}.part-{os.getpid()}"
     pool_map, asking, count = client.pool_map, Asking(client), 0
     header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
-              "shards": [shard.id for shard in pool_map.shards], "software": f"nvpool {VERSION}",
+              "shards": [shard.id for shard in pool_map.shards],
+              "partitions": _division(pool_map), "software": f"nvpool {VERSION}",
               "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
     try:
         with open(part, "xb") as file:  # noqa: ASYNC230 - a process of its own that does nothing else
@@ -176,8 +178,9 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
 async def load(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> Loaded:
     """Put the records of the dump `path` into the pool, which must be empty.
 
-    The whole file is checked first: WrongFormat, CorruptRecord, or InvalidRequest when the pool has other shards or settings,
-    and nothing is changed. What the shard refuses (a pool that is not empty) comes as its error. When a load is broken off the
+    The pool may be divided over shards in another way than the one that was dumped: then each shard is sent all of it.
+    The whole file is checked first: WrongFormat, CorruptRecord, or InvalidRequest when the pool has other settings, and nothing
+    is changed. What the shard refuses (a pool that is not empty) comes as its error. When a load is broken off the
     pool is half loaded: destroy it and begin again. Behind the last record the pool serves, and is checked and mended
     (`nvpool fsck --repair` does it again, should this end before), and the contents of some files are looked for.
     """
@@ -186,10 +189,9 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
         with open(path, "rb") as file:  # noqa: ASYNC230
             header = read_header(file)
             begin = file.tell()
-            for what, here in (("shards", [shard.id for shard in pool_map.shards]),
-                               ("settings", msgspec.to_builtins(pool_map.settings))):
-                if header.get(what) != here:
-                    raise InvalidRequest(f"the dump is of a pool with the {what} {header.get(what)}, this one has {here}")
+            here = msgspec.to_builtins(pool_map.settings)
+            if header.get("settings") != here:
+                raise InvalidRequest(f"the dump is of a pool with the settings {header.get('settings')}, this one has {here}")
             last: dict[int, int] = {}
             for at, (shard, _) in enumerate(frames(file)):
                 last[shard] = at
@@ -197,10 +199,19 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
                 raise CorruptRecord("the dump has records of a shard that its header does not name")
             file.seek(begin)
             taken: dict[int, int] = {}
+            alike = _divided_alike(header, pool_map)
+            everybody = tuple(shard.id for shard in pool_map.shards)
+            end = max(last.values(), default=-1)
+
+            async def give(to: int, records: bytes, at_end: bool) -> None:
+                request = meta_pb2.LoadRequest(first=to not in taken, last=at_end)
+                taken[to] = taken.get(to, 0)
+                reply, _ = await asking.shard(to, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
+                taken[to] = reply.records  # of the whole load so far
+
             for at, (shard, records) in enumerate(frames(file)):
-                request = meta_pb2.LoadRequest(first=shard not in taken, last=last[shard] == at)
-                reply, _ = await asking.shard(shard, wire_pb2.META_LOAD, request, meta_pb2.LoadReply, (records,))
-                taken[shard] = reply.records  # of the whole load so far
+                await asyncio.gather(*(give(to, records, at == (last[shard] if alike else end))
+                                       for to in ((shard,) if alike else everybody)))
                 loaded.records = sum(taken.values())
                 on_records(loaded.records)
                 sample.look(records)
@@ -209,6 +220,18 @@ async def load(client, path: str, on_records: Callable[[int], None] = lambda cou
     await _settle(client, loaded)
     await asyncio.gather(*[_look_for(asking, file, loaded) for file in sample.files()])
     return loaded
+
+
+def _divided_alike(header: dict[str, Any], pool_map: PoolMap) -> bool:
+    """Whether each shard of the pool has the partitions of the one with its number in the pool that was dumped."""
+    if len(pool_map.shards) == 1:
+        return header["shards"] == [pool_map.shards[0].id]
+    return (header["shards"] == [shard.id for shard in pool_map.shards]
+            and header.get("partitions") == _division(pool_map))
+
+
+def _division(pool_map: PoolMap) -> list[list[int]]:
+    return [[part.first, part.count, part.shard] for part in pool_map.partitions]
 
 
 async def _settle(client, loaded: Loaded) -> None:

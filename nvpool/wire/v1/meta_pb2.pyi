@@ -755,27 +755,39 @@ class FsckRequest(_message.Message):
     repair: bool
     def __init__(self, cursor: _Optional[bytes] = ..., limit: _Optional[int] = ..., repair: _Optional[bool] = ...) -> None: ...
 
+class FsckSumsRequest(_message.Message):
+    __slots__ = ("sums", "repair")
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    sums: bytes
+    repair: bool
+    def __init__(self, sums: _Optional[bytes] = ..., repair: _Optional[bool] = ...) -> None: ...
+
 class FsckProblem(_message.Message):
-    __slots__ = ("kind", "text", "repaired")
+    __slots__ = ("kind", "text", "repaired", "inode")
     KIND_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
     kind: str
     text: str
     repaired: bool
-    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., repaired: _Optional[bool] = ...) -> None: ...
+    inode: int
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., repaired: _Optional[bool] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class FsckReply(_message.Message):
-    __slots__ = ("cursor", "done", "checked", "problems")
+    __slots__ = ("cursor", "done", "checked", "problems", "sums")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     cursor: bytes
     done: bool
     checked: int
     problems: _containers.RepeatedCompositeFieldContainer[FsckProblem]
-    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., checked: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[FsckProblem, _Mapping]]] = ...) -> None: ...
+    sums: bytes
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., checked: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[FsckProblem, _Mapping]]] = ..., sums: _Optional[bytes] = ...) -> None: ...
 
 class MetaStatusRequest(_message.Message):
     __slots__ = ()

@@ -61,6 +61,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_STATUS: _ClassVar[Method]
     META_COLLECT: _ClassVar[Method]
     META_NAMES: _ClassVar[Method]
+    META_FSCK_SUMS: _ClassVar[Method]
     META_SHIP: _ClassVar[Method]
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
@@ -129,6 +130,7 @@ META_FSCK: Method
 META_STATUS: Method
 META_COLLECT: Method
 META_NAMES: Method
+META_FSCK_SUMS: Method
 META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method
