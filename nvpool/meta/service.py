@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
+    Busy,
     Draining,
     Fenced,
     InvalidRequest,
@@ -374,8 +375,12 @@ class MetaService(Answers):
                         await wait()
                     else:
                         effects, decision = coordinator.split(span, draft)
-                        self._commit(call, draft, session, slot, index, sequence, effects,
-                                     partial(coordinator.committed, span, decision))
+                        try:
+                            self._commit(call, draft, session, slot, index, sequence, effects,
+                                         partial(coordinator.committed, span, decision))
+                        except (Refused, Busy):
+                            coordinator.not_written(span)
+                            raise
                         return
             except Refused as error:
                 if sequence > slot.sequence:
@@ -396,7 +401,11 @@ class MetaService(Answers):
                 await (self._kv.room() if self._kv.full else self._numbers.more())
                 draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
             effects, decision = coordinator.split(span, draft)
-            self._kv.apply(list(effects.items()), reclaims=True)
+            try:
+                self._kv.apply(list(effects.items()), reclaims=True)
+            except (Refused, Busy):
+                coordinator.not_written(span)
+                raise
             coordinator.committed(span, decision)
             if draft.born:
                 self._view.next_number += 1

@@ -22,12 +22,13 @@ SHARDS = (1, 2, 3)
 class Names:
     """A pool of three shards, and a directory below the root on each of them: `at[shard]`."""
 
-    def __init__(self, **pool_options) -> None:
+    def __init__(self, options: ClientOptions = OPTIONS, **pool_options) -> None:
+        self.options = options
         self.pool = LocalPool(shards=len(SHARDS), **pool_options)
 
     async def __aenter__(self) -> Names:
         await self.pool.__aenter__()
-        self.vfs = (await self.pool.client("first", OPTIONS)).vfs
+        self.vfs = (await self.pool.client("first", self.options)).vfs
         self.at = {shard: await self.directory(shard) for shard in SHARDS}
         return self
 

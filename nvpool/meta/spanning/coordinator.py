@@ -238,7 +238,8 @@ class Coordinator:
     # -- from the decision on --------------------------------------------------------------------------------------------
 
     def split(self, span: Span, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
-        """Our effects of the draft, with the decision among them, which is None where nobody else has anything to do."""
+        """Our effects of the draft, with the decision among them, which is None where nobody else has anything to do. Who
+        can not write them says `not_written` where that is certain: an engine that fails may have."""
         ours: dict[bytes, bytes | None] = {}
         others: dict[int, list[Effect]] = {}
         owners = self._view.owners
@@ -251,6 +252,7 @@ class Coordinator:
         draft.orphans = [number for number in draft.orphans if owners[partition_of(number)] == self._shard]
         if not others and span.turn in (0, self._shard):
             return ours, None
+        span.decided = True  # from here on only who knows that it was not written may say so
         turn = NO_TURN
         if span.turn == self._shard:
             turn = TURN_HERE
@@ -261,11 +263,14 @@ class Coordinator:
         ours[decided_key(span.id)] = encode_decision(decision)
         return ours, decision
 
+    def not_written(self, span: Span) -> None:
+        """The engine has refused the change that `split` has told: nothing of it is anywhere."""
+        span.decided = False
+
     def committed(self, span: Span, decision: Decision | None) -> None:
         """The change that `split` has told has just been made. Others are told from here on."""
         if decision is None:
             return
-        span.decided = True
         self.decided += 1
         self._decisions[span.id] = decision
         for shard in span.shards - decision.effects.keys():
