@@ -25,6 +25,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import (
     Busy,
     ChecksumMismatch,
+    CorruptRecord,
     DeadlineExceeded,
     DriveFailed,
     NvpoolError,
@@ -100,7 +101,8 @@ class Pending:
 class ChainWrites:
     """`place_of(table, inode, index)`: where this target stands in the chunk's chain; `ask_map`: learn of a newer map, now or
     soon; `fetch(table, inode, index, target)`: make the chunk here what it is at that target; `mend(inode, index, block)`:
-    write a damaged block anew from another member, whether that was done."""
+    write a damaged block anew from another member, whether that was done; `rebuild(inode, index, table)`: likewise a chunk that
+    can not be read."""
 
     def __init__(self, store: ChunkStore, target: int, peers: Peers, clock: Clock, *,
                  place_of: Callable[[int, int, int], Place | None], ask_map: Callable[[], None]):
@@ -112,6 +114,8 @@ class ChainWrites:
         self._ask_map = ask_map
         self.fetch: Callable[[int, int, int, int], Awaitable[None]] | None = None
         self.mend: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self.rebuild: Callable[[int, int, int], Awaitable[bool]] | None = None
+        self._rebuilding: dict[Name, asyncio.Task[bool]] = {}
         self.pending: dict[Name, Pending] = {}
         self._turns: dict[Name, deque[asyncio.Future]] = {}
         self._led_bytes = 0
@@ -183,7 +187,12 @@ class ChainWrites:
                 if place is None or not place.is_head:
                     raise WrongTarget(f"target {self._target} is not the head of the chain of chunk {write.index} of inode "
                                       f"{write.inode}")
-                held = self._held(write.name)
+                try:
+                    held = self._held(write.name)
+                except CorruptRecord:
+                    if not await self._rebuilt(write):
+                        raise
+                    continue
                 if was_done(held, write.request):
                     return held.version
                 if write.cut < held.cut:
@@ -210,7 +219,11 @@ class ChainWrites:
         if link >> 32 == self._links.get(offer.sender, 0) >> 32 and link < self._links[offer.sender]:
             raise StaleEpoch("this came over a connection that was given up")  # behind what came over its successor
         self._links[offer.sender] = link
-        place, held = self._place_of(write.table, *write.name), self._held(write.name)
+        try:
+            place, held = self._place_of(write.table, *write.name), self._held(write.name)
+        except CorruptRecord:
+            self._rebuilt(write)
+            raise Busy("the chunk can not be read here", retry_after_s=0.1) from None
         answer, version = judge(place, held, offer)
         if answer is Answer.NEW_EPOCH:
             self._ask_map()
@@ -298,6 +311,17 @@ class ChainWrites:
                 if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
                     raise
         return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums)
+
+    def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
+        """One for all who ask meanwhile."""
+        task = self._rebuilding.get(write.name)
+        if task is None:
+            task = self._rebuilding[write.name] = self._own(self._rebuild(write))
+            task.add_done_callback(lambda done: (self._rebuilding.pop(write.name), done.cancelled() or done.exception()))
+        return task
+
+    async def _rebuild(self, write: Write) -> bool:
+        return self.rebuild is not None and await self.rebuild(write.inode, write.index, write.table)
 
     def _end(self, pending: Pending, outcome: int | Exception) -> None:
         if self.pending.get(pending.write.name) is pending:

@@ -384,6 +384,18 @@ class ChunkStore(Protocol):
         before the one that failed may have been done.
         """
 
+    def unreadable(self, inode: int, index: int) -> bool:
+        """Whether a record of the chunk can not be read."""
+
+    async def install_over(self, copy: ChunkCopy) -> bool:
+        """Make a chunk that is unreadable what its copy says, unless a cut of its inode is known here that the copy does not
+        know, or the other way round; whether that was done. As `install` in all else."""
+
+    def note(self) -> bytes:
+        """What `keep_note` was last given, b"" for nothing: kept as other changes are."""
+
+    def keep_note(self, raw: bytes) -> None: ...
+
     async def discard(self, inode: int, index: int) -> int:
         """Remove the chunk, also one that can not be read; the bytes that it occupied. The inode's cut stays. Not flushed."""
 

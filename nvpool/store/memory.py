@@ -74,6 +74,7 @@ class MemoryChunkStore:
         self._bad: dict[tuple[int, int, int], str] = {}
         self.fenced_because = ""
         self.verifier = 1
+        self._note = b""
         self.fail_syncs = 0
         self.fail_writes: list[NvpoolError] = []
 
@@ -439,6 +440,18 @@ class MemoryChunkStore:
         cut, floor = self._inodes.get(known.inode, (0, 0))
         if known.cut > cut or known.floor > floor:
             self._inodes[known.inode] = max(cut, known.cut), max(floor, known.floor)
+
+    def unreadable(self, inode: int, index: int) -> bool:
+        return False  # there are no records
+
+    async def install_over(self, copy: ChunkCopy) -> bool:
+        return False
+
+    def note(self) -> bytes:
+        return self._note
+
+    def keep_note(self, raw: bytes) -> None:
+        self._note = raw
 
     async def discard(self, inode: int, index: int) -> int:
         self._refuse_when_fenced()

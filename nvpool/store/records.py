@@ -12,6 +12,7 @@
     d group u32                                           changes of that bitmap since, at most 24
     b inode u64 · chunk u32 · block u32                   a block found bad (text)
     V                                                     the store's verifier: see verifier.py
+    W                                                     how far reading everything has come: JSON, see rounds.py
     L, h number u64                                       what may still be read by clients of the host: lend.py, held_key
     r inode u64 · chunk u32 · segment u8                  a replayed segment record with blocks that did not reach the
                                                           drive: rejected u64 (bit n: block n), record; see recovery.py
@@ -75,6 +76,7 @@ _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 IDENTITY_KEY = b"F"
 FLUSHED_KEY = b"S"
+NOTE_KEY = b"W"
 
 
 class Segment:

@@ -1,4 +1,5 @@
-"""Blocks that do not fit their checksums any more are fetched from another member of their chain and written anew.
+"""Blocks that do not fit their checksums any more are fetched from another member of their chain and written anew; and chunks
+of which a record can not be read, as a whole.
 
 The checksum that this store has for the block decides, not a version: bytes that fit it are the block. Readers go to another
 target meanwhile; the block is never shown. What no other member has either stays bad, and is asked for again later and later.
@@ -39,6 +40,7 @@ class Repair:
         self._wake = asyncio.Event()
         self._task: asyncio.Task | None = None
         self.repaired_blocks = 0
+        self.rebuilt_chunks = 0
         store.on_bad = self._wake.set
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -79,6 +81,10 @@ class Repair:
         """Those of the blocks that are good now. Fenced, NoSpace, DriveFailed of this store."""
         found = []
         for one in bad:
+            if self._store.unreadable(one.inode, one.index):
+                if await self.rebuilt(one.inode, one.index):
+                    found.append(one)
+                continue
             for source in self._sources(one):
                 if await self._mend(one, source):
                     found.append(one)
@@ -88,6 +94,33 @@ class Repair:
     async def mended(self, inode: int, index: int, block: int) -> bool:
         """Whether this block is good now. Errors as of `repaired`."""
         return bool(await self.repaired([BadBlock(inode, index, block, "")]))
+
+    async def rebuilt(self, inode: int, index: int, table: int = 0) -> bool:
+        """Whether the chunk, of which a record could not be read, can be now: another target that holds the chain gave all of
+        it. Of which table it is the others know, where it is not told. While it can not be read here no write of it is decided
+        without us: so what the others have is what the chain has. Errors as of `repaired`."""
+        for one in [table] if table else sorted(self._map.table_by_id if self._map is not None else ()):
+            chain = self._map.chain(one, chain_of(inode, index))
+            if self._target not in chain.targets:
+                continue
+            for source in reversed(chain.targets):
+                if source == self._target:
+                    continue
+                try:
+                    (found, *_), _ = await self._others.fetch(source, [(inode, index, one)])
+                except NvpoolError as error:
+                    log.info("target %d: chunk %d of inode %d is not to be had from target %d: %s", self._target, index, inode,
+                             source, error)
+                    continue
+                await self._throttle.take(len(found.copy.content))
+                if found.damage is not None or not found.copy.version or found.copy.bad or found.copy.table != one:
+                    continue
+                if not self._store.unreadable(inode, index) or await self._store.install_over(found.copy):
+                    self.rebuilt_chunks += 1
+                    log.warning("target %d: chunk %d of inode %d, which could not be read, is a copy of target %d's now",
+                                self._target, index, inode, source)
+                    return True
+        return False
 
     def _sources(self, one: BadBlock) -> list[tuple[int, int]]:
         """(target, table) to ask: the other holders of the chunk's chain, nearest to the tail first."""

@@ -79,10 +79,15 @@ class Scrub:
                 segments = []
                 for key, raw in pairs:
                     try:
-                        segments.append((key, decode_segment(key, raw)[0]))
+                        segment, head = decode_segment(key, raw)
+                        if head is None and not split_segment_key(key)[2]:
+                            raise CorruptRecord(f"the record {key.hex()} of a chunk has no head")
+                        segments.append((key, segment))
                     except (CorruptRecord, WrongFormat) as error:
                         self._blind()  # it names blocks, and nobody knows which
                         problems.append(str(error))
+                        inode, index, number = split_segment_key(key)
+                        store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
                 for key, segment in segments:  # all before the first await: later the index may say otherwise
                     self._against_map(key, segment, repair, problems, mended)
                 for key, segment in segments:
@@ -109,6 +114,7 @@ class Scrub:
                 return [], b""
             inode, index, number = split_segment_key(error.key)
             problems.append(f"segment {number} of chunk {index} of inode {inode} can not be read: {error}")
+            self._store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
             return kv.scan(first, error.key, _READ_BLOCKS // 64), error.key
 
     def _against_map(self, key: bytes, segment: Segment, repair: bool, problems: list[str], mended: list[str]) -> None:

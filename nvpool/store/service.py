@@ -108,7 +108,8 @@ class StoreService:
         self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
                                                          bytes_per_s=resync_bytes_per_s, busy=lambda: self.waiting)
         if self.upkeep is not None and self.replica.writes is not None:
-            self.replica.writes.fetch, self.replica.writes.mend = self.upkeep.resync.pull, self.upkeep.repair.mended
+            writes, repair = self.replica.writes, self.upkeep.repair
+            writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
         self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,

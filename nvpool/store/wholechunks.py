@@ -19,7 +19,7 @@ from nvpool.base.errors import Busy, CorruptRecord
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.kv.contract import Effect
 from nvpool.logic.chainset import ChainSet
-from nvpool.store import trim
+from nvpool.store import rebuild, trim
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import (
     CHUNK_BLOCKS_MAX,
@@ -32,6 +32,7 @@ from nvpool.store.chunkstore import (
 )
 from nvpool.store.index import SEGMENTS_MAX
 from nvpool.store.records import (
+    NOTE_KEY,
     SEGMENT_BITS,
     SEGMENT_BLOCKS,
     TABLE_MAX,
@@ -251,12 +252,15 @@ class WholeChunks:
             self.write_runs(runs, [copy.content])
 
     def _name_copy(self, transaction: Transaction, copy: ChunkCopy) -> None:
-        """The one change that makes the chunk what the copy says."""
-        inode, index = copy.inode, copy.index
-        effects: dict[bytes, bytes | None] = {}
-        for _, key, raw in self.index.records(inode, index, SEGMENTS_MAX + 1, index + 1):
-            effects[key] = None
+        gone: dict[bytes, bytes | None] = {}
+        for _, key, raw in self.index.records(copy.inode, copy.index, SEGMENTS_MAX + 1, copy.index + 1):
+            gone[key] = None
             transaction.free_places(decode_segment(key, raw)[0].disk)
+        self.name_copy(transaction, copy, gone)
+
+    def name_copy(self, transaction: Transaction, copy: ChunkCopy, effects: dict[bytes, bytes | None]) -> None:
+        """The one change that makes the chunk what the copy says, in place of the records that `effects` removes."""
+        inode, index = copy.inode, copy.index
         if copy.version:
             head = Head(copy.version, copy.cut, copy.requests, copy.table)
             for number, segment in _segments(copy, transaction.taken):
@@ -280,6 +284,19 @@ class WholeChunks:
         if known.cut <= now.cut and known.floor <= now.floor:
             return None
         return InodeRecord(max(known.cut, now.cut), max(known.floor, now.floor), known.chunk_bits or now.chunk_bits)
+
+    def unreadable(self, inode: int, index: int) -> bool:
+        return rebuild.is_unreadable(self, inode, index)
+
+    async def install_over(self, copy: ChunkCopy) -> bool:
+        self.refuse_when_fenced()
+        return await rebuild.install_over(self, copy)
+
+    def note(self) -> bytes:
+        return self.kv.get(NOTE_KEY) or b""
+
+    def keep_note(self, raw: bytes) -> None:
+        self.kv.apply([(NOTE_KEY, raw)], reclaims=True)
 
     async def discard(self, inode: int, index: int) -> int:
         self.refuse_when_fenced()

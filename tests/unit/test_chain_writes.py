@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from nvpool.base.errors import Busy, ChecksumMismatch, NoSpace, StaleEpoch
+from nvpool.base.errors import Busy, ChecksumMismatch, CorruptRecord, NoSpace, StaleEpoch
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import hedging as hedging_module
@@ -23,7 +23,8 @@ from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap, changed
 from nvpool.store.allocator import Transaction
 from nvpool.store.chunkstore import ALL_INODES
-from nvpool.store.reads import READ
+from nvpool.store.reads import READ, RESULT
+from nvpool.store.records import encode_segment, segment_key
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.codec import encode_read_request
 from nvpool.wire.v1.wire_pb2 import Method
@@ -438,3 +439,57 @@ async def test_a_part_of_a_block_that_is_damaged_everywhere_is_not_written(tmp_p
         await vfs.write(handle, 4096, b"w" * 4096)
         await vfs.fsync(handle, False)
         assert await read_all(vfs, inode, 20_000) == b"x" * 4096 + b"w" * 4096 + b"x" * (20_000 - 8192)
+
+
+def lose_record(pool: LocalPool, target: int, inode: int, index: int) -> None:
+    """The record of a chunk can not be read any more: it has no head."""
+    store = pool.stores[target].store
+    segment = store.index.segment(store.index.chunk(inode, index), 0)
+    store.kv.apply([(segment_key(inode, index, 0), encode_segment(segment, None, 0, 0))])
+    store.index.forget(inode, index)
+
+
+@pytest.mark.parametrize("who", ["head", "last"])
+@pytest.mark.parametrize("found_by", ["read", "scrub", "write"])
+@in_loop
+async def test_a_chunk_whose_record_can_not_be_read_is_made_anew_from_another_member(tmp_path, who, found_by):
+    async with made(tmp_path, 2) as (pool, vfs):
+        content = random.Random(4).randbytes(200_000)
+        handle = await written(vfs, b"file", content)
+        inode = handle.file.inode
+        chain = pool.pool_map.table_by_id[2].chains[chain_of(inode, 0)].targets
+        target = chain[0] if who == "head" else chain[-1]
+        store = pool.stores[target].store
+        lose_record(pool, target, inode, 0)
+        with pytest.raises(CorruptRecord):
+            store.state(inode, 0)
+        assert store.unreadable(inode, 0)
+        if found_by == "read":
+            batch = store.read_now(READ.pack(inode, 0, 0, 4096, 0, 0), [ALL_INODES])
+            assert RESULT.unpack_from(batch.results)[0] == CorruptRecord.wire_code
+        elif found_by == "scrub":
+            assert (await store.scrub(b"", 1 << 14)).problems
+        else:
+            await vfs.write(handle, 5000, b"w" * 10)
+            await vfs.fsync(handle, False)
+            content = content[:5000] + b"w" * 10 + content[5010:]
+        await pool.until(lambda: not store.unreadable(inode, 0) and not store.bad_blocks())
+        check_replicas(pool, inode, range(1), 2)
+        assert (await store.fetch(inode, 0)).content[:200_000] == content
+        other = await pool.client("second", FAST)
+        assert await read_all(other.vfs, inode, len(content)) == content
+
+
+@in_loop
+async def test_a_chunk_whose_record_can_not_be_read_stays_so_where_nobody_else_has_it(tmp_path):
+    async with made(tmp_path, 2, targets=2) as (pool, vfs):
+        handle = await written(vfs, b"file", b"x" * 9000)
+        inode = handle.file.inode
+        for target in (1, 2):
+            lose_record(pool, target, inode, 0)
+        for target in (1, 2):
+            assert not await pool.stores[target].upkeep.repair.rebuilt(inode, 0)
+            assert pool.stores[target].store.unreadable(inode, 0)
+        other = await pool.client("second", FAST._replace(deadline_s=1.0))
+        with pytest.raises(CorruptRecord):
+            await read_all(other.vfs, inode, 9000)
