@@ -96,6 +96,11 @@ class StoreSection(msgspec.Struct, frozen=True):
     resync_bytes_s: Annotated[int, Meta(
         ge=MIB, le=TIB, extra=_BYTES, description="bytes a second that a target copies from others to catch up; less "
                                                   "while requests wait")] = 128 * MIB
+    scrub_interval_s: Annotated[float, Meta(
+        ge=0, le=366 * 86400, description="from one round of scrubbing, in which everything is read and compared, to the next; "
+                                          "0: only when `nvpool scrub` says so")] = 7 * 86400.0
+    scrub_bytes_s: Annotated[int, Meta(
+        ge=64 * KIB, le=TIB, extra=_BYTES, description="bytes a second of such a round; less while requests wait")] = 32 * MIB
     short_cut: Annotated[bool, Meta(
         description="let mounts and programs of this node read the drives themselves; never with direct")] = True
     short_cut_group: Annotated[str, Meta(

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
     "fsck": ("nvpool.cli.fsck:fsck", "Check a pool, and repair it."),
+    "scrub": ("nvpool.cli.scrub:scrub", "Have everything that is stored read and compared."),
     "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
     "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
     "bench": ("nvpool.cli.bench:bench", "Measure a pool."),

@@ -83,7 +83,8 @@ async def _open(opened: Opened) -> StoreService:
                      refresh_map=lambda: service.update_map(read_map(opened.directory)),
                      handover_path=path_beside(paths[0]) if paths else "",
                      handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
-                     resync_bytes_per_s=configured.resync_bytes_s, on_fail=opened.fail,
+                     resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
+                     scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail,
                      tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender))
     service.follow(opened)
     return service

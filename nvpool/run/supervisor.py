@@ -46,7 +46,10 @@ from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
+from nvpool.run.losses import Losses
 from nvpool.run.renewing import keep_renewed
+from nvpool.run.scrubbing import Scrubbing
+from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.tokens import TOKEN_S, address_of, now_ms
@@ -94,6 +97,8 @@ class Supervisor:
                                              lambda: read_grant_key(directory), lambda: self.leading.manager is not None)
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
                               end=self._end_target)
+        self._scrubbing = Scrubbing(lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
+        self._losses = Losses(directory)
         self._progress = Progress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
@@ -342,7 +347,8 @@ class Supervisor:
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
         verbs = self._drives.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
-                                      "member-remove": self._change_member_remove} | (self._etcd.verbs if self._etcd else {})
+                                      "member-remove": self._change_member_remove, "scrub": self._scrubbing.order}
+        verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
         try:
@@ -427,6 +433,8 @@ class Supervisor:
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += self._etcd.problems() if self._etcd is not None else []
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
+        if until_s > SYSTEM_CLOCK.boottime_s():
+            problems += await self._losses.told(pool_map)
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
                      f"umount {state.mountpoint}" for state in dead.values()]
@@ -486,7 +494,7 @@ class Supervisor:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
                      "writes": reply.writes, "host_full": reply.host_full,
-                     "counters": dict(reply.counters),
+                     "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}
             if reply.fenced_because:

@@ -26,6 +26,7 @@ from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.describe import chunks_on
+from nvpool.sdk.lost import lost_files
 from nvpool.wire.sums import Sum, pack_sums, unpack_sums
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
@@ -95,7 +96,7 @@ async def check_metadata(client, checkup: Checkup, *, repair: bool = False) -> N
 
 class _Check:
     def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
-        self._vfs = client.vfs
+        self._client, self._vfs = client, client.vfs
         self._asking = Asking(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK)
         self._map = client.pool_map
@@ -111,6 +112,7 @@ class _Check:
             self._checkup.blocks_total += status.used_bytes >> 12
         await self.metadata()
         self._checkup.stage = "chunks"
+        await self._lost()
         for target in targets:
             await self._chunks(target)
         if scrub:
@@ -252,6 +254,12 @@ class _Check:
         except NvpoolError:
             return False
         return not [chunk async for chunk in chunks_on(self._asking, target, inode)]
+
+    async def _lost(self) -> None:
+        """Files of which the last copy is gone with its drives."""
+        async for path, inode, chunks in lost_files(self._client):
+            self._checkup.note(Problem("lost", f"inode {inode}", f"{chunks} of its chunks were on lost drives only (file "
+                                                                 f"{printable(path)})"))
 
     # -- every block -----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from nvpool.store.lend import encode_said
 from nvpool.store.peers import Dialer, Write, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
+from nvpool.store.rounds import INTERVAL_S, SCRUB_BYTES_PER_S
 from nvpool.store.tenure import Tenure
 from nvpool.store.upkeep import RESYNC_BYTES_PER_S, Upkeep
 from nvpool.store.writes import WRITE, WriteBatch
@@ -78,6 +79,7 @@ class StoreService:
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
+                 scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
                  on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None):
         """`refresh_map` is called when a request knows a newer map; it calls update_map, now or later. At `handover_path`
         processes of this user, and of the group, are given descriptors for the short cut. Without a `dialer` this store takes
@@ -106,7 +108,8 @@ class StoreService:
         self._giving = giving = Giving(store, self.replica, target, parse=self._parse, authority=self._authority,
                                        later=self._later, busy=lambda: self.waiting)
         self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
-                                                         bytes_per_s=resync_bytes_per_s, busy=lambda: self.waiting)
+                                                         bytes_per_s=resync_bytes_per_s, scrub_interval_s=scrub_interval_s,
+                                                         scrub_bytes_per_s=scrub_bytes_per_s, busy=lambda: self.waiting)
         if self.upkeep is not None and self.replica.writes is not None:
             writes, repair = self.replica.writes, self.upkeep.repair
             writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
@@ -116,7 +119,7 @@ class StoreService:
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
             Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
-            Method.DATA_PEER_WRITE: self._peer_write,
+            Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: self._scrub_order,
             Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch,
         }
 
@@ -568,6 +571,14 @@ class StoreService:
                               bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
         call.reply(reply.SerializeToString())
 
+    def _scrub_order(self, call: Call) -> None:
+        request = self._parse(pb.ScrubOrderRequest, call)
+        self._authority(request.authority)
+        if self.upkeep is None:
+            raise NotSupported("this store does nothing by itself")
+        self.upkeep.rounds.order(request.order)
+        call.reply(pb.ScrubOrderReply(map_epoch=self._epoch, scrubbing=self.upkeep.rounds.told()).SerializeToString())
+
     def _status(self, call: Call) -> None:
         self._parse(pb.DataStatusRequest, call)
         status = self.store.status()
@@ -576,6 +587,7 @@ class StoreService:
         status["chunks"] = max(0, status["chunks"])
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
+            status["scrubbing"] = self.upkeep.rounds.told()
         reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
                                    bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
         call.reply(reply.SerializeToString())

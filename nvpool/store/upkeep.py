@@ -1,5 +1,5 @@
 """What a store does for its chains beside serving: it catches up with those that it joins, gives up the chunks of those that it
-left, and has its bad blocks repaired by the others.
+left, reads everything once in a while, and has its bad blocks repaired by the others.
 
 Made by store/service; what it tells goes to whoever reports to the manager.
 """
@@ -17,6 +17,7 @@ from nvpool.store.others import OtherTargets
 from nvpool.store.peers import Dialer
 from nvpool.store.repair import Repair
 from nvpool.store.resync import Resync
+from nvpool.store.rounds import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
 from nvpool.store.strays import Strays
 from nvpool.store.throttle import Throttle
 
@@ -26,7 +27,8 @@ RESYNC_BYTES_PER_S = 128 * MIB
 
 class Upkeep:
     def __init__(self, store: ChunkStore, target: int, dialer: Dialer, secret: bytes, clock: Clock, *,
-                 bytes_per_s: float = RESYNC_BYTES_PER_S, busy: Callable[[], bool] = bool,
+                 bytes_per_s: float = RESYNC_BYTES_PER_S, scrub_interval_s: float = INTERVAL_S,
+                 scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
                  on_fail: Callable[[str], None] = lambda reason: None) -> None:
         """`busy`: whether clients' requests wait here. `on_fail` is told when a part of it has died of a fault in itself."""
         self.others = OtherTargets(dialer, secret, clock)
@@ -35,6 +37,8 @@ class Upkeep:
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
         self.strays = Strays(store, target, clock, self.throttle, on_fail)
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
+        self.rounds = Rounds(store, target, self.repair, clock, busy, interval_s=scrub_interval_s,
+                             bytes_per_s=scrub_bytes_per_s, on_fail=on_fail)
 
     def update_map(self, pool_map: PoolMap) -> None:
         self.others.update_map(pool_map)
@@ -42,11 +46,13 @@ class Upkeep:
         self.resync.update_map(pool_map)
         self.strays.update_map(pool_map)
         self.repair.update_map(pool_map)
+        self.rounds.start()
 
     def counters(self) -> dict[str, float]:
         """For the status: of what there is to tell."""
         progress = self.resync.progress
-        found = {"repaired_blocks": self.repair.repaired_blocks, "strays_removed": self.strays.removed_chunks}
+        found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
+                 "strays_removed": self.strays.removed_chunks}
         if progress.chains:
             found |= {f"resync_{name}": value for name, value in asdict(progress).items() if name != "waits_for"}
         return {name: float(value) for name, value in found.items()}
@@ -54,4 +60,5 @@ class Upkeep:
     async def close(self) -> None:
         await self.resync.close()
         await self.strays.close()
+        await self.rounds.close()
         await self.repair.close()

@@ -99,3 +99,33 @@ def test_draining_moves_the_chains_of_every_replica_count(pool):
     assert client.read_bytes("/drained/file") == b"d" * 3_000_000 and client.read_bytes("/one") == b"1" * 3_000_000
     said = nvpool("drive", "drain", pool.path, "2")
     assert said.returncode == 1 and "the pool keeps 2 copies of each chunk" in said.stderr
+
+
+def test_files_whose_last_copy_is_gone_are_named(tmp_path):
+    with RealPool(tmp_path / "pool", sizes=(64 * MIB,) * 3, replicas=2) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect(60.0)
+        client.mkdir("/safe")
+        client.mkdir("/scratch")
+        assert nvpool("dir", "set", f"{pool.path}:/scratch", "--replicas", "1").returncode == 0
+        for name in ("/safe/file", "/scratch/large"):
+            client.write_bytes(name, os.urandom(8 * MIB))
+        client.write_bytes("/scratch/small", b"s" * 100)
+        inode, table = client.stat("/scratch/small").st_ino, pool.pool_map.table_by_id[1]
+        target = table.chains[chain_of(inode, 0)].targets[0]
+        pool.until(lambda: pool.status()["chains"]["full"] == 2048, "all chains have their copies", 60)
+        said = nvpool("drive", "remove", pool.path, target, "--lost", "--wait")
+        assert said.returncode == 1 and "--give-up" in said.stderr
+        said = nvpool("drive", "remove", pool.path, target, "--lost", "--give-up", "--json")
+        assert said.returncode == 0, said.stderr
+        problems = pool.until(lambda: [one for one in pool.status()["problems"] if "/scratch/small" in one],
+                              "status names the file", 60)
+        assert f"inode {inode}" in problems[0]
+        assert not any("/safe" in one for one in pool.status()["problems"])
+        pool.until(lambda: all(len(chain.targets) == 2 for chain in pool.pool_map.table_by_id[2].chains), "made again", 60)
+        said = nvpool("fsck", pool.path, "--json")
+        lost = [one for one in json.loads(said.stdout)["problems"] if one["kind"] == "lost"]
+        assert said.returncode == 4 and any("/scratch/small" in one["text"] for one in lost)
+        assert {one["kind"] for one in json.loads(said.stdout)["problems"]} == {"lost"}
+        assert len(client.read_bytes("/safe/file")) == 8 * MIB

@@ -480,6 +480,56 @@ class FetchReply(_message.Message):
     busy: bool
     def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FetchedChunk, _Mapping]]] = ..., busy: _Optional[bool] = ...) -> None: ...
 
+class Scrubbing(_message.Message):
+    __slots__ = ("state", "began_ms", "blocks", "blocks_total", "bad", "mended", "seconds_left", "next_ms", "last_began_ms", "last_ended_ms", "last_blocks", "last_bad", "last_mended")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    MENDED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_BEGAN_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ENDED_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_BAD_FIELD_NUMBER: _ClassVar[int]
+    LAST_MENDED_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    began_ms: int
+    blocks: int
+    blocks_total: int
+    bad: int
+    mended: int
+    seconds_left: float
+    next_ms: int
+    last_began_ms: int
+    last_ended_ms: int
+    last_blocks: int
+    last_bad: int
+    last_mended: int
+    def __init__(self, state: _Optional[str] = ..., began_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_total: _Optional[int] = ..., bad: _Optional[int] = ..., mended: _Optional[int] = ..., seconds_left: _Optional[float] = ..., next_ms: _Optional[int] = ..., last_began_ms: _Optional[int] = ..., last_ended_ms: _Optional[int] = ..., last_blocks: _Optional[int] = ..., last_bad: _Optional[int] = ..., last_mended: _Optional[int] = ...) -> None: ...
+
+class ScrubOrderRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "order")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    order: str
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., order: _Optional[str] = ...) -> None: ...
+
+class ScrubOrderReply(_message.Message):
+    __slots__ = ("map_epoch", "scrubbing")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBING_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    scrubbing: Scrubbing
+    def __init__(self, map_epoch: _Optional[int] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ...) -> None: ...
+
 class DataStatusRequest(_message.Message):
     __slots__ = ("target",)
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -487,7 +537,7 @@ class DataStatusRequest(_message.Message):
     def __init__(self, target: _Optional[int] = ...) -> None: ...
 
 class DataStatusReply(_message.Message):
-    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full")
+    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full", "scrubbing")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -510,6 +560,7 @@ class DataStatusReply(_message.Message):
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
     HOST_FULL_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBING_FIELD_NUMBER: _ClassVar[int]
     target: int
     state: str
     capacity_bytes: int
@@ -525,4 +576,5 @@ class DataStatusReply(_message.Message):
     direct: bool
     writes: str
     host_full: str
-    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ...) -> None: ...
+    scrubbing: Scrubbing
+    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ...) -> None: ...

@@ -25,6 +25,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_PEER_WRITE: _ClassVar[Method]
     DATA_VERSIONS: _ClassVar[Method]
     DATA_FETCH: _ClassVar[Method]
+    DATA_SCRUB_ORDER: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -94,6 +95,7 @@ DATA_COPY: Method
 DATA_PEER_WRITE: Method
 DATA_VERSIONS: Method
 DATA_FETCH: Method
+DATA_SCRUB_ORDER: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method

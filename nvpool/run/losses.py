@@ -1,0 +1,57 @@
+"""Which files are lost with drives that are gone, for `nvpool status`: the first ones that are found in a short time, and kept
+for a while. `nvpool fsck` names all. Called by run/supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import NvpoolError
+from nvpool.client.options import ClientOptions
+from nvpool.client.pathfinder import printable
+from nvpool.client.session import Client
+from nvpool.logic.poolmap import PoolMap
+from nvpool.sdk.lost import lost_chains, lost_files
+
+LOOK_S = 2.0
+FILES_MAX = 20
+KEPT_S = 60.0
+
+
+class Losses:
+    def __init__(self, directory: PoolDirectory) -> None:
+        self._directory = directory
+        self._looking = asyncio.Lock()
+        self._found: list[str] = []
+        self._of_epoch = -1
+        self._until_s = 0.0
+
+    async def told(self, pool_map: PoolMap) -> list[str]:
+        """Sentences; none where nothing is lost."""
+        chains = lost_chains(pool_map)
+        if not chains:
+            return []
+        count = sum(map(len, chains.values()))
+        async with self._looking:
+            if self._of_epoch != pool_map.epoch or self._until_s < SYSTEM_CLOCK.boottime_s():
+                self._found = []
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._look()
+                except (TimeoutError, NvpoolError):
+                    pass  # what was found in time
+                self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
+            return [f"{count} chains were on lost drives only: what files have in them is gone; `nvpool fsck` names all",
+                    *self._found]
+
+    async def _look(self) -> None:
+        client = await Client.open(os.fspath(self._directory.path), "status", ClientOptions(deadline_s=LOOK_S))
+        try:
+            async for path, inode, chunks in lost_files(client):
+                self._found.append(f"file {printable(path)}, inode {inode}: {chunks} of its chunks are lost")
+                if len(self._found) >= FILES_MAX:
+                    return
+        finally:
+            await client.close(0.5)

@@ -1,0 +1,107 @@
+"""Rounds of scrubbing: begun when due or ordered, paused, interrupted by deaths; what they find is mended from replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import InvalidRequest
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.logic.layout import chain_of
+from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.rounds import Rounds
+from nvpool.testing.contracts.chunkstore import put, some_bytes
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(1000, 1000)
+FAST = ClientOptions(deadline_s=30.0, short_cut=False)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.01)
+
+
+def run(work) -> None:
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+async def a_file(pool, length: int):
+    vfs = (await pool.client("first", FAST)).vfs
+    _, handle = await vfs.create(ROOT_INODE, b"file", 0o644, 2, ME)
+    await vfs.write(handle, 0, random.Random(1).randbytes(length))
+    await vfs.fsync(handle, False)
+    return handle
+
+
+def test_a_round_finds_what_is_rotten_and_has_it_mended():
+    async def main():
+        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+            handle = await a_file(pool, 2 * MIB)
+            target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
+            store, rounds = pool.stores[target].store, pool.stores[target].upkeep.rounds
+            store.flip(handle.inode, 3, 7)
+            assert rounds.told().state == "idle" and not rounds.told().last_ended_ms and rounds.told().next_ms
+            rounds.order("start")
+            began_ms = rounds.told().began_ms
+            rounds.order("start")
+            assert rounds.told().state == "running" and rounds.told().began_ms == began_ms
+            assert rounds.told().blocks_total == 512
+            await until(lambda: rounds.told().state == "idle")
+            told = rounds.told()
+            assert (told.last_blocks, told.last_bad, told.last_mended) == (512, 1, 1) and told.last_ended_ms >= began_ms
+            assert not store.bad_blocks()
+            with pytest.raises(InvalidRequest, match="start, pause, resume, stop"):
+                rounds.order("begin")
+    run(main())
+
+
+def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
+    async def main():
+        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+            await a_file(pool, 8 * MIB)
+            rounds = pool.stores[1].upkeep.rounds
+            rounds._throttle.bytes_per_s = 4 * MIB
+            rounds.order("start")
+            await until(lambda: rounds.told().blocks >= 512)
+            rounds.order("pause")
+            done = rounds.told().blocks
+            await pool.stop_store(1)
+            await pool.start_store(1)
+            rounds = pool.stores[1].upkeep.rounds
+            assert rounds.told().state == "paused" and done <= rounds.told().blocks < 2048 and not rounds.told().next_ms
+            rounds.order("resume")
+            await until(lambda: rounds.told().state == "idle")
+            assert rounds.told().last_blocks == 2048
+            rounds.order("start")
+            rounds.order("stop")
+            assert rounds.told().state == "idle" and rounds.told().last_blocks == 2048 and not rounds.told().began_ms
+    run(main())
+
+
+def test_a_round_begins_by_itself_when_it_is_due_and_not_while_it_is_paused():
+    async def main():
+        store = MemoryChunkStore()
+        for inode in range(1, 20):
+            await put(store, inode, 0, 0, some_bytes(9000))
+        rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1)
+        rounds.start()
+        await until(lambda: rounds.told().last_ended_ms)
+        first = rounds.told().last_ended_ms
+        assert rounds.told().last_blocks == 57
+        await until(lambda: rounds.told().last_ended_ms > first)
+        rounds.order("pause")
+        paused = rounds.told().last_ended_ms
+        await asyncio.sleep(0.5)
+        assert rounds.told().last_ended_ms == paused and rounds.told().state == "paused"
+        await rounds.close()
+        never = Rounds(MemoryChunkStore(), 1, None, SYSTEM_CLOCK, bool, interval_s=0)
+        assert not never.told().next_ms
+    run(main())
