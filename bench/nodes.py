@@ -207,8 +207,8 @@ def tls(directory: Path, options: argparse.Namespace) -> dict:
         both = {"TLS": secured, "plain text": plain}
         for made in both.values():
             made.write(options.file_mib)
-        for _ in range(options.rounds):
-            for name, made in both.items():
+        for turn in range(options.rounds):
+            for name, made in list(both.items())[::-1 if turn % 2 else 1]:
                 found = made.read(options.file_mib, options.seconds, block=MIB, in_flight=16)
                 rounds.add(f"{name}: 1 MiB, 16 in flight", found["bytes_rate"] / MIB, "MiB/s")
                 found = made.read(options.file_mib, options.seconds, verb="one", block=4 * KIB, in_flight=1)
@@ -232,8 +232,8 @@ def replicas(directory: Path, options: argparse.Namespace) -> dict:
             mounts["two nodes", count] = made.mount(made.clients[0]), made.clients[0].machine.command()
         for place, prefix in mounts.values():
             written(place / "read", options, prefix)
-        for _ in range(options.rounds):
-            for (where, count), (place, prefix) in mounts.items():
+        for turn in range(options.rounds):
+            for (where, count), (place, prefix) in list(mounts.items())[::-1 if turn % 2 else 1]:
                 found = loads.fio(place / "read", "randread", 4 * KIB, 16, options.seconds, size_bytes=options.file_mib * MIB,
                                   prefix=prefix)
                 rounds.add(f"{where}, {count}: random read, reads/s", found["rate"], "reads/s")

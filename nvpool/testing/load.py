@@ -2,21 +2,22 @@
 
 For fault tests and benches of failures: run one while daemons are killed, drives fill up or links break, then `verify`. Each
 thread owns what it changes and a model of it; an operation that returned is in the model, one that raised stops the thread and
-is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK, `Pauses` makes files
-and tells how long none could be made.
+is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK; `Pauses`
+makes, reads or writes without haste and tells how long it had to wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nvpool.base.checksum import crc32c
 
@@ -34,6 +35,7 @@ class _Worker(threading.Thread):
         self.operations = 0
         self.longest_s = 0.0
         """What the longest step took: the pause that an application saw."""
+        self.began = 0.0
         self.error: str | None = None
         self.doing = ""
 
@@ -41,9 +43,9 @@ class _Worker(threading.Thread):
         try:
             self.begin()
             while not self.stop.is_set():
-                began = time.monotonic()
+                self.began = time.monotonic()
                 self.step()
-                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                self.longest_s = max(self.longest_s, time.monotonic() - self.began)
                 self.operations += 1
             self.end()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
@@ -299,26 +301,102 @@ class ClientLoad(_Load):
         super().__init__([_Rewriting(connect, number, stop) for number in range(threads)], stop)
 
 
-class _Creating(_Worker):
-    """Makes empty files, one after the other, with a short rest between them."""
+class _Resting(_Worker):
+    """Rests between its steps, so that what it waits for is seen and not what it costs."""
 
-    def __init__(self, directory: Path, stop: threading.Event) -> None:
-        super().__init__("creating", 0, stop)
+    REST_S = 0.005
+
+    def __init__(self, name: str, directory: Path, stop: threading.Event) -> None:
+        super().__init__(name, 1, stop)
         self.directory = directory
 
     def step(self) -> None:
+        self.act()
+        self.stop.wait(self.REST_S)
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+
+class _Creating(_Resting):
+    """Makes empty files, one after the other."""
+
+    def act(self) -> None:
         self.doing = f"create {self.operations}"
         (self.directory / f"pause-{self.operations}").touch()
-        self.stop.wait(0.005)
 
     def verify(self) -> None:
         there = {name for name in os.listdir(self.directory) if name.startswith("pause-")}
         assert there == {f"pause-{number}" for number in range(self.operations)}
 
 
-class Pauses(_Load):
-    """The longest time for which no file could be made in this directory, as one thread sees it: `longest_s`."""
+class _Blocks(_Resting):
+    """Has a file of blocks, each with its place and a number in it."""
 
-    def __init__(self, directory: Path) -> None:
+    BLOCK, COUNT = 4096, 8192
+
+    def begin(self) -> None:
+        self.numbers = [0] * self.COUNT
+        self.path = self.directory / f"{self.name}.blocks"
+        with open(self.path, "xb") as file:
+            for place in range(self.COUNT):
+                file.write(self.content(place))
+            file.flush()
+            os.fsync(file.fileno())
+        self.file = os.open(self.path, os.O_RDWR | os.O_DIRECT)
+        self.buffer = mmap.mmap(-1, self.BLOCK)  # aligned, as O_DIRECT wants it
+
+    def content(self, place: int) -> bytes:
+        return (place.to_bytes(8, "little") + self.numbers[place].to_bytes(8, "little")) * (self.BLOCK // 16)
+
+    def end(self) -> None:
+        os.close(self.file)
+
+    def compare(self, place: int) -> None:
+        self.doing = f"read of block {place}"
+        assert os.preadv(self.file, [self.buffer], place * self.BLOCK) == self.BLOCK
+        assert self.buffer[:] == self.content(place), f"block {place} is not what was written"
+
+    def verify(self) -> None:
+        found = self.path.read_bytes()
+        wrong = [place for place in range(self.COUNT)
+                 if found[place * self.BLOCK:(place + 1) * self.BLOCK] != self.content(place)]
+        assert not wrong and len(found) == self.COUNT * self.BLOCK, f"{self.path}: blocks {wrong[:10]} are not what was written"
+
+
+class _Reading(_Blocks):
+    """Reads blocks at random, past the kernel's memory."""
+
+    def act(self) -> None:
+        self.compare(self.chance.randrange(self.COUNT))
+
+
+class _Writing(_Blocks):
+    """Writes blocks at random and flushes each."""
+
+    def act(self) -> None:
+        place = self.chance.randrange(self.COUNT)
+        self.numbers[place] += 1
+        self.doing = f"write of block {place}"
+        self.buffer[:] = self.content(place)
+        assert os.pwritev(self.file, [self.buffer], place * self.BLOCK) == self.BLOCK
+        os.fsync(self.file)
+
+
+class Pauses(_Load):
+    """One thread of each kind (create, read, write) in this directory, and the longest time that a step of one took:
+    `longest_s` of all, `taken` of each since it was asked last."""
+
+    KINDS: ClassVar = {"create": _Creating, "read": _Reading, "write": _Writing}
+
+    def __init__(self, directory: Path, kinds: tuple[str, ...] = ("create",)) -> None:
         stop = threading.Event()
-        super().__init__([_Creating(directory, stop)], stop)
+        super().__init__([self.KINDS[kind](kind, directory, stop) for kind in kinds], stop)
+
+    def taken(self) -> dict[str, float]:
+        """kind -> seconds of its longest step since the last call, that which it is in included."""
+        found = {}
+        for worker in self.workers:
+            found[worker.name] = max(worker.longest_s, time.monotonic() - worker.began if worker.began else 0.0)
+            worker.longest_s = 0.0
+        return found
