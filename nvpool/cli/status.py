@@ -21,10 +21,11 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
               drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
-              of a mount mountpoint, engine (kernel, pyfuse3)
+              scrub (see nvpool scrub status --json); of a mount mountpoint, engine (kernel, pyfuse3)
   drives      as `nvpool drive ls --json`
-  chains      total, full, fewer (than they shall have copies), without (any that serves), filling, to_copy (copies still to be
-              made), bytes_left (an estimate), seconds_left (null: not known), paused, limit_bytes_s
+  chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
+              serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
+              paused, limit_bytes_s
   problems    sentences; none when all is well
 
 \b

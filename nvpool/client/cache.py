@@ -31,7 +31,7 @@ class OpenInode:
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
                  "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
-                 "looking", "looking_s", "foreign", "lost", "untold", "fetching")
+                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -64,6 +64,7 @@ class OpenInode:
         self.foreign = False    # somebody else has changed it since who asks for locks last looked
         self.lost = False       # our locks on it ended before we gave them back: whoever has it open must open it anew
         self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
+        self.unsure = False     # its shard may have forgotten changes: the next number counts, lower or not
         self.fetching = None    # (change, future): the whole of a small file, on its way
 
     @property
@@ -157,7 +158,8 @@ class Cache:
             self.forget_whole(attr.inode)
         opened = self.open.get(attr.inode)
         if opened is not None:
-            if attr.change >= opened.attr.change:
+            if attr.change >= opened.attr.change or opened.unsure:
+                opened.unsure = False
                 if attr.change != opened.attr.change:
                     self.on_change(opened)
                 if attr.change > opened.attr.change + ours:
@@ -193,6 +195,18 @@ class Cache:
         for old in too_old(attrs, self._options.cached_entries):
             del attrs[old]
         return True
+
+    def begin_anew(self, concerns: Callable[[int], bool]) -> None:
+        """Of these inodes change numbers may have run backwards: what is told next is believed, whatever its number."""
+        for inode in [inode for inode in self._attrs if concerns(inode)]:
+            del self._attrs[inode]
+            self.leases.forget(inode)
+        for inode in [inode for inode in self._whole if concerns(inode)]:
+            self.forget_whole(inode)
+        for opened in self.open.values():
+            if concerns(opened.inode):
+                opened.attr_born_s, opened.unsure = NEVER_S, True
+                self.leases.forget(opened.inode)
 
     def forget_attr(self, inode: int) -> None:
         self.leases.forget(inode)

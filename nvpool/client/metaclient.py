@@ -46,6 +46,10 @@ RENEW_INODES_MAX = 16384
 """In one renewal; the rest goes with the next, at once."""
 
 
+_TELLS_WHO = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION))
+_ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
+
+
 class ShardSession:
     """The client's registration at one shard: its slots and what it has open there."""
 
@@ -55,6 +59,8 @@ class ShardSession:
         self.secret = b""
         self.lease_s = 60.0
         self.incarnation = 0
+        self.met: object = None                          # the connection over which that was told
+        self.meeting: asyncio.Task | None = None
         self.slots: deque[tuple[int, int]] = deque()     # free ones, with the last sequence that each has used
         self.waiting: deque[asyncio.Future] = deque()    # for a slot
         self.generation = 0                              # of the session: slots of an earlier one are not given back
@@ -91,6 +97,8 @@ class MetaClient:
         self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
         self.on_lost: Callable[[int], None] = lambda shard: None
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
+        self.on_restart: Callable[[int], None] = lambda shard: None
+        """Called when a shard is found to have begun anew, before it is believed again."""
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
         """Told of inodes on which leases have ended, which others are going to change."""
@@ -201,8 +209,25 @@ class MetaClient:
         connection = self._dialer.live(shard.endpoints)
         if connection is None:
             connection = await self._dialer.connect(shard.endpoints, deadline_s)
+        if state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
+            await self._meet(state, connection, deadline_s)
         reply = await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)
+        if method in _TELLS_WHO:
+            state.met = connection
         return reply.message
+
+    async def _meet(self, state: ShardSession, connection, deadline_s: float) -> None:
+        """At the other end there may be another process, with lower change numbers than we know: it says first who it is."""
+        if state.meeting is None or state.meeting.done():
+            state.meeting = asyncio.create_task(self._renew(state, deadline_s))
+            state.meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await asyncio.shield(state.meeting)
+        except StaleSession:
+            state.met = connection  # the request itself finds out, and begins another session
+        except Unavailable as error:
+            error.may_be_applied = False  # the request itself was not sent
+            raise
 
     def shard_of(self, inode: int) -> int:
         """The number of the shard that has the inode, and the names in it."""
@@ -327,6 +352,8 @@ class MetaClient:
         state.generation += 1
         state.lease_s = reply.lease_s or 60.0
         state.secret = reply.secret
+        if state.incarnation not in (0, reply.incarnation):
+            self.on_restart(state.shard)
         state.incarnation = reply.incarnation
         last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
         if state.earlier is None:
@@ -447,6 +474,7 @@ class MetaClient:
             await self._view.refresh()
         if reply.incarnation != state.incarnation:
             state.incarnation = reply.incarnation
+            self.on_restart(state.shard)
             if not again and state.open:
                 state.unnamed = True
                 await self._renew(state, deadline_s)
@@ -550,19 +578,18 @@ class MetaClient:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
         self._primaries.close()
-        for state in self._shards.values():
-            self.leases.end_all(state.watch)
-            for task in (state.renewal, state.releasing, state.opening, state.watching, state.telling):
-                if task is not None:
-                    task.cancel()
-            if not state.session or not say_so:
+        for one in self._shards.values():
+            self.leases.end_all(one.watch)
+            for task in filter(None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)):
+                task.cancel()
+            if not one.session or not say_so:
                 continue
             try:
-                request = meta_pb2.CloseSessionRequest(session=state.session)
-                await self._send(state, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
+                request = meta_pb2.CloseSessionRequest(session=one.session)
+                await self._send(one, wire_pb2.META_CLOSE_SESSION, request, deadline_s)
             except NvpoolError:
                 pass  # it ends by itself
-            state.session = 0
+            one.session = 0
 
 
 async def _nothing(inodes: list[int]) -> None:

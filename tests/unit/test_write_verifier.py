@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import WritesLost
+from nvpool.base.errors import NotFound, WritesLost
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import unflushed
@@ -249,3 +249,29 @@ async def test_a_store_that_could_not_vouch_for_itself_has_another_number_afterw
     store = await opened(doubted=True)
     assert store.verifier not in (0, number)
     await store.close()
+
+
+@in_loop
+async def test_a_shard_that_forgot_changes_is_believed_although_its_numbers_are_lower():
+    async with Losing(1) as one:
+        handle = await one.file(b"file", b"x" * 100)
+        attr = await one.vfs.getattr(handle.inode)
+        _, other = await one.vfs.create(ROOT_INODE, b"closed", 0o644, os.O_RDWR, ME)
+        await one.vfs.release(other)
+        kv = one.pool.kv
+        await kv.sync(kv.sequence)
+        for mode in (0o600, 0o640, 0o644, 0o666):
+            await one.vfs.setattr(handle.inode, mode=mode, caller=ME)
+            await one.vfs.setattr(other.inode, mode=mode, caller=ME)
+        assert (await one.vfs.getattr(handle.inode)).change > attr.change
+        kv.crash()  # its process ends in order below, and would sync
+        await one.pool.stop_shard()
+        await one.pool.start_shard()
+        with pytest.raises(NotFound):  # until something is asked nobody knows of it
+            await one.vfs.lookup(ROOT_INODE, b"no such name")
+        for inode in (handle.inode, other.inode):
+            found = await one.vfs.getattr(inode)
+            assert found.mode & 0o777 == 0o644 and found.change < attr.change + 4
+        await one.vfs.setattr(handle.inode, mode=0o600, caller=ME)
+        assert (await one.vfs.getattr(handle.inode)).mode & 0o777 == 0o600
+        assert bytes(await one.vfs.read(handle, 0, 100)) == b"x" * 100

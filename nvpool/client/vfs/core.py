@@ -56,12 +56,16 @@ class Core:
         self.ranges = Ranges(self.chunks, dialer, clock)
         self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
+        self.meta.on_restart = self._shard_restarted
         """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
         self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
         """Set by who keeps what he was told beyond a call: others change these inodes when it returns. It has to, soon."""
         self.on_reported: Callable[[int, int], None] = lambda inode, change: None
         """Set by the same: our writes, as we have just told the service, have brought the inode to this change number. Others
         have changed it too if it has grown by more than one."""
+
+    def _shard_restarted(self, shard: int) -> None:
+        self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
 
     def hold_reads(self) -> None:
         """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
