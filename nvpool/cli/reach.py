@@ -96,14 +96,16 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
     endpoints = endpoints or endpoints_of(pool)
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     dialer = Dialer(Greeting("nvpool", identity=identity_for(pool)), host_id=host_id())
+    nobody = False
     try:
         while True:
             try:
                 reply = await dialer.call(endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
                 return reply_type.FromString(bytes(reply.message))
             except Unavailable as error:
+                nobody = nobody or isinstance(error, Unreachable)
                 if isinstance(error, DeadlineExceeded) or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
-                    if isinstance(error, Unreachable):
+                    if nobody:
                         raise Unreachable(f"nobody answers for the pool {pool}{_remedy(pool)}") from error
                     raise
             await asyncio.sleep(0.1)
