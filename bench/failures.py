@@ -33,9 +33,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from nodes import Cluster, cluster  # noqa: E402
-from report import commit, judged, machine  # noqa: E402
+from report import commit, judged, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed  # noqa: E402
-from workspace import can_keep_awake, processors_awake, say, warn_of_others, workspace  # noqa: E402
+from workspace import can_keep_awake, not_final, processors_awake, say, warn_of_others, workspace  # noqa: E402
 
 from nvpool.logic.shards import process_name  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
@@ -210,30 +210,31 @@ def caused(failing: Failing, name: str, watching: Watch) -> dict:
 def summary(name: str, found: list[dict]) -> dict:
     worst = {kind: max(one["pauses_s"][kind] for one in found) for kind in KINDS}
     whole = [one["whole_s"] for one in found if one["whole_s"] is not None]
-    after = [max(one["pauses_s"].values()) - one["detected_s"] for one in found if one["detected_s"] is not None]
+    after = {kind: max((max(0.0, one["pauses_s"][kind] - one["detected_s"]) for one in found if one["detected_s"] is not None),
+                       default=None) for kind in KINDS}
     return {"case": name, "times": len(found), "worst_s": worst, "each": found,
             "median_s": {kind: median(one["pauses_s"][kind] for one in found) for kind in KINDS},
             "detected_s": max((one["detected_s"] for one in found if one["detected_s"] is not None), default=None),
-            "after_s": max(0.0, *after) if after else None, "whole_s": max(whole, default=None)}
+            "after_s": after, "whole_s": max(whole, default=None)}
 
 
 def markdown(results: dict) -> str:
-    rows = ["| failure | times | reader, worst (median) | writer | creator | detection, at most | after it | whole again |",
+    rows = ["| failure | times | reader, worst (median) | writer | creator | detection, at most | after it: reader · writer | "
+            "whole again |",
             "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for row in results["cases"]:
-        after = "–" if row["after_s"] is None else f"{row['after_s']:.2f}"
         which, goal = GOALS.get(row["case"], ("", None))
-        if which == "after detection":
-            after = judged(row["after_s"], goal, True)
-        elif which == "in all":
-            after = f"in all {judged(max(row['worst_s'].values()), goal, True)}"
         cells = [f"{row['worst_s'][kind]:.2f} ({row['median_s'][kind]:.2f})" for kind in KINDS]
+        if which == "in all":
+            after = f"in all {judged(max(row['worst_s'].values()), goal, True)}"
+        else:
+            after = " · ".join(judged(row["after_s"][kind], goal if kind == "read" else None, True) for kind in ("read", "write"))
         goal = 3.0 if row["case"].startswith("target") else None
         detected = "–" if row["detected_s"] is None else judged(row["detected_s"], goal, True)
         whole = "–" if row["whole_s"] is None else f"{row['whole_s']:.1f}"
         rows.append(f"| {row['case']} | {row['times']} | {' | '.join(cells)} | {detected} | {after} | {whole} |")
-    return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}. Seconds. Others kept "
-            f"{results['busy_before']:.0%} of the processors busy before it began. Errors: {results['wrong'] or 'none'}; "
+    return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}. Seconds."
+            f"{not_final(results['busy_before'])} Errors: {results['wrong'] or 'none'}; "
             f"{sum(results['operations'].values()):,} operations, all compared at the end.\n\n" + "\n".join(rows) + "\n")
 
 
@@ -265,6 +266,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the choice of targets and nodes")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, help="write failures.json and failures.md there")
+    parser.add_argument("--write", action="store_true", help="and put the table of a whole run into bench/README.md")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--watch", metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -295,6 +297,8 @@ def main(words: list[str] | None = None) -> int:
         (kept / "failures.json").write_text(json.dumps(results, indent=1) + "\n")
         (kept / "failures.md").write_text(markdown(results))
         say(f"written to {kept}")
+    if options.write and len(wanted) == len(CASES):
+        put_into_readme("failures", markdown(results))
     return 1 if results["wrong"] else 0
 
 

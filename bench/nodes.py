@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
 import throughput  # noqa: E402
 from balance import balance  # noqa: E402
-from report import commit, judged, machine  # noqa: E402
+from report import commit, judged, machine, put_into_readme  # noqa: E402
 from subjects.contract import MARK, Failed, run, wait_until  # noqa: E402
-from workspace import busy_share, can_keep_awake, minutes, processors_awake, say, warn_of_others, workspace  # noqa: E402
+from workspace import (  # noqa: E402
+    busy_share,
+    can_keep_awake,
+    minutes,
+    not_final,
+    processors_awake,
+    say,
+    warn_of_others,
+    workspace,
+)
 
 from nvpool.base.units import KIB, MIB  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
@@ -51,6 +61,8 @@ BLOCK = 256 * KIB
 IN_FLIGHT = 64
 """Of each client: with four nodes that are asked at random each has always some of them to answer."""
 PORT = 7999
+STARTED_S = 1.5
+"""Until the clients of a load have started."""
 
 WRITE = """
 import os, sys, nvpool
@@ -182,7 +194,7 @@ def scaling(directory: Path, options: argparse.Namespace) -> dict:
             for _ in range(options.rounds):
                 rounds.add(f"floor {count}", made.floor(options.seconds)["bytes_rate"] / MIB, "MiB/s")
                 rounds.add(f"nodes {count}", made.read(options.file_mib, options.seconds)["bytes_rate"] / MIB, "MiB/s")
-            busy[count] = busy_while(lambda made=made: made.read(options.file_mib, options.seconds))
+            busy[count] = busy_while(lambda made=made: made.read(options.file_mib, options.seconds), options.seconds)
     one = rounds.median("nodes 1")
     rows = [{"nodes": count, "mib_s": rounds.median(f"nodes {count}"), "floor_mib_s": rounds.median(f"floor {count}"),
              "of_linear": rounds.median(f"nodes {count}") / (count * one), "busy": busy[count],
@@ -190,13 +202,12 @@ def scaling(directory: Path, options: argparse.Namespace) -> dict:
     return {"rate_mib_s": options.rate, "rows": rows, "rounds": rounds.found}
 
 
-def busy_while(work) -> float:
-    """The share of the processors that is busy, others' work included, from the beginning of a load to its end."""
-    import threading
+def busy_while(work, seconds: float) -> float:
+    """The share of the processors that is busy, others' work included, in the middle of a load of so many seconds."""
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(2.0)  # its processes start
-    share = busy_share(1.0)
+    time.sleep(STARTED_S)
+    share = busy_share(seconds / 2)
     thread.join()
     return share
 
@@ -276,7 +287,7 @@ def written(path: Path, options: argparse.Namespace, prefix: list[str]) -> dict:
 
 def markdown(results: dict) -> str:
     parts = [f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of {results['rounds']} rounds of "
-             f"{results['seconds']:g} s. Others kept {results['busy_before']:.0%} of the processors busy before it began."]
+             f"{results['seconds']:g} s.{not_final(results['busy_before'])}"]
     if "scaling" in results:
         found = results["scaling"]
         rows = [f"| nodes and clients, {found['rate_mib_s']:g} MiB/s each | read, MiB/s | share of linear | plain TCP, MiB/s | "
@@ -314,6 +325,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; repeat it")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, help="write nodes.json and nodes.md there")
+    parser.add_argument("--write", action="store_true", help="and put the tables of a whole run into bench/README.md")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     options = parser.parse_args(words)
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
@@ -343,6 +355,8 @@ def main(words: list[str] | None = None) -> int:
         (kept / "nodes.json").write_text(json.dumps(results, indent=1) + "\n")
         (kept / "nodes.md").write_text(markdown(results))
         say(f"written to {kept}")
+    if options.write and all(name in results for name in PARTS):
+        put_into_readme("nodes", markdown(results))
     return 0 if all(name in results for name in wanted) else 1
 
 

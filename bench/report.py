@@ -51,6 +51,14 @@ def machine() -> str:
             f"{platform.release()}, Python {platform.python_version()}")
 
 
+def put_into_readme(name: str, text: str) -> None:
+    """In place of what stands between the marks of that name in bench/README.md."""
+    readme = Path(__file__).parent / "README.md"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = readme.read_text().split(begin)
+    readme.write_text(f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}")
+
+
 def commit() -> str:
     here = str(Path(__file__).parent)
     done = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)

@@ -31,13 +31,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import loads  # noqa: E402
-from report import machine  # noqa: E402
+from report import machine, put_into_readme  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 256 * MIB
 """Fits the memory of any machine that this runs on, and is too large for the processor's caches."""
-BEGIN_MARK, END_MARK = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 OF_THE_POOL = ("mount", "SDK", "cold")
@@ -299,9 +298,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     if arguments.write and len(results) == len(bench.lines()):
-        readme = HERE / "README.md"
-        before, rest = readme.read_text().split(BEGIN_MARK)
-        readme.write_text(before + BEGIN_MARK + "\n" + text + END_MARK + rest.split(END_MARK)[1])
+        put_into_readme("table", text)
     return 0 if results else 1
 
 

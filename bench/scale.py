@@ -44,7 +44,6 @@ MADE = "made.json"
 MADE_FORMAT = 1
 DENSE_FILES_MAX = 10_000_000
 """Up to here the records are laid without a gap too: bytes a file are the same with more of them."""
-BEGIN_MARK, END_MARK = "<!-- scale: begin -->", "<!-- scale: end -->"
 
 
 class Progress:
@@ -251,10 +250,7 @@ def write_results(results: dict, options: argparse.Namespace, whole: bool) -> No
         (options.results / "scale.md").write_text(text)
         say(f"written to {options.results}")
     if options.write and whole:
-        readme = HERE / "README.md"
-        before, rest = readme.read_text().split(BEGIN_MARK)
-        table = text.partition("\n\n")[2]
-        readme.write_text(f"{before}{BEGIN_MARK}\n{table.replace('## ', '### ')}{END_MARK}{rest.partition(END_MARK)[2]}")
+        machine_report.put_into_readme("scale", text.partition("\n\n")[2].replace("## ", "### "))
 
 
 if __name__ == "__main__":

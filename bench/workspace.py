@@ -72,6 +72,11 @@ def warn_of_others() -> float:
     return busy
 
 
+def not_final(busy: float) -> str:
+    """A sentence for the tables of a run that was not alone on its machine."""
+    return f" **Not to be kept: others used {busy:.0%} of the processors before it began.**" if busy > BUSY_MAX else ""
+
+
 def can_keep_awake() -> bool:
     return os.access(CPU_LATENCY, os.W_OK)
 

@@ -51,10 +51,10 @@ def test_shares_and_ratios_are_judged_against_their_goals():
 
 def test_the_worst_pause_counts_from_the_detection_and_the_worst_of_all_from_the_failure():
     def seen(pause, detected):
-        return {"detected_s": detected, "whole_s": 5.0, "pauses_s": {"read": 0.1, "write": pause, "create": 0.2}}
+        return {"detected_s": detected, "whole_s": 5.0, "pauses_s": {"read": pause, "write": 4.5, "create": 0.2}}
     target = failures.summary("target stopped", [seen(3.5, 2.9), seen(4.2, 3.0)])
-    assert target["worst_s"]["write"] == 4.2 and target["after_s"] == pytest.approx(1.2) and target["detected_s"] == 3.0
+    assert target["worst_s"]["read"] == 4.2 and target["after_s"]["read"] == pytest.approx(1.2) and target["detected_s"] == 3.0
     primary = failures.summary("metadata primary killed", [seen(4.9, 1.0)])
     floor = failures.summary("nothing", [seen(0.1, None) | {"whole_s": None}])
     text = failures.markdown(HEAD | {"cases": [floor, target, primary], "wrong": "", "operations": {"read": 1234}})
-    assert "1.20 of 1 ✗" in text and "in all 4.90 of 5 ✓" in text and "| nothing | 1 | 0.10 (0.10) |" in text
+    assert "1.20 of 1 ✗ · 1.60" in text and "in all 4.90 of 5 ✓" in text and "| nothing | 1 | 0.10 (0.10) |" in text
