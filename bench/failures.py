@@ -228,7 +228,7 @@ def markdown(results: dict) -> str:
         if which == "in all":
             after = f"in all {judged(max(row['worst_s'].values()), goal, True)}"
         else:
-            after = " · ".join(judged(row["after_s"][kind], goal if kind == "read" else None, True) for kind in ("read", "write"))
+            after = f"{judged(row['after_s']['read'], goal, True)} · {judged(row['after_s']['write'], None)}"
         goal = 3.0 if row["case"].startswith("target") else None
         detected = "–" if row["detected_s"] is None else judged(row["detected_s"], goal, True)
         whole = "–" if row["whole_s"] is None else f"{row['whole_s']:.1f}"
