@@ -492,7 +492,8 @@ class ChunkClient:
             try:
                 chain = self.chain(file, index)
                 lane = self.lane(chain.targets[0])
-                header = _WRITE.pack(file.inode, file.cut, sequence, index, offset, length, 0, 0)
+                cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
+                header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, 0)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot)
                 connection = self._dialer.live(lane.endpoints)
@@ -511,7 +512,7 @@ class ChunkClient:
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
                 self.short.forget_chunk(file, index)
-                return self.replicas.stored(file, index, chain.epoch, answer.verifiers)
+                return self.replicas.stored(file, index, chain.epoch, answer.verifiers, cut)
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:

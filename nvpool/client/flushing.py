@@ -32,8 +32,11 @@ class Proof(NamedTuple):
 
 
 class Stored(NamedTuple):
+    """`cut`: the file's cut number under which the bytes came to the store."""
+
     place: WrittenAt
     proof: Proof
+    cut: int
 
 
 def of_both(one: Proof, other: Proof) -> Proof:

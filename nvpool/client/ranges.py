@@ -113,19 +113,19 @@ class Ranges:
             try:
                 index = offset >> file.chunk_bits
                 chain = chunks.chain(file, index)
-                lane = chunks.lane(chain.targets[0])
+                lane, cut = chunks.lane(chain.targets[0]), file.cut
                 request = data_pb2.CopyRequest(
                     map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
                     from_inode=source.inode, from_index=from_offset >> source.chunk_bits,
                     from_offset=from_offset & source.chunk_mask, inode=file.inode, index=index,
-                    offset=offset & file.chunk_mask, length=length, cut=file.cut, session=file.grant_session, slot=slot,
+                    offset=offset & file.chunk_mask, length=length, cut=cut, session=file.grant_session, slot=slot,
                     sequence=sequence)
                 source.grant_used = file.grant_used = True
                 reply = await self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(),
                                                 deadline_s=deadline_s)
                 chunks.short.forget_chunk(file, index)
                 answer = decoded(data_pb2.CopyReply, reply.message)
-                return chunks.replicas.stored(file, index, chain.epoch, answer.verifiers), answer.bytes
+                return chunks.replicas.stored(file, index, chain.epoch, answer.verifiers, cut), answer.bytes
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame) as error:

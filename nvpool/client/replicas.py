@@ -62,9 +62,9 @@ class Replicas:
         return found
 
     @staticmethod
-    def stored(file: OpenInode, index: int, epoch: int, verifiers: bytes) -> Stored:
-        """What to flush after a write of the chunk, whose chain had at least this epoch."""
-        return Stored((file.layout.table, chain_of(file.inode, index)), Proof(epoch, verifiers))
+    def stored(file: OpenInode, index: int, epoch: int, verifiers: bytes, cut: int) -> Stored:
+        """What to flush after a write of the chunk under `cut`, whose chain had at least this epoch."""
+        return Stored((file.layout.table, chain_of(file.inode, index)), Proof(epoch, verifiers), cut)
 
     def all_places(self) -> set[WrittenAt]:
         """What to flush after any write."""

@@ -309,7 +309,7 @@ class Writer:
                         await asyncio.sleep(self._options.retry_first_s)
             if file.lost:
                 raise LockLost()
-            if file.truncated <= cut:
+            if file.truncated <= stored.cut:
                 written.stored_end = max(written.stored_end, segment.end)
                 written.stored_bytes += length
             # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,

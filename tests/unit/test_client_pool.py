@@ -233,6 +233,27 @@ def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
     run(main())
 
 
+def test_the_size_is_told_of_a_write_that_was_sent_again_after_another_client_had_cut_the_file():
+    async def main() -> None:
+        async with Case() as case:
+            handle = await case.file(b"x" * 10_000)
+            other = await case.pool.client("other", FAST)
+            await other.vfs.setattr(handle.inode, size=100, caller=ME)
+            refused = []
+
+            def refuse(call):
+                if call.method == wire_pb2.DATA_WRITE and not refused:
+                    refused.append(call)
+                    raise StaleGrant  # and with the new grant the client learns of the cut
+            for store in case.stores:
+                store.fault = refuse
+            await case.vfs.write(handle, 50_000, b"tail")
+            await case.vfs.fsync(handle, False)
+            assert refused
+            assert (await other.vfs.look(ROOT_INODE, b"file")).size == 50_004
+    run(main())
+
+
 def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_opened():
     async def main() -> None:
         async with Case() as case:

@@ -52,7 +52,7 @@ class Stores:
         if len(self.content) < start + length:
             self.content.extend(bytes(start + length - len(self.content)))
         self.content[start:start + length] = data
-        return Stored((1, index % 2), Proof(1, pack_verifiers({1 + index % 2: 7})))
+        return Stored((1, index % 2), Proof(1, pack_verifiers({1 + index % 2: 7})), file.cut)
 
     async def flush(self, places) -> set:
         self.flushed += [1 + number for _, number in places]

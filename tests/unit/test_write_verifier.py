@@ -199,7 +199,7 @@ def test_a_proof_for_both_is_none_where_a_target_changed_between():
     assert of_both(both, one) == both == of_both(other, one)
     third = of_both(one, Proof(8, pack_verifiers({3: 4})))
     assert third.epoch == 7 and unpack_verifiers(third.verifiers) == {1: 5, 2: 6, 3: 4}
-    assert Stored((1, 2), both).place == (1, 2)
+    assert Stored((1, 2), both, 0).place == (1, 2)
 
 
 def test_a_chain_is_intact_as_long_as_somebody_is_there():

@@ -300,7 +300,7 @@ class Ranges(Files, Attributes):
                 continue
             _check_locks(origin)  # lost meanwhile: others may have changed both, so it counts for nothing
             _check_locks(file)
-            self.writer.was_copied(file, piece.target + piece.length, copied, cut, place)
+            self.writer.was_copied(file, piece.target + piece.length, copied, place.cut, place)
             return True
 
 
