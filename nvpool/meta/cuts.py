@@ -85,33 +85,50 @@ class Cuts:
         return [(records.inode_key(inode), records.encode_inode(found))]
 
     async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
-        """The bytes that the targets have freed, as far as they were heard to say so."""
-        told: set[int] = set()
-        pause = PAUSE_S
-        freed = 0
+        """The bytes that the targets have freed, as far as they were heard to say so.
+
+        A target that catches up may have copied what goes from one that had not cut yet, after it had cut itself, perhaps in an
+        earlier life. So who was told under an older map than that in which its chains are as they are is told again; and who is
+        catching up, once more after all the others.
+        """
+        first: dict[int, int] = {}  # target -> in which round it has cut
+        told: dict[int, tuple[int, int]] = {}  # target -> in which round it has last, and under which map
+        pause, number, freed, targets = PAUSE_S, 0, 0, self._targets
         last = (intent.end - 1 >> intent.chunk_bits) + 1
         while True:
             if intent.end:
-                wanted = await self._targets.of_chunks(intent.table, inode, range(intent.size >> intent.chunk_bits, last))
+                wanted = await targets.of_chunks(intent.table, inode, range(intent.size >> intent.chunk_bits, last))
             else:
-                wanted = await self._targets.of_table(intent.table)
-            wanted -= told
-            if not wanted:
+                wanted = await targets.of_table(intent.table)
+            left = {target for target in wanted if target not in told or told[target][1] < targets.changed_at(target)}
+            if not left and wanted:
+                latest = max(first[target] for target in wanted)
+                left = {target for target in wanted & targets.joining(intent.table) if told[target][0] <= latest}
+            newest = max((epoch for _, epoch in told.values()), default=0)
+            if not left and newest <= targets.epoch:
                 return freed
+            number += 1
             answers: dict[int, bytes] = {}
-            failed = await self._targets.tell(wanted, wire_pb2.DATA_CUT, request, answers)
-            freed += sum(map(_freed, answers.values()))
-            told |= wanted - failed.keys()
-            if failed:
-                level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
-                _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed), next(iter(failed.values())))
+            epoch = targets.epoch
+            failed = await targets.tell(left, wire_pb2.DATA_CUT, request, answers)
+            for target, answer in answers.items():
+                its_epoch, bytes_ = _answered(answer)
+                freed += bytes_
+                first.setdefault(target, number)
+                told[target] = number, its_epoch or epoch
+            if failed or not left or any(told[target][1] < targets.changed_at(target) for target in answers):
+                if failed:
+                    level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
+                    _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed),
+                             next(iter(failed.values())))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE_S_MAX)
 
 
-def _freed(answer: bytes) -> int:
-    """What a CutReply says; nothing where it can not be read, for it is an estimate."""
+def _answered(answer: bytes) -> tuple[int, int]:
+    """What a CutReply says: the map that the target knows (0: not told) and the bytes that it has freed, by its estimate."""
     try:
-        return data_pb2.CutReply.FromString(answer).bytes
+        reply = data_pb2.CutReply.FromString(answer)
     except DecodeError:
-        return 0
+        return 0, 0
+    return reply.map_epoch, reply.bytes

@@ -33,10 +33,25 @@ class Targets:
         self._map: PoolMap | None = None
         self._has_map = asyncio.Event()
         self._of_table: dict[int, frozenset[int]] = {}
+        self._changed_at: dict[int, int] = {}
         self.authority = ServiceRight(clock, grant_secret, shard)
 
+    @property
+    def epoch(self) -> int:
+        """Of the map at hand."""
+        return self._map.epoch if self._map is not None else 0
+
+    def changed_at(self, target: int) -> int:
+        """Since which map the chains that the target has, or joins, are as they are."""
+        return self._changed_at.get(target, 0)
+
     def use_map(self, pool_map: PoolMap) -> None:
-        self._map = pool_map
+        before, self._map = self._map, pool_map
+        for table in pool_map.tables:
+            known = before.table_by_id.get(table.id) if before is not None else None
+            for number, chain in enumerate(table.chains):
+                if known is None or known.chains[number].epoch != chain.epoch:
+                    self._changed_at.update(dict.fromkeys((*chain.targets, *chain.joining), pool_map.epoch))
         self._of_table = {table.id: frozenset(target for chain in table.chains
                                               for target in (*chain.targets, *chain.joining)) for table in pool_map.tables}
         self._has_map.set()
@@ -62,6 +77,11 @@ class Targets:
         chains = self._map.table_by_id[table].chains
         touched = [chains[chain_of(inode, index)] for index in chunks]
         return frozenset(target for chain in touched for target in (*chain.targets, *chain.joining))
+
+    def joining(self, table: int) -> frozenset[int]:
+        """Those that catch up with chains of this table."""
+        known = self._map.table_by_id.get(table) if self._map is not None else None
+        return frozenset(target for chain in known.chains for target in chain.joining) if known is not None else frozenset()
 
     async def ask(self, target: int, method: int, request: Any) -> Any:
         """The Reply of one target; any NvpoolError."""

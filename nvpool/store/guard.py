@@ -21,9 +21,18 @@ class Guard:
         """Nothing is remembered otherwise."""
         self._cuts: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self._removed: dict[int, None] = {}
+        self.came = 0
+        """How many cuts have come. A copy that was asked for before one of its inode came is from before that, whoever has told
+        its source of the number."""
+        self._last: dict[int, int] = {}  # inode -> the last of them
 
     def cut(self, inode: int, size: int, number: int, chunk_bits: int, end: int) -> None:
         """Before the store cuts."""
+        self.came += 1
+        self._last.pop(inode, None)
+        self._last[inode] = self.came
+        if len(self._last) > REMEMBERED_MAX:
+            del self._last[next(iter(self._last))]
         if not self.active or not 0 <= chunk_bits < 64:
             return
         first = size >> chunk_bits
@@ -42,8 +51,11 @@ class Guard:
         while len(self._removed) > REMEMBERED_MAX:
             del self._removed[next(iter(self._removed))]
 
-    def allows(self, copy: ChunkCopy) -> bool:
-        """Whether nothing was done here that the copy's source had not done when it gave it."""
+    def allows(self, copy: ChunkCopy, asked: int) -> bool:
+        """Whether nothing was done here that the copy's source had not done when it gave it. `asked`: what had come when the
+        source was asked."""
+        if self._last.get(copy.inode, 0) > asked:
+            return False
         if not copy.version:
             return True
         if copy.inode in self._removed:

@@ -311,18 +311,19 @@ class Resync:
                 return
             await self._throttle.take(sum([CHUNK_COST_BYTES + chunk.blocks * BLOCK_BYTES for chunk in left]))
             began_s = self._clock.boottime_s()
+            asked = self.guard.came
             seen = [await self._state(chunk.inode, chunk.index) for chunk in left]  # before they are asked for
             fetched, busy = await self._others.fetch(one.source, [(c.inode, c.index, c.table) for c in left])
             ready: list[tuple[_Differing, ChunkCopy, ChunkState]] = []
             for found, before in zip(fetched, seen, strict=False):
                 chunk = left[0]
-                if self._is_ready(one, chunk, found, before):
+                if self._is_ready(one, chunk, found, before, asked):
                     ready.append((chunk, found.copy, before))
                 left.popleft()
             left.extendleft([chunk for chunk, _, _ in reversed(ready)])
-            for chunk, is_done in zip([chunk for chunk, _, _ in ready], await self._install(ready), strict=True):
+            for (chunk, copy, _), is_done in zip(ready, await self._install(ready), strict=True):
                 left.remove(chunk)
-                if not is_done:
+                if not is_done or not self.guard.allows(copy, asked):
                     one.again.append(chunk)
             await self._throttle.leave(self._clock.boottime_s() - began_s, busy)
         finally:
@@ -336,14 +337,14 @@ class Resync:
             await self._store.discard(inode, index)
             return self._store.state(inode, index)
 
-    def _is_ready(self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState) -> bool:
+    def _is_ready(self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState, asked: int) -> bool:
         """Whether the chunk is to be installed; if not, it is done or noted to be looked at again."""
         if found.damage is not None:
             one.damaged[chunk] = f"chunk {chunk.index} of inode {chunk.inode}: {found.damage}"
             log.error("target %d can not copy %s", self._target, one.damaged[chunk])
             return False
         now = self._store.state(chunk.inode, chunk.index)
-        allowed = self.guard.allows(found.copy)
+        allowed = self.guard.allows(found.copy, asked)
         if now.version == found.copy.version and allowed:
             return False  # it has come meanwhile
         if found.pending or now != before or not allowed:
@@ -391,12 +392,12 @@ class Resync:
             source = asked if asked in holders else holders[-1]
             if source == self._target:
                 return self._store.state(inode, index).version
-            before = await self._state(inode, index)
+            asked_at, before = self.guard.came, await self._state(inode, index)
             (found, *_), _ = await self._others.fetch(source, [(inode, index, table)])
             if found.damage is not None:
                 raise found.damage
             now = self._store.state(inode, index)
-            allowed = self.guard.allows(found.copy)
+            allowed = self.guard.allows(found.copy, asked_at)
             if now.version == found.copy.version and allowed:
                 return now.version
             if now == before and allowed and (await self._store.install([(found.copy, before)]))[0]:

@@ -1,0 +1,76 @@
+"""Whom a cut is told, and how often, while chains change."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.kv.memory import MemoryKv
+from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
+from nvpool.meta.cuts import Cuts
+from nvpool.meta.records import Intent
+from nvpool.meta.targets import Targets
+from nvpool.wire.v1 import data_pb2
+
+
+def pool_map(epoch: int, chain: Chain) -> PoolMap:
+    numbers = (1, 2, 3)
+    return PoolMap(MAP_FORMAT, "p", "p", epoch, Settings(), (Node(1, "n", "", ()),),
+                   drives=tuple(Drive(number, 1, f"d{number}", 1 << 30) for number in numbers),
+                   targets=tuple(Target(number, number, 1, 1 << 30, (f"inproc://{number}",)) for number in numbers),
+                   tables=(ChainTable(1, (chain,) * CHAINS_PER_TABLE),))
+
+
+class Told:
+    """Targets that note in which order they are told; `meanwhile` is called with each, before it answers."""
+
+    def __init__(self, first: PoolMap) -> None:
+        self.order: list[int] = []
+        self.epoch = first.epoch
+        self.meanwhile = lambda target: None
+        self.targets = Targets(self, ManualClock(), bytes(32), 1)
+        self.use(first)
+
+    def use(self, newer: PoolMap) -> None:
+        self.epoch = newer.epoch
+        self.targets.use_map(newer)
+
+    async def call(self, endpoints, method, message, payload=(), *, deadline_s, into=None):
+        target = int(endpoints[0].rpartition("/")[2])
+        self.order.append(target)
+        reply = data_pb2.CutReply(map_epoch=self.epoch, bytes=512).SerializeToString()
+        self.meanwhile(target)
+        await asyncio.sleep(0)
+        return SimpleNamespace(message=reply)
+
+    async def cut(self) -> list[int]:
+        view = SimpleNamespace(cutting={})
+        cuts = Cuts(MemoryKv(), view, self.targets, asyncio.ensure_future)
+        await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=0, table=1)), 60)
+        return self.order
+
+
+def test_each_target_is_told_once_where_nobody_catches_up():
+    assert sorted(asyncio.run(Told(pool_map(7, Chain(1, (1, 2)))).cut())) == [1, 2]
+
+
+def test_who_catches_up_is_told_once_more_after_all_others():
+    order = asyncio.run(Told(pool_map(7, Chain(1, (1, 2), joining=(3,)))).cut())
+    assert sorted(order[:3]) == [1, 2, 3] and order[3:] == [3]
+
+
+def test_who_left_and_came_back_after_it_was_told_is_told_again():
+    async def main() -> list[int]:
+        told = Told(pool_map(7, Chain(1, (1, 2))))
+
+        def meanwhile(target: int) -> None:
+            if target == 1 and told.epoch == 7:
+                told.use(pool_map(9, Chain(3, (1,), joining=(2,))))  # it may copy now what target 1 is still to cut
+
+        told.meanwhile = meanwhile
+        return await told.cut()
+
+    order = asyncio.run(main())
+    assert set(order[:2]) == {1, 2} and order[-1] == 2 and order.count(2) >= 2
