@@ -170,6 +170,7 @@ class Load:
         self._view = view
         self._has_root = has_root
         self._inodes = 0
+        self._counted: int | None = None
         self._bounds = records.Bounds(0, 0)
         self.records = 0
 
@@ -200,10 +201,9 @@ class Load:
                                               max(self._bounds.session, found_bounds.session))
             else:
                 if key == records.COUNTS_KEY:
-                    records.decode_counts(raw)  # a start could not read it
-                    if self._view.owners:
-                        continue  # of another part
-                elif (kind := records.kind_of(key)) >= records.SHARD and kind != records.DAMAGED:
+                    self._counted = (self._counted or 0) + records.decode_counts(raw)
+                    continue  # one of each shard that was dumped
+                if (kind := records.kind_of(key)) >= records.SHARD and kind != records.DAMAGED:
                     raise InvalidRequest(f"a dump has no record with the key {key.hex()}")
                 batch.append((key, raw))
                 if len(batch) >= LOAD_BATCH:
@@ -218,8 +218,9 @@ class Load:
         root = records.decode_inode(ROOT_INODE, raw) if raw is not None else None
         if self._has_root and (root is None or not root.is_directory or root.links < 2):
             raise InvalidRequest("the dump has no root directory; it is not whole")
-        if self._view.owners:
-            await self._apply([(records.COUNTS_KEY, records.encode_counts(self._inodes))])
+        counted = self._inodes if self._view.owners else self._counted
+        if counted is not None:
+            await self._apply([(records.COUNTS_KEY, records.encode_counts(counted))])
         await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
                            (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
         await self._kv.sync()

@@ -98,6 +98,11 @@ class View:
         if self.is_elsewhere(partition):
             raise WrongShard(f"partition {partition} belongs to shard {self.owners[partition]}")
 
+    def record(self, key: bytes) -> bytes | None:
+        """The record under a key of any partition. WrongShard when another shard would know."""
+        self._check_owner(records.partition_of_key(key))
+        return self.get(key)
+
     def ancestor(self, number: int) -> Inode:
         """As `inode`, of a directory above one that is to move."""
         return self.inode(number)

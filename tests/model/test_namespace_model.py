@@ -23,6 +23,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import RENAME_NOREPLACE, Caller
+from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
 
@@ -41,9 +42,9 @@ async def _plain(pool: LocalPool, target: int) -> PlainStore:
 class Pool:
     """One loop, one pool, two clients; every call runs to its end."""
 
-    def __init__(self, make_store=_plain) -> None:
+    def __init__(self, make_store=_plain, shards: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.local = LocalPool(chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB))
+        self.local = LocalPool(chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB), shards=shards)
         self.run(self.local.__aenter__())
         options = ClientOptions(attr_s=0.0, fresh_s=0.0, deadline_s=20.0, write_buffer_bytes=256 * KIB,
                                 write_flight_bytes=128 * KIB, read_ahead_bytes=256 * KIB)
@@ -60,11 +61,12 @@ class Pool:
 
 class NamespaceMachine(RuleBasedStateMachine):
     make_store = staticmethod(_plain)
+    shards = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.root = tempfile.mkdtemp(prefix="nvpool-model-").encode()
-        self.pool = Pool(self.make_store)
+        self.pool = Pool(self.make_store, self.shards)
         self.open: list[tuple[int, int, object]] = []   # (client, descriptor, handle)
 
     def teardown(self) -> None:
@@ -400,6 +402,32 @@ class OverRealStores(NamespaceMachine):
 
 TestNamespaceOverRealStores = OverRealStores.TestCase
 TestNamespaceOverRealStores.settings = settings(TestNamespace.settings, max_examples=8)
+
+
+class OverThreeShards(NamespaceMachine):
+    """Most directories and what is moved into them lie apart."""
+
+    shards = 3
+
+    def teardown(self) -> None:
+        async def sound() -> None:
+            checkup = Checkup()
+            await check_metadata(self.pool.clients[0], checkup)
+            assert not checkup.problems
+        try:
+            self.pool.run(sound())
+        finally:
+            super().teardown()
+
+
+TestNamespaceOverThreeShards = OverThreeShards.TestCase
+TestNamespaceOverThreeShards.settings = settings(TestNamespace.settings)
+
+
+@pytest.mark.soak
+class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
+    settings = settings(max_examples=700, stateful_step_count=80, deadline=None, suppress_health_check=SUPPRESSED,
+                        print_blob=True)
 
 
 @pytest.mark.soak

@@ -64,10 +64,10 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
     """The entry `key` goes, whose inode is not there. NotFound: it names something else by now; InvalidRequest: that is there
     after all."""
     draft = Draft(view, now_ns)
-    raw = view.get(key)
+    raw = view.record(key)
     if raw is None or _named_by(view, key) != number:
         raise NotFound(f"inode {number} does not have that name any more")
-    if view.get(records.inode_key(number)) is not None:
+    if view.record(records.inode_key(number)) is not None:
         raise InvalidRequest(f"inode {number} is there")
     draft.effects[key] = None
     directory = draft.directory(records.directory_of_key(key))
@@ -80,5 +80,5 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
 
 def _named_by(view: View, key: bytes) -> int:
     """0 where there is no such entry."""
-    raw = view.get(key)
+    raw = view.record(key)
     return records.decode_dentry(records.partition_of_key(key), raw)[0] if raw is not None else 0
