@@ -134,7 +134,7 @@ def eat_all_room(place):
 
 @needs_root
 def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp_path):
-    with file_system(tmp_path, 420 * MIB) as place, RealPool(place / "pool") as pool:
+    with file_system(tmp_path, 420 * MIB) as place, RealPool(place / "pool", shards=1) as pool:  # it has no room for more
         pool.make()
         pool.start()
         client = pool.connect(5.0)

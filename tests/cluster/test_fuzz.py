@@ -37,7 +37,9 @@ META = {wire_pb2.META_OPEN_SESSION: meta_pb2.OpenSessionRequest, wire_pb2.META_R
         wire_pb2.META_LOCKS: meta_pb2.LocksRequest,
         wire_pb2.META_SYNC: meta_pb2.SyncRequest, wire_pb2.META_DUMP: meta_pb2.DumpRequest,
         wire_pb2.META_FSCK: meta_pb2.FsckRequest, wire_pb2.META_NAMES: meta_pb2.NamesRequest,
-        wire_pb2.META_ALLOCATE: meta_pb2.AllocateRequest,
+        wire_pb2.META_ALLOCATE: meta_pb2.AllocateRequest, wire_pb2.META_GETATTR_MANY: meta_pb2.GetAttrManyRequest,
+        wire_pb2.META_FSCK_SUMS: meta_pb2.FsckSumsRequest, wire_pb2.META_HOLD: meta_pb2.HoldRequest,
+        wire_pb2.META_SETTLE: meta_pb2.SettleRequest, wire_pb2.META_OUTCOME: meta_pb2.OutcomeRequest,
         wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest, wire_pb2.META_COLLECT: meta_pb2.CollectRequest}
 DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.WriteRequest,
         wire_pb2.DATA_FLUSH: data_pb2.FlushRequest, wire_pb2.DATA_CUT: data_pb2.CutRequest,
@@ -94,11 +96,13 @@ class Fuzzer:
                 setattr(message, field.name, self.chance.choice((0, 1, 1, self.chance.getrandbits(64), (1 << 64) - 1)))
             elif field.name == "map_epoch":
                 message.map_epoch = self.chance.choice((self.pool_map.epoch, self.number(64)))
+            elif field.message_type is not None and field.is_repeated:
+                self.fill(getattr(message, field.name).add(), target)
             elif field.message_type is not None:
                 self.fill(getattr(message, field.name), target)
             elif field.is_repeated:
                 value = {field.TYPE_BYTES: self.bytes, field.TYPE_STRING: lambda: self.bytes().decode(errors="replace")}.get(
-                    field.type, lambda: self.number(63))
+                    field.type, lambda bits=32 if field.type == field.TYPE_UINT32 else 63: self.number(bits))
                 getattr(message, field.name).extend(value() for _ in range(self.chance.randrange(4)))
             elif field.type == field.TYPE_BYTES:
                 setattr(message, field.name, self.bytes())
@@ -217,7 +221,8 @@ def fuzz(tmp_path, seed, seconds):
         for operation in history.operations:
             operation["end"] = min(operation["end"], now_ns() - 10**10)  # no power was lost: everything answered is certain
         assert not history.judge(asyncio.run(look()), now_ns())
-        end_process(pool.pid("meta-1"))  # it has as many checks and dumps under way as it bears, begun by nobody who will go on
+        for shard in pool.pool_map.shards:  # each has as many checks and dumps under way as it bears, begun by nobody who goes on
+            end_process(pool.pid(f"meta-{shard.id}"))
         pool.wait()
         pool.until(lambda: pool.fsck() == [], "fsck is clean", 240)
         assert "unhandled" not in pool.said("*", 10_000)
