@@ -11,6 +11,7 @@ import pytest
 from nvpool.base.errors import AlreadyExists, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
+from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.testing.pool import LocalPool
 
@@ -192,4 +193,49 @@ def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing(
             assert found.keys().isdisjoint(listed)
             found |= listed
         assert found == inodes
+    run(main)
+
+
+def test_what_a_request_tells_is_asked_for_together():
+    async def main(names: Names) -> None:
+        vfs, at = names.vfs, names.at
+        asked: list[int] = []
+        for meta in names.pool.metas.values():
+            def hold(request, shard=meta._shard, hold=meta._spanning.participant.hold):
+                asked.append(shard)
+                return hold(request)
+            meta._spanning.participant.hold = hold
+        for _ in range(20):
+            await vfs.mkdir(at[2], b"d", 0o755, ME)
+            asked.clear()
+            await vfs.rmdir(at[2], b"d", ME)
+            assert len(asked) <= 1
+        inode = await names.file(at[3], b"f")
+        asked.clear()
+        await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
+        assert asked == [2]
+        asked.clear()
+        await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
+        assert sorted(asked) == [1, 3]
+        asked.clear()
+        await vfs.link(inode, at[2], b"g", ME)
+        assert asked == [2]
+    run(main)
+
+
+def test_paths_of_inodes_are_found_over_all_shards():
+    async def main(names: Names) -> None:
+        below = await names.directory(3, await names.directory(2, names.at[1], b"x"), b"y")
+        there = await names.file(below, b"file")
+        moved = await names.file(below, b"moved")
+        await names.vfs.rename(below, b"moved", names.at[2], b"away", 0, ME)
+        client = names.pool._clients[0]
+        found = await PathFinder(lambda: client.pool_map, client.dialer, names.pool.clock).find([there, moved, below])
+        for inode, path in found.items():
+            attr, place = None, ROOT_INODE
+            for name in path.strip(b"/").split(b"/"):
+                attr = await names.vfs.lookup(place, name)
+                place = attr.inode
+            assert place == inode
+        assert found.keys() == {there, moved, below}
     run(main)

@@ -25,6 +25,7 @@ from nvpool.base.errors import Busy, NvpoolError, Stale, Unavailable
 from nvpool.base.ids import ROOT_INODE, partition_of
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
+from nvpool.meta.spanning.foresight import foreseen
 from nvpool.meta.spanning.holds import Held, Holds, until_free
 from nvpool.meta.spanning.participant import durable
 from nvpool.meta.spanning.peers import Peers, effect_messages, id_message
@@ -126,6 +127,8 @@ class Coordinator:
         until_s = self._clock.boottime_s() + SPAN_S
         for _ in range(ROUNDS_MAX):
             try:
+                if not span.shards and (need := foreseen(self._view, request)) is not None:
+                    raise need
                 return decide(SpanView(self._view, span), request, self._clock.wall_ns())
             except Need as need:
                 await self._gather(span, need, until_s)
