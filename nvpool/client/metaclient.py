@@ -455,7 +455,7 @@ class MetaClient:
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
         for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
-            request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch,
+            request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch, identity=self._identity,
                                                    released=_inodes(released),
                                                    opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
             try:

@@ -536,6 +536,8 @@ class MetaService(Answers):
             self._sessions.check_room(session)
             self._sessions.open(session, inode)
         self._sessions.release(session, inodes_of(request.released))
+        if request.identity and request.identity != session.identity:
+            self._sessions.identify(session, request.identity)
         call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
                                         map_epoch=self._map.epoch if self._map else 0).SerializeToString())
 

@@ -239,3 +239,34 @@ def test_paths_of_inodes_are_found_over_all_shards():
             assert place == inode
         assert found.keys() == {there, moved, below}
     run(main)
+
+
+def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
+    async def main(names: Names) -> None:
+        vfs, at, pool = names.vfs, names.at, names.pool
+        inode = await names.file(at[3], b"f")
+        await pool.stop_shard(shard=3)
+        await pool.start_shard(shard=3)
+        await vfs.getattr(inode)
+        session = vfs.meta._state(3)
+        await vfs.meta._renew(session, pool.clock.boottime_s() + 60)
+        assert pool.metas[3]._sessions.number_of(vfs.meta._identity) == session.session
+        other = (await pool.client("second", OPTIONS)).vfs
+        told: dict[str, list[int]] = {"first": [], "second": []}
+
+        def note(who: str, asked: list[int]) -> None:
+            told[who] += asked
+
+        for who, one in (("first", vfs), ("second", other)):
+            async def on_recall(inodes: list[int], who: str = who) -> None:
+                note(who, inodes)
+            one.on_recall = on_recall
+            await one.getattr(inode)
+        async with asyncio.timeout(60):
+            while other.leases.held(inode) is None or vfs.leases.held(inode) is None:  # not lent soon after a change
+                await asyncio.sleep(0.1)
+                await asyncio.gather(vfs._fetch_attr(inode), other._fetch_attr(inode))
+        await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
+        await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
+        assert inode in told["second"] and inode not in told["first"]
+    run(main)

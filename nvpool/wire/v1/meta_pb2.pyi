@@ -140,16 +140,18 @@ class WatchReply(_message.Message):
     def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "released", "opened")
+    __slots__ = ("session", "map_epoch", "released", "opened", "identity")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     released: bytes
     opened: bytes
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ...) -> None: ...
+    identity: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ...) -> None: ...
 
 class RenewSessionReply(_message.Message):
     __slots__ = ("lease_s", "map_epoch", "incarnation")
