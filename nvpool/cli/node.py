@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.units import format_bytes
-from nvpool.cli.pool import drive_of
+from nvpool.cli.pool import drive_of, etcd_given, etcd_options
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 _DIRECTORY = "/srv/nvpool"
@@ -46,11 +46,12 @@ def make_token(pool: str, kind: str, hours: float, as_json: bool) -> None:
         say(f"good once, for {hours:g} h")
 
 
-def entered(kind: str, address: str, directory: str, token: str, config: configuration.Config, name: str) -> dict[str, Any]:
+def entered(kind: str, address: str, directory: str, token: str, config: configuration.Config, name: str,
+            etcd: dict[str, str] | None = None) -> dict[str, Any]:
     """Make the directory of a member; what run/entering answers."""
     from nvpool.cli.pool_life import make
     return make({"verb": "join", "kind": kind, "address": address, "directory": os.path.abspath(directory), "token": token,
-                 "name": name, "config": configuration.sample(config)})
+                 "name": name, "config": configuration.sample(config), "etcd": etcd})
 
 
 @node.command(epilog="example: nvpool node token /srv/nvpool")
@@ -78,9 +79,10 @@ examples:
 @click.option("--plain-text", is_flag=True, help="Without certificates and TLS: as on the first node, for networks that are "
                                                  "nobody else's. The token and the pool's keys are sent in plain text too.")
 @click.option("--no-start", is_flag=True, help="Only make the directory; drives are added later.")
+@etcd_options
 @json_option
 def join(address: str, token_text: str, drives: tuple[str, ...], directory: str, host: str | None, name: str,
-         config_file: str | None, plain_text: bool, no_start: bool, as_json: bool) -> None:
+         config_file: str | None, plain_text: bool, no_start: bool, as_json: bool, **etcd: str | None) -> None:
     """Make this machine a node of the pool that answers at HOST:PORT.
 
     Makes the pool directory, whose key never leaves it, and gets it a certificate in exchange for the token; starts the daemons
@@ -94,7 +96,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     where = PoolDirectory(directory)
     done: dict[str, Any] = {"directory": str(where.path), "drives": []}
     if not where.exists() or (where.path / "being-joined").exists():
-        done |= entered("node", address, directory, token_text, replace(config, network=network), name)
+        done |= entered("node", address, directory, token_text, replace(config, network=network), name, etcd_given(etcd))
         if not as_json:
             click.echo(f"joined the pool {done['name']} ({done['pool_id'][:8]}) as node {done['node']}, in {where.path}")
     if not no_start:

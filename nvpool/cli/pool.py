@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import InUse
+from nvpool.base.errors import InUse, InvalidRequest
 from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 from nvpool.cli.drive import Size, time_left, wait_option, wait_until_moved
 from nvpool.cli.render import json_option, pool_argument, print_json, say
@@ -24,6 +24,26 @@ examples:
 """)
 def pool() -> None:
     """Make and destroy pools, and have their chunks moved."""
+
+
+def etcd_options(command):
+    """Of commands that make a pool directory."""
+    for name, metavar, text in (("key", "FILE", "Key of that certificate."),
+                                ("cert", "FILE", "Certificate (PEM) to show to it."),
+                                ("ca", "FILE", "Authority (PEM) that has signed its certificates."),
+                                ("", "URL[,URL...]", "Keep the pool map in this etcd of your own (3.4 or later, at "
+                                                     "https://HOST:PORT or http://), not in one that nvpool starts.")):
+        command = click.option(f"--etcd-{name}" if name else "--etcd", f"etcd_{name or 'urls'}", metavar=metavar,
+                               default=None, help=text)(command)
+    return command
+
+
+def etcd_given(options: dict) -> dict | None:
+    """What run/external_etcd is told of the values of etcd_options."""
+    given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
+    if given and "urls" not in given:
+        raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key go with --etcd")
+    return {name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()} or None
 
 
 def drive_of(text: str) -> dict:
@@ -57,9 +77,11 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
 @click.option("--host", help="Address of this machine under which others reach it; default: network.host of the configuration. "
                              "Nobody can join 127.0.0.1.")
 @click.option("--force", is_flag=True, help="Take block devices although something is on them, which is lost.")
+@etcd_options
 @json_option
 def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
-           shards: int, config_file: str | None, host: str | None, force: bool, as_json: bool) -> None:
+           shards: int, config_file: str | None, host: str | None, force: bool, as_json: bool,
+           **etcd: str | None) -> None:
     """Make a pool of one node, with its directory at DIR.
 
     DIR keeps the configuration, the metadata and the logs: it should lie on a fast drive. Each --drive becomes a target.
@@ -71,7 +93,8 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
         config = replace(config, network=replace(config.network, host=host))
     made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
                  "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
-                 "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force})
+                 "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force,
+                 "etcd": etcd_given(etcd)})
     if as_json:
         print_json(made)
         return

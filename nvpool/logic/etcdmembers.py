@@ -60,6 +60,14 @@ def clients(pool_map: PoolMap) -> tuple[str, ...]:
     return tuple(one.client for one in pool_map.etcd if one.client and one.state in ("up", "leaving"))
 
 
+def lets_in(pool_map: PoolMap) -> frozenset[int]:
+    """The nodes that have, or are to have, the keys of the pool's authorities: those that keep the map, or, where no node does,
+    the first ones."""
+    if not pool_map.etcd:
+        return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
+    return frozenset(one.node for one in pool_map.etcd if one.state in ("added", "up") and one.node in pool_map.node_by_id)
+
+
 def last_revoked(pool_map: PoolMap) -> int:
     """The epoch in which a node was removed last; 0 where nothing of it is left that could be shown."""
     return max((one.epoch for one in pool_map.revoked), default=0)

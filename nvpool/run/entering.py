@@ -22,6 +22,7 @@ from nvpool.base.errors import AccessDenied, AlreadyExists, InvalidRequest
 from nvpool.base.host import host_id
 from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
+from nvpool.run.external_etcd import External, check, external, keep
 from nvpool.run.keeping import Keeping, write_keeping
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import (
@@ -66,7 +67,12 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
         asked = pool_pb2.JoinRequest(secret=token.secret, kind=kind, request=key.request, name=request.get("name") or
                                      socket.gethostname(), host=config.network.host if kind == "node" else "",
                                      host_id=host_id(), endpoints=endpoints)
+        given = external(request.get("etcd"))
+        if given is not None:
+            await check(given)
         answer = await _ask(address, token, asked, config.network.plain_text)
+        if kind == "node":
+            _keep_external(directory, answer["etcd"], given)
         _keep(directory, kind, answer, key)
         write_whole(directory.format, FORMAT_TEXT.encode())  # last: from here on it is one
         (directory.path / JOINING).unlink(missing_ok=True)
@@ -120,7 +126,8 @@ def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest)
         write_whole(directory.grant_key, bytes.fromhex(answer["grant_key"]), 0o600)
         files += [(etcd / AUTHORITY_FILE, answer["etcd"]["authority"], 0o644),
                   (etcd / CERTIFICATE_FILE, answer["etcd"]["certificate"], 0o644), (etcd / KEY_FILE, key.key.decode(), 0o600)]
-        write_keeping(directory, Keeping("etcd", tuple(answer["etcd"]["members"])))
+        if "external" not in answer["etcd"]:
+            write_keeping(directory, Keeping("etcd", tuple(answer["etcd"]["members"])))
     for path, text, mode in files:
         write_whole(path, text.encode(), mode)
     decode_map(answer["map"].encode())
@@ -128,6 +135,21 @@ def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest)
     write_whole(directory.node_json, msgspec.json.encode({"node": answer.get("node", 0), "member": answer["member"]}))
     for path in (directory.path, directory.path.parent):
         sync_directory(path)
+
+
+def _keep_external(directory: PoolDirectory, etcd: dict, given: External | None) -> None:
+    """Write where an etcd of the operator's own is, as this node was told or knows from the others. InvalidRequest, with the
+    remedy, where they can not tell all."""
+    if "external" not in etcd:
+        if given is not None:
+            raise InvalidRequest("this pool keeps its map in an etcd of its own: leave --etcd out")
+        return
+    if given is None:
+        if etcd["external"] == "secured":
+            raise InvalidRequest(f"this pool keeps its map in an etcd of yours ({', '.join(etcd['members'])}): repeat the "
+                                 f"command with --etcd, --etcd-ca, --etcd-cert and --etcd-key")
+        given = External(tuple(etcd["members"]), None)
+    keep(directory, given)
 
 
 def _begin(directory: PoolDirectory) -> MemberRequest:

@@ -121,7 +121,11 @@ class EtcdKeeper:
     async def act_here(self, pool_map: PoolMap) -> None:
         """What the map says of our own member. May be repeated."""
         keeper = self._keeper
-        if not keeper.is_in_etcd or not pool_map.etcd:
+        if not keeper.is_in_etcd:
+            return
+        if not pool_map.etcd:  # it is the operator's own
+            if keeper.external and self._node in etcdmembers.lets_in(pool_map):
+                await self._have_keys(pool_map)
             return
         keeper.use(etcdmembers.clients(pool_map))
         entry, own = of_node(pool_map, self._node), keeper.own
@@ -182,10 +186,7 @@ class EtcdKeeper:
         right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
         request = pool_pb2.KeysRequest(right=right, node=self._node).SerializeToString()
         told = "no other node has them"
-        for entry in pool_map.etcd:
-            node = pool_map.node_by_id.get(entry.node)
-            if node is None or node.id == self._node:
-                continue
+        for node in [pool_map.node_by_id[number] for number in sorted(etcdmembers.lets_in(pool_map) - {self._node})]:
             try:
                 reply = await self._dialer.call(away(node.endpoints), wire_pb2.POOL_KEYS, request,
                                                 deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
@@ -295,7 +296,8 @@ class EtcdKeeper:
                     f"there ({where}; lost for good: nvpool node recover-etcd)"]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
             return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what is there is served, "
-                    f"and changes wait until they are back (lost for good: nvpool node recover-etcd)"]
+                    f"and changes wait until they are back" +
+                    ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd)")]
         if etcd is None:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)

@@ -20,7 +20,7 @@ from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, from_os_error
 from nvpool.base.identities import new_member
 from nvpool.base.tokens import hash_of
-from nvpool.logic.etcdmembers import of_node
+from nvpool.logic.etcdmembers import lets_in
 from nvpool.logic.joining import joined, token_for, token_given
 from nvpool.logic.poolmap import Node, PoolMap, encode_map
 from nvpool.meta.service_right import AuthorityCheck
@@ -52,7 +52,7 @@ class Reception:
             return read_authority(self._directory)
         except AccessDenied:
             pool_map = self._keeper.relay.pool_map
-            others = [address_of(node) for one in pool_map.etcd if (node := pool_map.node_by_id.get(one.node))]
+            others = [address_of(pool_map.node_by_id[node]) for node in sorted(lets_in(pool_map))]
             raise AccessDenied(f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
                                f"have it: {', '.join(others) or 'the first one'}") from None
 
@@ -99,10 +99,14 @@ class Reception:
             return _joined(answer | {"certificate": sign().decode()})
         number = next(one.id for one in new.nodes if one.member == member)
         etcd = read_authority(self._directory, ETCD_SECRET)
+        if self._keeper.external:
+            where = {"members": list(self._keeper.members), "external": self._keeper.external}
+        else:
+            where = {"members": [one.client for one in new.etcd if one.state == "up"] or list(self._keeper.members)}
         answer |= {
             "node": number, "certificate": sign((request.host,)).decode(),
             "grant_key": self._directory.grant_key.read_bytes().hex(),
-            "etcd": {"members": [one.client for one in new.etcd] or list(self._keeper.members),
+            "etcd": where | {
                      "authority": etcd.certificate.decode(),
                      "certificate": etcd.sign(request.request, new.pool_id, member, (request.host,)).decode()}}
         return _joined(answer)
@@ -126,9 +130,8 @@ class Reception:
         request = _read(pool_pb2.KeysRequest, call)
         AuthorityCheck(SYSTEM_CLOCK, read_grant_key(self._directory))(request.right)
         pool_map = self._keeper.relay.pool_map
-        entry, node = of_node(pool_map, request.node), pool_map.node_by_id.get(request.node)
-        keeps_map = entry is not None and entry.state in ("added", "up") and node is not None
-        if not keeps_map or (call.peer.member and call.peer.member != node.member):
+        node = pool_map.node_by_id.get(request.node)
+        if request.node not in lets_in(pool_map) or node is None or (call.peer.member and call.peer.member != node.member):
             raise AccessDenied(f"node {request.node} keeps no pool map, and gets no keys")
         authority, etcd = (read_authority(self._directory, below) for below in ("", ETCD_SECRET))
         log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)

@@ -52,6 +52,8 @@ AGAIN_S = 1.0
 _FIRST_WAIT_S = 30.0
 """For etcd, the first time it starts."""
 _RECOVER_S = 90.0
+EXTERNAL_SECRET = "external-etcd"
+"""Below secret/: what is shown to an etcd of the operator's own, under the names that files there have everywhere."""
 EPOCHS_SKIPPED = 1000
 """By the map after a recovery: more than others may have seen of what is lost."""
 
@@ -78,6 +80,8 @@ class Keeping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["embedded", "moving", "etcd"] = "embedded"
     members: tuple[str, ...] = ()
     own: OwnMember | None = None
+    external: Literal["", "plain", "secured"] = ""
+    """An etcd of the operator's own (run/external_etcd), and how it is spoken with."""
 
 
 def read_keeping(directory: PoolDirectory) -> Keeping:
@@ -250,13 +254,19 @@ class MapKeeper:
             self.use(clients(pool_map))
 
     def certificates(self) -> Certificates | None:
-        if self._config.network.plain_text:
+        external = self._keeping.external
+        if external == "plain" or (not external and self._config.network.plain_text):
             return None
-        secret = self._directory.secret / ETCD_SECRET
+        secret = self._directory.secret / (EXTERNAL_SECRET if external else ETCD_SECRET)
         try:
             return Certificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
         except OSError as error:
             raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
+
+    @property
+    def external(self) -> str:
+        """Of an etcd of the operator's own: "secured" or "plain"; else nothing."""
+        return self._keeping.external
 
     @property
     def members(self) -> tuple[str, ...]:

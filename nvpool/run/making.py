@@ -63,7 +63,8 @@ _PORT_FIRST, _PORT_LAST = 17000, 32000
 _HEAD_BYTES = 16 * BLOCK_BYTES
 """Of a block device: superblock and what is reserved behind it (store/superblock)."""
 
-_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "reserve", "targets")
+_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "reserve", "targets",
+              "coordinator.json")
 
 
 def free_ports(count: int, network: Network, used: set[int]) -> list[int]:
@@ -213,6 +214,7 @@ def pool_on(device: Path) -> str:
 
 
 async def make_pool(request: dict) -> dict:
+    from nvpool.run.external_etcd import check, external, found
     directory = PoolDirectory(request["directory"])
     check_name(request["name"])
     chunk_bytes, replicas = int(request["chunk_bytes"]), int(request["replicas"])
@@ -233,6 +235,9 @@ async def make_pool(request: dict) -> dict:
         raise InvalidRequest(f"a pool begins with 1 to {SHARDS_MAX} metadata shards, not {shard_count}: --shards")
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
+    given = external(request.get("etcd"))
+    if given is not None:
+        await check(given)
     for drive in drives:  # before anything is made: what is refused leaves nothing behind
         place = store_path(drive["path"], "", 0, directory.path / "targets")
         capacity_for(place, int(drive.get("capacity_bytes") or 0))
@@ -287,12 +292,13 @@ async def make_pool(request: dict) -> dict:
             drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
             targets=targets, tables=(build_table(targets, replicas),),
             shards=tuple(map(make_shard, shard_numbers)), partitions=dealt(shard_count), members=(member,), tokens=(kept,))
-        for place in (*map(directory.shard, shard_numbers), directory.map):
-            kv = await LmdbKv.open(place, LmdbOptions())
-            if place == directory.map:
-                await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()
-            else:
-                await kv.close()
+        for place in map(directory.shard, shard_numbers):
+            await (await LmdbKv.open(place, LmdbOptions())).close()
+        if given is not None:
+            await found(directory, given, first)
+        else:
+            kv = await LmdbKv.open(directory.map, LmdbOptions())
+            await (await EmbeddedCoordinator.found(kv, first, lambda raw: write_whole(directory.poolmap, raw))).close()
         for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
             sync_directory(place)
         for target in targets:  # there is nothing in which they could differ

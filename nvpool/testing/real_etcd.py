@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -10,7 +11,11 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
+
+from nvpool.base.authority import Authority, request_certificate
+from nvpool.cluster.etcd_calls import Certificates, answers_alone
 
 START_S = 30.0
 
@@ -21,14 +26,26 @@ def missing() -> str | None:
 
 
 class RealEtcd:
-    """`count` members in one cluster. A context manager."""
+    """`count` members in one cluster, `secured` by an authority of its own: then `files` are authority, certificate and key of
+    who may use it. A context manager."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, *, secured: bool = False) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="nvpool-etcd-"))
         ports = _free_ports(2 * count)
         self.members = [f"127.0.0.1:{port}" for port in ports[:count]]
+        self._scheme = "https" if secured else "http"
+        self.urls = ",".join(f"{self._scheme}://{member}" for member in self.members)
+        self.files = self._certify() if secured else ()
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
         self._running: list[subprocess.Popen | None] = [None] * count
+
+    def _certify(self) -> tuple[Path, ...]:
+        authority, asked = Authority.make("etcd"), request_certificate()
+        made = {"authority.crt": authority.certificate, "key": asked.key,
+                "crt": authority.sign(asked.request, "etcd", "node/etcd", ("127.0.0.1",))}
+        for name, content in made.items():
+            (self._place / name).write_bytes(content)
+        return tuple(self._place / name for name in ("authority.crt", "crt", "key"))
 
     def __enter__(self) -> RealEtcd:
         try:
@@ -49,12 +66,15 @@ class RealEtcd:
     def start(self, number: int) -> None:
         """Begin, or go on with what it has on disk."""
         command = ["etcd", "--name", f"m{number}", "--data-dir", str(self._place / f"m{number}"),
-                   "--listen-client-urls", f"http://{self.members[number]}",
-                   "--advertise-client-urls", f"http://{self.members[number]}",
+                   "--listen-client-urls", f"{self._scheme}://{self.members[number]}",
+                   "--advertise-client-urls", f"{self._scheme}://{self.members[number]}",
                    "--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number],
                    "--initial-cluster", ",".join(f"m{each}={peer}" for each, peer in enumerate(self._peers)),
                    "--initial-cluster-token", self._place.name, "--log-level", "error",
                    "--heartbeat-interval", "100", "--election-timeout", "1000"]
+        if self.files:
+            command += ["--client-cert-auth", "--trusted-ca-file", str(self.files[0]), "--cert-file", str(self.files[1]),
+                        "--key-file", str(self.files[2])]
         with open(self._place / f"m{number}.log", "ab") as log:
             self._running[number] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -62,11 +82,15 @@ class RealEtcd:
         """Until the member serves, which takes most of them."""
         until_s = time.monotonic() + START_S
         while True:
+            if self.files:
+                shown = Certificates(*(file.read_bytes() for file in self.files))
+                if asyncio.run(answers_alone(self.members[number], shown, 2.0)):
+                    return
             try:
                 with urllib.request.urlopen(f"http://{self.members[number]}/health", timeout=5) as answer:
                     if b'"true"' in answer.read():
                         return
-            except OSError:
+            except (OSError, HTTPException):
                 pass
             if time.monotonic() > until_s:
                 raise AssertionError(f"member {number} does not serve: {self._log(number)}")

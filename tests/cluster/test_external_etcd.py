@@ -1,0 +1,108 @@
+"""Pools whose map is kept in an etcd of the operator's own: made, used, joined, and refused before anything is made."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_etcd_members import has_keys, token_of, until
+from test_nodes import Pool
+
+from nvpool.run.keeping import read_keeping
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.machines import Machines
+from nvpool.testing.real_pool import RealPool
+
+pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
+
+
+def nvpool(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", *map(str, words)], capture_output=True, text=True,
+                          timeout=200, stdin=subprocess.DEVNULL)
+
+
+class OwnEtcd(RealPool):
+    """A pool in `etcd`."""
+
+    def __init__(self, directory, etcd):
+        super().__init__(directory, sizes=(64 << 20,))
+        self.etcd = {"urls": etcd.urls} | dict(zip(("ca", "cert", "key"), map(str, etcd.files), strict=False))
+
+    def request(self):
+        return super().request() | {"etcd": self.etcd}
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["http", "https"])
+def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
+    with real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
+        pool.make()
+        keeping = read_keeping(pool.directory)
+        assert keeping.external == ("secured" if secured else "plain") and keeping.members == tuple(etcd.members)
+        pool.start()
+        assert not pool.status()["problems"] and pool.pool_map.etcd == ()
+        files = pool.connect()
+        files.write_bytes("/kept", b"kept")
+        epoch = pool.pool_map.epoch
+        pool.end_daemons()
+        pool.start()
+        assert files.read_bytes("/kept") == b"kept" and pool.pool_map.epoch >= epoch
+        etcd.kill(0)
+        if secured:
+            pool.until(lambda: any("do not answer" in told for told in pool.status()["problems"]), "it is said", 60)
+            assert files.read_bytes("/kept") == b"kept"
+            etcd.start(0)
+            etcd.wait(0)
+        pool.until(lambda: not pool.status()["problems"], "all is well again", 90)
+        pool.until(lambda: nvpool("client", "token", pool.path).returncode == 0, "a change", 90)
+
+
+def test_what_is_made_again_after_an_interruption_is_the_same_pool(tmp_path):
+    with real_etcd.RealEtcd() as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
+        pool.make()
+        first = pool.pool_map
+        (pool.path / "FORMAT").write_text("nvpool pool being made\n")
+        (pool.path / "being-made").write_text(first.pool_id)
+        pool.make()
+        assert pool.pool_map.pool_id == first.pool_id
+        pool.start()
+        assert not pool.status()["problems"]
+
+
+def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_is_made(tmp_path):
+    drive, directory = tmp_path / "drive", tmp_path / "pool"
+    drive.mkdir()
+    for options, words in ((["--etcd", "http://127.0.0.1:9"], "etcd does not answer"),
+                           (["--etcd", "127.0.0.1:2379"], "https://HOST:PORT"),
+                           (["--etcd", "https://127.0.0.1:9"], "--etcd-key"),
+                           (["--etcd", "http://127.0.0.1:9", "--etcd-ca", "/dev/null"], "https://"),
+                           (["--etcd-ca", "/dev/null"], "go with --etcd")):
+        done = nvpool("pool", "create", directory, "--drive", f"{drive}:64M", *options)
+        assert done.returncode and words in done.stderr, done
+        assert not directory.exists() and not list(drive.iterdir())
+
+
+@pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "")
+def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
+    with Machines(2) as hosts:
+        pool = Pool(hosts, plain=False)
+        first, second = pool.nodes
+        at = f"http://{first.machine.address}"
+        etcd = first.machine.popen(shutil.which("etcd"), "--data-dir", str(first.machine.place / "own-etcd"),
+                                   "--log-level", "error", "--listen-client-urls", f"{at}:2379",
+                                   "--advertise-client-urls", f"{at}:2379")
+        try:
+            until(lambda: first.nvpool("pool", "create", str(first.path), "--drive", first.drive(), "--host",
+                                       first.machine.address, "--etcd", f"{at}:2379", check=False).returncode == 0,
+                  "etcd is there and the pool is made", first)
+            first.serve()
+            first.until_all_serve()
+            pool.join(second, first.json("node", "token", str(first.path)))
+            assert len(second.until_all_serve()["nodes"]) == 2 and second.map().etcd == ()
+            assert read_keeping(second.directory).external == "plain"
+            until(lambda: has_keys(second), "the second node lets others in", second)
+            assert token_of(second).returncode == 0
+        finally:
+            etcd.kill()
+            etcd.wait()
+            for node in pool.nodes:
+                node.kill_all()
