@@ -22,15 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import CorruptRecord, InvalidRequest
-from nvpool.base.identities import check_member, dns_of, uri_of
+from nvpool.base.identities import DAY_S, MEMBER_DAYS, MEMBER_S, check_member, dns_of, uri_of
 
-DAY_S = 86_400
 AUTHORITY_S = 20 * 365 * DAY_S
-MEMBER_DAYS = 90
-MEMBER_S = MEMBER_DAYS * DAY_S
-RENEW_S = MEMBER_S / 3
-"""What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
-
 SKEW_S = 3600
 """Certificates begin so long ago: clocks differ."""
 

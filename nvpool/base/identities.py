@@ -7,10 +7,18 @@ pool, so that one that was taken away never comes back with somebody else.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import InvalidRequest
+
+DAY_S = 86_400
+MEMBER_DAYS = 90
+MEMBER_S = min(float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY_S), float(MEMBER_DAYS * DAY_S))
+"""How long a certificate is good; the variable makes it shorter, for tests of what happens then."""
+RENEW_S = MEMBER_S / 3
+"""What is left of a certificate when it is renewed: a pool that is switched off for a month goes on."""
 
 _MEMBER = re.compile(r"(node|client|bridge)/[A-Za-z0-9_.-]{1,80}")
 

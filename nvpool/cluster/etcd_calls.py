@@ -72,6 +72,8 @@ class EtcdCalls:
         time to end; a stream there breaks, and is begun anew by who reads it."""
         if not members:
             raise BadConfiguration("no member of etcd is named")
+        if tuple(members) == self.members and certificates == self._certificates:
+            return
         credentials = certificates and grpc.ssl_channel_credentials(
             certificates.authority, certificates.key, certificates.certificate)
         kept = {one.address: one for one in self._members} if certificates == self._certificates else {}

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from nvpool.base.authority import DAY_S, MEMBER_S
 from nvpool.base.errors import AccessDenied, InvalidRequest
+from nvpool.base.identities import DAY_S, MEMBER_DAYS
 from nvpool.logic.poolmap import JoinToken, Node, PoolMap, Revoked, changed
 
 TOKENS_MAX = 1000
-REVOKED_S = MEMBER_S + 2 * DAY_S
+REVOKED_S = (MEMBER_DAYS + 2) * DAY_S
 """By then all that was signed has ended."""
 NODES_MAX = 1000
 

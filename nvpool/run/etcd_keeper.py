@@ -79,6 +79,7 @@ class EtcdKeeper:
                 own = self._keeper.own
                 self._answers = own is not None and await answers_alone(own.client, self._keeper.certificates(), _LOOK_S)
                 says = json.dumps({"able": shutil.which("etcd") is not None, "answers": self._answers}).encode()
+                self._keeper.show_certificates()  # as they were renewed
                 if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
                     lease, said = await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S), says
             except NvpoolError as error:

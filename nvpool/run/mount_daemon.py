@@ -28,6 +28,7 @@ from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.base.host import host_id, identity_of
+from nvpool.base.identities import MEMBER_S
 from nvpool.base.mounts import Mount, mount_at, place_of
 from nvpool.base.units import MIB
 from nvpool.client.session import Client
@@ -48,7 +49,7 @@ LEAVE_S = 5.0
 _ARENA_SHARE = 4
 """Of the memory for unstored writes to their bound: pieces take powers of two, and places of one length at a time."""
 
-_CERTIFICATE_LOOK_S = 600.0
+_CERTIFICATE_LOOK_S = min(600.0, MEMBER_S / 12)
 
 log = logging.getLogger("nvpool.run.mount")
 

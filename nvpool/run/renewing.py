@@ -12,17 +12,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from nvpool.base.authority import RENEW_S, ends_s, request_again
+from nvpool.base.authority import ends_s, request_again
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.directory import PoolDirectory, write_whole
 from nvpool.base.errors import AccessDenied, NvpoolError, Unavailable
+from nvpool.base.identities import MEMBER_S, RENEW_S
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.tokens import hosts_of, read_authority
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, Identity
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
-LOOK_S = 3600.0
+LOOK_S = min(3600.0, MEMBER_S / 10)
 _ASK_S = 10.0
 
 log = logging.getLogger("nvpool.run.renewing")

@@ -19,6 +19,7 @@ from nvpool.base.config import Config, load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
+from nvpool.base.identities import MEMBER_S
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run.awake import Awake
@@ -31,7 +32,8 @@ from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 from nvpool.wire.v1.wire_pb2 import POOL_MAP
 
-_MAP_WAIT_S = 30.0
+_MAP_WAIT_S = min(30.0, MEMBER_S / 12)
+"""The certificate is looked at as often."""
 _MAP_RETRY_S = 0.5
 _PORT_WAIT_S = 10.0
 

@@ -9,6 +9,7 @@ are never repeated here: that is metaclient's and chunkclient's business. Used f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 
@@ -106,6 +107,9 @@ class Dialer:
 
     async def _make(self, endpoints: Endpoints) -> Connection:
         worst: NvpoolError | None = None
+        if self._greeting.identity is not None:
+            with contextlib.suppress(NvpoolError):  # then what was shown so far is
+                self._greeting.identity.refresh()  # another process may have renewed it, and some live longer than it is good
         for endpoint, transport in self._candidates(endpoints):
             began_s = self._clock.boottime_s()
             try:

@@ -1,36 +1,17 @@
 """Pools of several nodes, whose map three members of etcd keep: who becomes one, who is lost, who follows. Real processes."""
 
-import json
 import subprocess
 import sys
-import time
 
 import pytest
-from test_nodes import Node, Pool
 
-from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing import machines, real_etcd
+from nvpool.testing.etcd_nodes import has_keys, members, of_three, token_of, told, until
 from nvpool.testing.machines import Machines
+from nvpool.testing.real_nodes import Node, Pool
 
 pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
-
-
-def until(holds, what: str, node: Node, wait_s: float = 90.0):
-    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
-    while not (found := holds()):
-        assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}: {node.map().etcd}\n{node.said()}"
-        time.sleep(0.1)
-    return found
-
-
-def members(node: Node) -> set[int]:
-    """Of etcd that vote, as this node knows it."""
-    return {one.node for one in node.map().etcd if one.state == "up"}
-
-
-def has_keys(node: Node) -> bool:
-    return all((node.path / "secret" / below / "authority.key").exists() for below in (".", "etcd"))
 
 
 def joined(pool: Pool, node: Node, by: Node) -> None:
@@ -71,11 +52,7 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
         first, second, third = pool.nodes
         asking = []
         try:
-            address = pool.found()["address"].removeprefix("stream://")
-            for node in (second, third):
-                token = first.json("node", "token", str(first.path))["token"]
-                node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token)
-            until(lambda: members(first) == {1, 2, 3} and has_keys(third), "three members", first)
+            of_three(pool)
             at_first = next(one.client for one in first.map().etcd if one.node == 1)
             asking = [stays_connected(node, at_first, wait_s) for node, wait_s in ((second, 90.0), (third, 20.0))]
             assert [each.stdout.readline() for each in asking] == ["in\n", "in\n"]
@@ -116,25 +93,6 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
         finally:
             for node in pool.nodes:
                 node.kill_all()
-
-
-def token_of(node: Node):
-    return node.nvpool("node", "token", str(node.path), check=False)
-
-
-def of_three(pool: Pool) -> None:
-    """Three nodes that keep the map; the drive is the first one's."""
-    first, *others = pool.nodes[:3]
-    address = pool.found()["address"].removeprefix("stream://")
-    for node in others:
-        token = first.json("node", "token", str(first.path))["token"]
-        node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, *pool.plain)
-    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in others), "three members", first)
-
-
-def told(node: Node) -> str:
-    done = node.nvpool("status", str(node.path), "--json", check=False)
-    return "; ".join(json.loads(done.stdout)["problems"]) if done.returncode == 0 else ""
 
 
 def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on_alone():

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from test_etcd_members import has_keys, token_of, until
-from test_nodes import Pool
 
 from nvpool.run.keeping import read_keeping
 from nvpool.testing import machines, real_etcd
+from nvpool.testing.etcd_nodes import has_keys, token_of, until
 from nvpool.testing.machines import Machines
+from nvpool.testing.real_nodes import Pool
 from nvpool.testing.real_pool import RealPool
 
 pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")
@@ -91,11 +91,9 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
                                    "--log-level", "error", "--listen-client-urls", f"{at}:2379",
                                    "--advertise-client-urls", f"{at}:2379")
         try:
-            until(lambda: first.nvpool("pool", "create", str(first.path), "--drive", first.drive(), "--host",
-                                       first.machine.address, "--etcd", f"{at}:2379", check=False).returncode == 0,
-                  "etcd is there and the pool is made", first)
-            first.serve()
-            first.until_all_serve()
+            until(lambda: first.machine.run("bash", "-c", f"exec 3<>/dev/tcp/{first.machine.address}/2379", check=False
+                                            ).returncode == 0, "etcd listens", first)
+            pool.found("--etcd", f"{at}:2379")
             pool.join(second, first.json("node", "token", str(first.path)))
             assert len(second.until_all_serve()["nodes"]) == 2 and second.map().etcd == ()
             assert read_keeping(second.directory).external == "plain"

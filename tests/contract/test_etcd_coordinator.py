@@ -30,6 +30,22 @@ def three():
         yield etcd
 
 
+@pytest.fixture(scope="module")
+def three_whole():
+    """Whose members nobody harms."""
+    with real_etcd.RealEtcd(3) as etcd:
+        yield etcd
+
+
+@pytest.fixture(scope="module")
+def three_less_one():
+    """Of which one is dead: most are there."""
+    with real_etcd.RealEtcd(3) as etcd:
+        etcd.kill(0)
+        etcd.wait(1)
+        yield etcd
+
+
 def a_pool():
     """The first map of a pool that nobody knows."""
     return msgspec.structs.replace(first_map(), pool_id=f"pool-{next(_numbers)}")
@@ -41,14 +57,16 @@ async def pair(etcd, first=None):
     return await EtcdCoordinator.found(etcd.members, first), await EtcdCoordinator.open(etcd.members, first.pool_id)
 
 
+@pytest.mark.parametrize("members", ["one", "three_whole", "three_less_one"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_coordinator_in_etcd_keeps_the_contract(check, one, monkeypatch):
+def test_a_coordinator_in_etcd_keeps_the_contract(check, members, request, monkeypatch):
+    etcd = request.getfixturevalue(members)
     # each check has a pool of its own, by its number: the contract's first map is the same for all
     number = next(_numbers)
     monkeypatch.setattr(etcd_module, "_root", lambda pool_id: b"nvpool/contract-%d/" % number)
 
     async def run():
-        coordinator = await EtcdCoordinator.found(one.members, first_map())
+        coordinator = await EtcdCoordinator.found(etcd.members, first_map())
         try:
             await check(coordinator)
         finally:
@@ -205,15 +223,16 @@ def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, har
     asyncio.run(run())
 
 
-def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(three, monkeypatch):
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(three, harm, monkeypatch):
     monkeypatch.setattr(etcd_module, "CHANGE_S", 1.0)
 
     async def run():
         mine, other = await pair(three)
         leader = await mine.lead("mine", 3.0, 10)
         before = mine.pool_map
-        three.kill(0)
-        three.kill(1)
+        getattr(three, harm)(0)
+        getattr(three, harm)(1)
         with pytest.raises(Unavailable):
             await mine.replace(changed(before, name="by few"), leader)
         assert mine.pool_map == before, "what is known stays known"
@@ -223,7 +242,10 @@ def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when
             await mine.replace(changed(before, name="by nobody"), leader)
         with pytest.raises(Unavailable):
             await mine.announce("node-1", b"", 3.0)
-        three.start(0)
+        if harm == "kill":
+            three.start(0)
+        else:
+            three.go_on(0)
         await asyncio.to_thread(three.wait, 0)
         monkeypatch.setattr(etcd_module, "CHANGE_S", 10.0)
         again = await other.lead("other", 3.0, 30)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from nvpool.base.authority import MEMBER_S, Authority, ends_s, request_certificate
+from nvpool.base.authority import Authority, ends_s, request_certificate
 from nvpool.base.clock import ManualClock
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
-from nvpool.base.identities import new_member
+from nvpool.base.identities import MEMBER_S, new_member
 from nvpool.base.tokens import Token, hash_of, read_token
 from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
 from nvpool.logic.poolmap import JoinToken, Node, Revoked, decode_map, encode_map

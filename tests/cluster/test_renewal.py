@@ -1,0 +1,63 @@
+"""Certificates of a minute and a half, renewed while everything serves: those of nodes, a client, members of etcd."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.authority import ends_s
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.etcd_nodes import members, of_three, token_of, until
+from nvpool.testing.machines import Machines
+from nvpool.testing.real_nodes import Node, Pool
+from nvpool.testing.real_pool import end_process
+
+pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
+
+LIVES_S = 90
+
+
+def certificates(node: Node) -> list[Path]:
+    return [path for below in (".", "etcd") if (path := node.path / "secret" / below / "member.crt").exists()]
+
+
+def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch):
+    monkeypatch.setenv("NVPOOL_CERTIFICATE_S", str(LIVES_S))
+    with Machines(3) as hosts:
+        pool = Pool(hosts, plain=False)
+        first, second, third = pool.nodes
+        client = Node(third.machine, "client")
+        try:
+            of_three(pool)
+            pool.client(client)
+            mount = third.machine.place / "mount"
+            mount.mkdir()
+            third.nvpool("mount", str(client.path), str(mount))
+            began = {path: path.read_bytes() for node in (*pool.nodes, client) for path in certificates(node)}
+            ended_s = max(ends_s(raw) for raw in began.values()) + 1
+            count = 0
+            while SYSTEM_CLOCK.wall_ns() / 1e9 < ended_s:
+                count += 1
+                third.machine.run("sh", "-c", f"echo {count} > {mount}/file && sync {mount}/file && grep -q {count} "
+                                              f"{mount}/file")
+                time.sleep(0.5)
+            assert len(began) == 7
+            for path, raw in began.items():
+                assert path.read_bytes() != raw and ends_s(path.read_bytes()) > SYSTEM_CLOCK.wall_ns() / 1e9, path
+
+            # what is connected goes on, and so does what has to connect anew: a supervisor, a store, a member of etcd
+            end_process(first.directory.supervisor().pid)
+            for node, name in ((first, "target-1"), (second, "etcd-2")):
+                end_process(node.directory.state_of(name).pid, signal.SIGKILL)
+            third.machine.run("sh", "-c", f"echo anew > {mount}/other && sync {mount}/other && grep -q anew {mount}/other")
+            for node in pool.nodes:
+                node.until_all_serve()
+                assert members(node) == {1, 2, 3}
+            until(lambda: token_of(second).returncode == 0, "a change", second)
+            third.nvpool("umount", str(mount))
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
