@@ -1,5 +1,6 @@
 """Pools of several nodes, whose map three members of etcd keep: who becomes one, who is lost, who follows. Real processes."""
 
+import shutil
 import subprocess
 import sys
 
@@ -136,6 +137,40 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
             assert all(one.generation > generations[one.node] for one in first.map().etcd if one.node != 1)
             assert token_of(second).returncode == 0
             first.nvpool("umount", str(mount))
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
+
+
+def test_a_member_that_is_lost_is_followed_by_another_node_and_one_without_its_data_begins_anew():
+    with Machines(4) as hosts:
+        pool = Pool(hosts, plain=False)
+        first, second, third, fourth = pool.nodes
+        soon = first.machine.place / "soon.toml"
+        soon.write_text("[supervisor]\nreplace_after_s = 15\n")
+        try:
+            address = pool.found("--config", str(soon))["address"].removeprefix("stream://")
+            for node in (second, third, fourth):
+                config = node.machine.place / "soon.toml"
+                config.write_text(soon.read_text())
+                token = first.json("node", "token", str(first.path))["token"]
+                node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, "--config", str(config),
+                            "--host", node.machine.address)
+            until(lambda: members(first) == {1, 2, 3}, "three members", first)
+            until(lambda: has_keys(third), "the third node lets others in", third)
+            third.kill_all()
+            until(lambda: members(first) == {1, 2, 4} and has_keys(fourth), "the fourth node follows the third", first)
+            third.serve()
+            until(lambda: not has_keys(third) and not list(third.path.glob("etcd-*")), "the third one keeps nothing", third)
+
+            second.kill_all()
+            held, = second.path.glob("etcd-*")
+            shutil.rmtree(held)
+            second.serve()
+            until(lambda: len(members(first)) == 3 and all((one.node, one.generation) != (2, int(held.name[5:]))
+                                                           for one in first.map().etcd), "another member", first)
+            assert not held.exists()
+            until(lambda: token_of(first).returncode == 0, "a change", first)
         finally:
             for node in pool.nodes:
                 node.kill_all()
