@@ -81,13 +81,14 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
 
 def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it, a
-    member of etcd too (run/etcd_keeper has it leave)."""
+    member of etcd with a vote too (run/etcd_keeper has it leave; one that is on its way, perhaps just again, goes along)."""
     check_removable(pool_map, number)
-    if any(one.node == number for one in pool_map.etcd):
+    if any(one.node == number and one.state in ("up", "leaving") for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
     member = pool_map.node_by_id[number].member
     revoked = tuple(one for one in pool_map.revoked if one.at_ms + REVOKED_S * 1000 > now_ms)
     if member:
         revoked += (Revoked(member, now_ms, pool_map.epoch + 1),)
     return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number), revoked=revoked,
+                   etcd=tuple(one for one in pool_map.etcd if one.node != number),
                    members=tuple(one for one in pool_map.members if one != member))

@@ -16,7 +16,7 @@ from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
 from nvpool.base.identities import MEMBER_S, new_member
 from nvpool.base.tokens import Token, hash_of, read_token
 from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, token_given
-from nvpool.logic.poolmap import JoinToken, Node, Revoked, decode_map, encode_map
+from nvpool.logic.poolmap import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
 from nvpool.run.renewing import renew_once
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
@@ -68,6 +68,13 @@ def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
     gone = node_removed(after, 2, 5)
     assert 2 not in gone.node_by_id and "node/beta.2" not in gone.members
     assert gone.revoked == (Revoked("node/beta.2", 5, gone.epoch),)
+    for state in ("wanted", "ready", "added", "lost", "up", "leaving"):
+        keeping = replace(after, etcd=(EtcdMember(1, "c1", "p1"), EtcdMember(2, "c2", "p2", state)))
+        if state in ("up", "leaving"):
+            with pytest.raises(InvalidRequest, match="keeps the pool map"):
+                node_removed(keeping, 2, 5)
+        else:
+            assert node_removed(keeping, 2, 5).etcd == keeping.etcd[:1]
     later = node_removed(replace(after, revoked=gone.revoked), 2, 5 + REVOKED_S * 1000)
     assert later.revoked == (Revoked("node/beta.2", 5 + REVOKED_S * 1000, later.epoch),)
     for number, words in ((1, "has drives"), (7, "no node 7")):
