@@ -123,7 +123,13 @@ class EtcdCalls:
 
     async def transact(self, request: rpc.TxnRequest, wait_s: float) -> rpc.TxnResponse:
         """After Unavailable, and also where it has not succeeded, it may have been carried out: look."""
-        return await self._call("kv", "Txn", request, wait_s)
+        try:
+            return await self._call("kv", "Txn", request, wait_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.NOT_FOUND:
+                raise
+            # What hangs on a lease that has ended meanwhile: an election of theirs takes longer than short leases last.
+            raise Unavailable(f"etcd refuses a change: {error.details()}", retry_after_s=0.1, may_be_applied=True) from None
 
     async def grant_lease(self, lease_s: int, wait_s: float) -> int:
         """Its number. One whose answer was lost ends by itself."""

@@ -129,6 +129,29 @@ def test_a_map_that_was_made_is_not_stale_where_another_followed_at_once(one):
     asyncio.run(run())
 
 
+def test_what_hangs_on_a_lease_that_has_ended_meanwhile_is_not_said_and_may_be_tried_again(one, monkeypatch):
+    async def run():
+        mine, other = await pair(one)
+        take = mine._take_lease
+
+        async def slow(lease_s):
+            lease = await take(lease_s)
+            await other._calls.revoke_lease(lease.number, 10)
+            return lease
+
+        monkeypatch.setattr(mine, "_take_lease", slow)
+        with pytest.raises(Unavailable, match="lease"):
+            await mine.announce("node-1", b"here", LEASE_S)
+        with pytest.raises(Unavailable, match="lease"):
+            await mine.lead("mine", LEASE_S, 10)
+        monkeypatch.undo()
+        assert await mine.lead("mine", LEASE_S, 10)
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
 def test_a_pool_is_founded_once_and_one_that_is_not_known_can_not_be_opened(one):
     async def run():
         first = a_pool()
