@@ -85,11 +85,12 @@ class EtcdCoordinator:
         return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock)
 
     @staticmethod
-    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        """On return a member, and most of them, have answered. Unavailable when none does in a second or two."""
+    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2 * BEAT_S,
+                      clock: Clock = SYSTEM_CLOCK) -> None:
+        """On return a member, and most of them, have answered. Unavailable when none does in that time."""
         calls = EtcdCalls(members, clock, certificates)
         try:
-            await calls.range(rpc.RangeRequest(key=b"nvpool/"), 2 * BEAT_S)
+            await calls.range(rpc.RangeRequest(key=b"nvpool/", count_only=True), wait_s)
         finally:
             await calls.close()
 

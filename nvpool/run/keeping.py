@@ -52,6 +52,8 @@ AGAIN_S = 1.0
 _FIRST_WAIT_S = 30.0
 """For etcd, the first time it starts."""
 _RECOVER_S = 90.0
+_SURE_S = 15.0
+"""Without an answer of etcd before it is given up: longer than an election, and each of its members is asked more than once."""
 EXTERNAL_SECRET = "external-etcd"
 """Below secret/: what is shown to an etcd of the operator's own, under the names that files there have everywhere."""
 EPOCHS_SKIPPED = 1000
@@ -283,7 +285,7 @@ class MapKeeper:
             raise Refused(f"this node has no member of etcd; nodes that have: {entries or 'none'}")
         if not own.alone:
             try:
-                await EtcdCoordinator.answers(self._keeping.members, self.certificates())
+                await EtcdCoordinator.answers(self._keeping.members, self.certificates(), wait_s=_SURE_S)
             except Unavailable:
                 pass
             else:
