@@ -12,7 +12,8 @@ from nvpool.testing.machines import Machines
 from nvpool.testing.real_nodes import Node, Pool
 
 pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+              pytest.mark.timeout(1500)]
 
 
 def joined(pool: Pool, node: Node, by: Node) -> None:

@@ -1,4 +1,4 @@
-"""Certificates of a minute and a half, renewed while everything serves: those of nodes, a client, members of etcd."""
+"""Certificates of two minutes, renewed while everything serves: those of nodes, a client, members of etcd."""
 
 import signal
 import time
@@ -15,9 +15,10 @@ from nvpool.testing.real_nodes import Node, Pool
 from nvpool.testing.real_pool import end_process
 
 pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+              pytest.mark.timeout(1500)]
 
-LIVES_S = 90
+LIVES_S = 120
 
 
 def certificates(node: Node) -> list[Path]:
