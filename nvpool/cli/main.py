@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
+    "shard": ("nvpool.cli.shard:shard", "List the metadata shards, and say how many standbys they have."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),

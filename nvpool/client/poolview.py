@@ -21,6 +21,9 @@ MAP_FILE = "poolmap.json"
 ASK_S = 5.0
 """For one question for a map: a node that takes longer is not worth waiting for, the asker repeats anyway."""
 
+NEXT_S = 0.4
+"""Before another node is asked too: one that is gone says nothing at all."""
+
 
 def read_map_file(directory: str) -> PoolMap:
     """The map in DIR/poolmap.json. NotFound or AccessDenied as the file system says; CorruptRecord, WrongFormat."""
@@ -43,6 +46,7 @@ class PoolView:
         self._dialer = dialer
         self._clock = clock
         self._asking: asyncio.Task | None = None
+        self._turn = 0
 
     def offer(self, pool_map: PoolMap) -> bool:
         """Take `pool_map` when it is newer; whether it was."""
@@ -65,19 +69,44 @@ class PoolView:
                 return self.offer(read_map_file(self._directory))
             except NvpoolError:
                 return False
-        for node in self.map.nodes:
-            if not node.endpoints:
-                continue
-            try:
-                found = await fetch_map(self._dialer, node.endpoints, self._clock, newer_than=self.map.epoch)
-            except NvpoolError:
-                continue
-            return found is not None and self.offer(found)
+        nodes = [node.endpoints for node in self.map.nodes if node.endpoints]
+        begin = self._turn % max(1, len(nodes))
+        asked: set[asyncio.Task] = set()
+        try:
+            for endpoints in [*nodes[begin:], *nodes[:begin]]:
+                asked.add(asyncio.create_task(fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch)))
+                done, asked = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
+                if (found := _first(done)) is not None:
+                    return self._took(*found)
+            while asked:
+                done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                if (found := _first(done)) is not None:
+                    return self._took(*found)
+            self._turn += 1
+            return False
+        finally:
+            for task in asked:
+                task.cancel()
+
+    def _took(self, found: PoolMap | None) -> bool:
+        if found is not None and self.offer(found):
+            return True
+        self._turn += 1  # it may be one that hears of nothing: another is asked first the next time
         return False
 
     async def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
+
+
+def _first(done: set[asyncio.Task]) -> tuple[PoolMap | None] | None:
+    """What one of them was answered."""
+    for task in done:
+        if task.exception() is None:
+            return (task.result(),)
+        if not isinstance(task.exception(), NvpoolError):
+            raise task.exception()
+    return None
 
 
 async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0) -> PoolMap | None:

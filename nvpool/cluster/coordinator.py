@@ -39,6 +39,11 @@ class Lease(Protocol):
     def in_doubt(self) -> bool:
         """Whether half of it has gone by without a renewal: begin nothing that takes long."""
 
+    @property
+    def left_s(self) -> float:
+        """For how long from now it is ours for certain, also by clocks that go faster than ours: rights that are given under it
+        end within that. Infinite where it ends only with this process."""
+
     async def release(self) -> None:
         """Give it up; others see that at once where the coordinator can be reached, else when its time is over."""
 

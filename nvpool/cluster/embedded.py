@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Mapping
+from math import inf
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, from_os_error
 from nvpool.cluster.coordinator import Lease
@@ -40,6 +41,10 @@ class _Lease:
     @property
     def in_doubt(self) -> bool:
         return self.lost.done()
+
+    @property
+    def left_s(self) -> float:
+        return inf if self.holds else 0.0
 
     async def release(self) -> None:
         self.end()

@@ -14,6 +14,8 @@ from nvpool.base.errors import Unavailable
 from nvpool.cluster.coordinator import LEASE_S_MIN
 from nvpool.cluster.etcd_calls import PAUSE_S, EtcdCalls
 
+CLOCKS_DIFFER = 0.05
+"""So much faster than ours may etcd's clock go."""
 RELEASE_S = 2.0
 """Giving one up may take so long; then its time has to run out."""
 
@@ -53,6 +55,12 @@ class EtcdLease:
     @property
     def in_doubt(self) -> bool:
         return self.lost.done() or self._clock.boottime_s() >= self._until_s - self._lease_s / 2
+
+    @property
+    def left_s(self) -> float:
+        if self.lost.done():
+            return 0.0
+        return max(0.0, self._until_s - CLOCKS_DIFFER * self._lease_s - self._clock.boottime_s())
 
     async def _renew(self, sent_s: float) -> None:
         try:

@@ -25,6 +25,7 @@ ShardState = Literal["up", "down"]
 ShardWish = Literal["share", "remove"]
 StandbyState = Literal["syncing", "up"]
 EtcdState = Literal["wanted", "ready", "added", "up", "leaving", "lost"]
+NodeWish = Literal["share", "drain", "stop", "lost"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +46,9 @@ class Node(msgspec.Struct, frozen=True):
     rack: str = ""
     member: str = ""
     """Whom its certificate names."""
+    wish: NodeWish = "share"
+    """What the operator wants of it: its share; to hold nothing (drain), and to end its processes then (stop). lost: it will
+    not come back, what it had is made again elsewhere; it is out of the pool when nothing names it any more."""
 
 
 class JoinToken(msgspec.Struct, frozen=True):
@@ -145,7 +149,8 @@ class ChainTable(msgspec.Struct, frozen=True):
 
 class Standby(msgspec.Struct, frozen=True):
     """A member of a shard that is not its primary. "up": it has every change that was ever acknowledged, and no change is
-    acknowledged that it does not have; so it can be promoted. "syncing": it is away, or catches up."""
+    acknowledged that it does not have; so it can be promoted. "syncing": it is away, or catches up. Without endpoints it is
+    still to be made by its node, and `path` is the store beside which it shall lie."""
 
     member: int
     node: int
@@ -170,6 +175,8 @@ class Shard(msgspec.Struct, frozen=True):
     epoch: int = 1
     standbys: tuple[Standby, ...] = ()
     wish: ShardWish = "share"
+    standbys_wanted: int | None = None
+    """So many it shall have in good places (logic/metaplaces); None: as many as it has."""
 
 
 class PartitionRange(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,8 @@ def dealt(count: int) -> tuple[PartitionRange, ...]:
     firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
     return tuple(PartitionRange(first, behind - first, number)
                  for number, (first, behind) in enumerate(zip(firsts, firsts[1:], strict=False), 1))
+_MEMBERS_MAX = 8
+"""With those that are on their way to another place."""
 
 
 def members(shard: Shard) -> tuple[int, ...]:
@@ -55,8 +57,8 @@ def endpoints_of(shard: Shard, member: int) -> tuple[str, ...]:
 def standby_added(pool_map: PoolMap, shard_id: int, standby: Standby) -> PoolMap:
     """A new member, which has nothing yet. InvalidRequest: it is one already, or there are too many."""
     shard = shard_of(pool_map, shard_id)
-    if standby.member in members(shard) or len(shard.standbys) >= STANDBYS_MAX:
-        raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {STANDBYS_MAX} standbys")
+    if standby.member in members(shard) or len(shard.standbys) >= _MEMBERS_MAX:
+        raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {_MEMBERS_MAX} standbys")
     standby = msgspec.structs.replace(standby, state="syncing")
     return _with(pool_map, shard, standbys=(*shard.standbys, standby))
 
@@ -67,6 +69,24 @@ def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
     if _standby(shard, member) is None:
         raise InvalidRequest(f"shard {shard_id} has no standby {member}")
     return _with(pool_map, shard, standbys=tuple(other for other in shard.standbys if other.member != member))
+
+
+def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]) -> PoolMap:
+    """The standby has a place, and will listen there. InvalidRequest: it is none, or has been made already."""
+    shard = shard_of(pool_map, shard_id)
+    found = _standby(shard, member)
+    if found is None or found.endpoints:
+        raise InvalidRequest(f"standby {member} of shard {shard_id} is not to be made")
+    made = msgspec.structs.replace(found, path=path, endpoints=endpoints)
+    return _with(pool_map, shard, standbys=tuple(made if other is found else other for other in shard.standbys))
+
+
+def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
+    """The shard shall have so many standbys; logic/metaplaces says which. InvalidRequest: that is out of bounds."""
+    shard = shard_of(pool_map, shard_id)
+    if not 0 <= count <= STANDBYS_MAX:
+        raise InvalidRequest(f"a shard has 0 to {STANDBYS_MAX} standbys, not {count}")
+    return pool_map if shard.standbys_wanted == count else _with(pool_map, shard, standbys_wanted=count)
 
 
 def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: int) -> PoolMap:
@@ -88,10 +108,12 @@ def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> Poo
 
 
 def primary_lost(pool_map: PoolMap, shard_id: int) -> PoolMap | None:
-    """The primary is dead, or has been silent for its whole lease: the first standby that is up becomes primary of the next
-    term, the old one a standby that has to catch up. None where no standby is up: only the old primary has everything."""
+    """The primary is dead, or has been silent for its whole lease: the first standby that is up, of those on nodes that are to
+    stay where there is one, becomes primary of the next term, the old one a standby that has to catch up. None where no standby
+    is up: only the old primary has everything."""
     shard = shard_of(pool_map, shard_id)
-    heir = next((standby for standby in shard.standbys if standby.state == "up"), None)
+    up = [standby for standby in shard.standbys if standby.state == "up"]
+    heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
     if heir is None:
         return None
     former = Standby(shard.member, shard.node, shard.endpoints, "syncing", shard.path)

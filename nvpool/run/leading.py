@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import isinf
 
 from google.protobuf.message import DecodeError
 
@@ -26,10 +28,26 @@ _LEAD_S = LEASE_S_MIN
 """So soon another node may lead; its manager then gives every target a lease's time."""
 _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
+_SEEN_S = 0.2
 _NODE = "node/"
 """What the name of a node's certificate begins with."""
 
 log = logging.getLogger("nvpool.run.leading")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reign:
+    """The time for which a node leads the pool without a pause."""
+
+    lease: Lease
+    bounded: bool = False
+    """Whether all rights that were given before it have ended: they are given for no longer than who leads leads for certain,
+    and this node has seen the former one lead for longer than any other right lasts."""
+    gone: int | None = None
+    """The node that led before, where that was another one: nobody has heard of it since."""
+
+    def left_s(self) -> float:
+        return self.lease.left_s
 
 
 class Leading:
@@ -43,13 +61,50 @@ class Leading:
         self._pid_of = pid_of
         self._passing: set[asyncio.Task[None]] = set()
         self.manager: Manager | None = None
-        self._lease: Lease | None = None
+        self._reign: Reign | None = None
+        self._former: tuple[str, float] | None = None
+        """Who was last seen to lead, and since when."""
+        self._unbounded = False
         self.grace_s = LEASE_S
         """Of the first manager: see Manager."""
 
     async def run(self) -> None:
         """Lead whenever nobody else does, until cancelled."""
+        seeing = asyncio.ensure_future(self._see())
+        try:
+            await self._lead()
+        finally:
+            seeing.cancel()
+
+    async def _see(self) -> None:
         while True:
+            leader = self._coordinator.leader()
+            if leader is not None and (self._former is None or self._former[0] != leader):
+                self._former = leader, SYSTEM_CLOCK.boottime_s()
+            await asyncio.sleep(_SEEN_S)
+
+    def _begun(self, lease: Lease) -> Reign:
+        former, since_s = self._former or ("", SYSTEM_CLOCK.boottime_s())
+        bounded = not self._unbounded and SYSTEM_CLOCK.boottime_s() - since_s > LEASE_S
+        self._unbounded = isinf(lease.left_s)
+        return Reign(lease, bounded, int(former) if bounded and former != str(self._node) else None)
+
+    @property
+    def reign(self) -> Reign | None:
+        """While this node leads, and for certain."""
+        return self._reign if self._reign is not None and self._reign.lease.holds else None
+
+    def _stands_back(self) -> bool:
+        """Whether this node is to be given up, and another one may lead."""
+        nodes = self._coordinator.pool_map.nodes
+        return any(node.id == self._node and node.wish != "share" for node in nodes) \
+            and any(node.id != self._node and node.wish == "share" for node in nodes)
+
+    async def _lead(self) -> None:
+        while True:
+            if self._stands_back():
+                await asyncio.sleep(_RETRY_S)
+                continue
             try:
                 lease = await self._coordinator.lead(str(self._node), _LEAD_S, WATCH_S_MAX)
             except Unavailable:
@@ -58,20 +113,24 @@ class Leading:
             if lease is None:
                 continue
             log.info("this node leads the pool")
-            self._lease = lease
+            self._reign = self._begun(lease)
             self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s)
             self.grace_s = LEASE_S
             deciding = asyncio.ensure_future(manager.run())
             following = asyncio.ensure_future(self._follow(manager))
             try:
-                await asyncio.wait([deciding, following, lease.lost], return_when=asyncio.FIRST_COMPLETED)
+                while not (deciding.done() or following.done() or lease.lost.done() or self._stands_back()):
+                    await asyncio.wait([deciding, following, lease.lost], timeout=_RETRY_S,
+                                       return_when=asyncio.FIRST_COMPLETED)
                 for task in (deciding, following):
                     if task.done():
                         task.result()
                         raise Bug("nobody manages the pool any more")
+                if not lease.lost.done():
+                    await lease.release()
                 log.warning("this node does not lead the pool any more")
             finally:
-                self.manager = self._lease = None
+                self.manager = self._reign = None
                 deciding.cancel()
                 following.cancel()
 
@@ -94,9 +153,9 @@ class Leading:
 
     async def change_as_leader(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
         """As `change`, only while this node leads. Unavailable when it does not; StaleLease when it no longer did."""
-        if self._lease is None:
+        if self._reign is None:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
-        return await change(self._coordinator, decide, self._lease)
+        return await change(self._coordinator, decide, self._reign.lease)
 
     def died(self, target: int, pid: int) -> None:
         """The process of one of our targets has ended: its place is taken at once, by us where nobody leads."""

@@ -1,9 +1,14 @@
 """Who is the primary of each shard: the leases of primaries, and the changes of the map when one is lost.
 
-A primary of a shard with standbys says every half second that it lives (META_ALIVE). Its lease counts from the sending, here
-it is counted from the arrival: so it has ended there before it has here. One that has been silent for a whole lease, or whose
-process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask here that a standby be
-up, or be not (META_STANDBY). What changes is decided by logic/shards. Used by run/supervisor, on its loop.
+A primary of a shard with standbys says every half second that it lives (META_ALIVE), to who leads the pool. Its lease counts
+from the sending, here it is counted from the arrival: so it has ended there before it has here. One that has been silent for a
+whole lease, or whose process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask
+here that a standby be up, or be not (META_STANDBY). What changes is decided by logic/shards. Used by run/supervisor.
+
+No lease is given for longer than the leader's own lease at the coordinator lives for certain (`Lease.left_s`). So when another
+one leads, all that was given before has ended, and nothing has to be waited for once more: who has seen the former leader for a
+whole lease gives primaries only the time to be heard, and those on the former leader's node, which is likely to be gone as a
+whole, none. Who has not (a coordinator that was just opened) waits for a whole lease.
 """
 
 from __future__ import annotations
@@ -15,13 +20,16 @@ from collections.abc import Awaitable, Callable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, StaleTerm
 from nvpool.logic import shards
-from nvpool.logic.poolmap import PoolMap, encode_map
+from nvpool.logic.poolmap import PoolMap, Shard, encode_map
 from nvpool.meta.service_right import AuthorityCheck
+from nvpool.run.leading import Reign
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
 LEASE_S = 3.0
 LOOK_S = 0.2
+HEARD_S = 1.5
+"""For a primary to find out who leads now: three signs of life."""
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +38,23 @@ Change = Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]
 
 class ShardKeeper:
     def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
-                 secret: Callable[[], bytes], leads: Callable[[], bool] = lambda: True, lease_s: float = LEASE_S) -> None:
+                 secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
+                 change_anywhere: Change | None = None) -> None:
         """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
-        pool's key of grants, asked for with the first message. `leads`: whether primaries tell us that they live, and not
-        another node's supervisor; nothing is decided else."""
+        pool's key of grants, asked for with the first message. `leads`: our reign, where primaries tell us that they live, and
+        not another node's supervisor; nothing is decided else, but for the processes of this node that have ended
+        (`change_anywhere`)."""
         self._newest = pool_map
         self._change = change
         self._clock = clock
         self._secret = secret
         self._checking: AuthorityCheck | None = None
         self._leads = leads
+        self._change_anywhere = change_anywhere or change
         self._lease_s = lease_s
+        self._reign: Reign | None = None
+        self._replacing: dict[int, tuple[int, int]] = {}
+        """Shard -> term in which its primary is being replaced, and the epoch of the map that would say so."""
         self._heard: dict[int, tuple[int, float]] = {}  # shard -> term, when
         self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
         self._woken = asyncio.Event()
@@ -81,14 +95,25 @@ class ShardKeeper:
         elif request.term and (request.member, request.term) != (shard.member, shard.term):
             raise StaleTerm(f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
                             f"{request.member} in term {request.term}")
-        elif request.term:
+        reign, withheld = self._leads(), self._is_withheld(shard)
+        if request.term and not withheld:
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             self._ended.pop(shard.id, None)
-        reply = pb.ShardAliveReply(lease_ms=int(self._lease_s * 1000),
+        lease_s = 0.0 if withheld or reign is None else min(self._lease_s, reign.left_s())
+        reply = pb.ShardAliveReply(lease_ms=int(lease_s * 1000),
                                    map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"")
         if request.member == shard.member:
             reply.term = shard.term
         return reply
+
+    def _is_withheld(self, shard: Shard) -> bool:
+        """Whether another member is being named in the primary's place at this moment, or perhaps was: until it is known it
+        gets no lease."""
+        term, epoch = self._replacing.get(shard.id, (0, 0))
+        if term == shard.term and self._newest().epoch < epoch:
+            return True
+        self._replacing.pop(shard.id, None)
+        return False
 
     def member_ended(self, shard: int, member: int) -> None:
         """The process of that member has ended: where it was the primary it will not answer before it has asked again."""
@@ -110,34 +135,50 @@ class ShardKeeper:
             except NvpoolError as error:
                 log.warning("no primary could be named: %s", error)
 
+    def _begin(self, reign: Reign, now_s: float) -> None:
+        """Nobody has been heard in this reign."""
+        self._heard.clear()
+        for shard in self._newest().shards:
+            waits_s = self._lease_s
+            if reign.bounded:
+                waits_s = 0.0 if shard.node == reign.gone else HEARD_S
+            self._heard[shard.id] = shard.term, now_s - self._lease_s + waits_s
+
     async def run_once(self) -> None:
         """Promote a standby wherever a primary is lost."""
         now_s = self._clock.boottime_s()
-        if not self._leads():
-            self._heard.clear()  # who leads again has heard nobody yet
-            self._ended.clear()
-            return
+        reign = self._leads()
+        if reign is None:
+            self._heard.clear()
+        elif reign is not self._reign:
+            self._begin(reign, now_s)
+        self._reign = reign
         for shard in self._newest().shards:
             if not shard.standbys:
                 continue
-            term, heard_s = self._heard.get(shard.id, (0, 0.0))
-            if term != shard.term:
-                self._heard[shard.id] = shard.term, now_s  # a new primary, or we begin: it has a whole lease to be heard
-                heard_s = now_s
             ended = self._ended.get(shard.id) == shard.term
-            if not ended and now_s - heard_s <= self._lease_s:
-                continue
+            if not ended:
+                if reign is None:
+                    continue
+                term, heard_s = self._heard.get(shard.id, (0, 0.0))
+                if term != shard.term:
+                    self._heard[shard.id] = shard.term, now_s  # a new primary: it has a whole lease to be heard
+                    heard_s = now_s
+                if now_s - heard_s <= self._lease_s:
+                    continue
             if not any(standby.state == "up" for standby in shard.standbys):
                 continue
 
             def decide(newest: PoolMap, lost=shard) -> PoolMap:
                 if newest.shard_by_id[lost.id].term != lost.term:
                     raise StaleTerm("another has been named")
+                self._replacing[lost.id] = lost.term, newest.epoch + 1
                 return shards.primary_lost(newest, lost.id) or newest
 
             try:
-                new = await self._change(decide)
+                new = await (self._change_anywhere if reign is None else self._change)(decide)
             except StaleTerm:
+                self._ended.pop(shard.id, None)
                 continue
             self._heard[shard.id] = new.shard_by_id[shard.id].term, self._clock.boottime_s()
             log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,

@@ -52,6 +52,7 @@ from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
+from nvpool.run.shardplaces import ShardPlaces, members_told
 from nvpool.run.tokens import TOKEN_S, address_of, now_ms
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
@@ -94,7 +95,10 @@ class Supervisor:
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
-                                             lambda: read_grant_key(directory), lambda: self.leading.manager is not None)
+                                             lambda: read_grant_key(directory), lambda: self.leading.reign,
+                                             change_anywhere=self.leading.change)
+        self._places = ShardPlaces(directory, config, node, self.leading, start=self._start_missing, end=self._end_child,
+                                   again=self._begin_again)
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
                               end=self._end_target)
         self._scrubbing = Scrubbing(lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
@@ -117,7 +121,8 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow_map())
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
-        lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run())]
+        lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
+                    asyncio.ensure_future(self._places.run())]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         try:
@@ -173,7 +178,8 @@ class Supervisor:
         wanted = [Child(self._directory, "meta", shard.id, command("meta_daemon", path, str(shard.id), str(member)), timing,
                         SYSTEM_CLOCK, None, partial(self._member_has_died, shard.id, member),
                         process_name(shard.id, member))
-                  for shard in pool_map.shards for member in members(shard) if node_and_path(shard, member)[0] == self._node]
+                  for shard in pool_map.shards for member in members(shard)
+                  if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)]
         wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
                          SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id))
                    for target in pool_map.targets if target.node == self._node and not target.is_over]
@@ -192,14 +198,20 @@ class Supervisor:
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
 
     async def _end_target(self, target: int) -> None:
-        """On return the target's process does not run, and nobody starts it."""
-        name = f"target-{target}"
+        await self._end_child(f"target-{target}")
+
+    async def _end_child(self, name: str) -> None:
+        """On return this process does not run, and nobody starts it."""
         child, keeper = self._children.pop(name, None), self._keepers.pop(name, None)
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
         if child is not None:
             await child.end(self._drain_s, self._stop.hurry)
+
+    def _begin_again(self, name: str) -> None:
+        if name in self._children:
+            self._children[name].signal(signal.SIGTERM)
 
     async def _used_bytes(self) -> dict[int, int]:
         """Of each target that answers."""
@@ -346,7 +358,7 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        verbs = self._drives.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
+        verbs = self._drives.verbs | self._places.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
                                       "member-remove": self._change_member_remove, "scrub": self._scrubbing.order}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
@@ -438,7 +450,7 @@ class Supervisor:
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
                      f"umount {state.mountpoint}" for state in dead.values()]
-        return {"nodes": nodes, "members": pool_map.members,
+        return {"nodes": nodes, "members": pool_map.members, "shards": members_told(pool_map),
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),

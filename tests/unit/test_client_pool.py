@@ -6,6 +6,7 @@ import asyncio
 import os
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base.errors import (
     Busy,
@@ -29,7 +30,8 @@ from nvpool.logic.poolmap import changed, encode_map
 from nvpool.meta.service import MetaOptions
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
-from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.transport import Reply
+from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=5.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
@@ -691,6 +693,36 @@ def test_a_newer_map_is_taken_and_an_older_one_is_not(tmp_path):
             assert not await view.refresh()
             assert not view.offer(first)
     run(main())
+
+
+def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
+    class Answers:
+        """Two nodes: what they answer, or for ever nothing."""
+
+        def __init__(self):
+            self.of = {}
+
+        async def call(self, endpoints, method, message, deadline_s):
+            found = self.of[endpoints[0]]
+            if found is None:
+                await asyncio.get_running_loop().create_future()
+            return Reply(pool_pb2.MapReply(map=found).SerializeToString())
+
+    async def check():
+        async with Case() as case:
+            nodes = tuple(replace(case.pool.map.nodes[0], id=number, endpoints=(f"stream://h{number}:1",)) for number in (1, 2))
+            first = changed(case.pool.map, nodes=nodes)
+            second, third = changed(first), changed(changed(first))
+            answers = Answers()
+            view = PoolView(first, directory=None, dialer=answers, clock=case.pool.clock)
+            answers.of = {"stream://h1:1": None, "stream://h2:1": encode_map(second)}
+            assert await view.refresh() and view.map.epoch == second.epoch
+            answers.of = {"stream://h1:1": b"", "stream://h2:1": encode_map(third)}
+            assert await view.refresh() or await view.refresh()
+            assert view.map.epoch == third.epoch
+            await view.close()
+
+    run(check())
 
 
 def test_df_shows_what_fits_before_the_first_target_is_full():

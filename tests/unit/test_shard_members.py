@@ -16,7 +16,8 @@ from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Sta
 from nvpool.meta.gate import Gate
 from nvpool.meta.service_right import AuthorityCheck, ServiceRight
 from nvpool.meta.shipwire import StandbyDoor
-from nvpool.run.shardkeeper import LEASE_S, ShardKeeper
+from nvpool.run.leading import Reign
+from nvpool.run.shardkeeper import HEARD_S, LEASE_S, ShardKeeper
 from nvpool.testing.meta_shard import DirectCall
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -44,11 +45,17 @@ class Bench:
         shard = Shard(1, 1, (), standbys=standbys)
         self.map = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(shard,))
         self.clock = ManualClock()
-        self.leads = True
-        self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.leads)
+        self.left_s = 100.0
+        self.reign = Reign(self)
+        self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.reign,
+                                  change_anywhere=self.change_anywhere)
         self.right = ServiceRight(self.clock, SECRET, 1)
 
     async def change(self, decide):
+        assert self.reign is not None
+        return await self.change_anywhere(decide)
+
+    async def change_anywhere(self, decide):
         self.map = decide(self.map)
         return self.map
 
@@ -119,15 +126,76 @@ async def test_a_process_that_lives_again_is_not_taken_for_the_one_that_ended():
 async def test_who_does_not_lead_decides_nothing_and_who_leads_anew_waits_a_whole_lease():
     bench = Bench("up")
     await bench.keeper.run_once()
-    bench.leads = False
+    bench.reign = None
     bench.clock.advance(100)
     await bench.keeper.run_once()
-    bench.leads = True
+    bench.reign = Reign(bench)
     await bench.keeper.run_once()
     assert bench.shard.member == 0
     bench.clock.advance(LEASE_S + 0.1)
     await bench.keeper.run_once()
     assert bench.shard.member == 1
+
+
+@in_a_loop
+async def test_no_lease_is_longer_than_the_leaders_own_and_none_is_given_where_another_is_perhaps_named_already():
+    bench = Bench("up")
+    await bench.keeper.run_once()
+    assert (await bench.alive(0, 1)).lease_ms == LEASE_S * 1000
+    bench.left_s = 0.7
+    assert (await bench.alive(0, 1)).lease_ms == 700
+    bench.clock.advance(LEASE_S + 0.1)
+    made, bench.change = bench.change, None
+
+    async def lost(decide):
+        decide(bench.map)
+        lease = await bench.alive(0, 1)  # while the change is under way, and after its answer was lost
+        assert lease.lease_ms == 0
+        raise Unavailable("no answer", may_be_applied=True)
+
+    bench.keeper._change = lost
+    with pytest.raises(Unavailable):
+        await bench.keeper.run_once()
+    assert (await bench.alive(0, 1)).lease_ms == 0
+    bench.keeper._change = made
+    await bench.keeper.run_once()  # its sign of life has not counted
+    assert bench.shard.member == 1 and (await bench.alive(1, 2)).lease_ms == 700
+
+
+@in_a_loop
+async def test_where_all_leases_of_the_reign_before_have_ended_nothing_is_waited_for_again():
+    bench = Bench("up")
+    bench.reign = Reign(bench, bounded=True, gone=1)
+    await bench.keeper.run_once()
+    bench.clock.advance(0.01)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 1
+    bench = Bench("up")
+    bench.reign = Reign(bench, bounded=True, gone=2)  # the primary is on another node, and has the time to be heard
+    await bench.keeper.run_once()
+    bench.clock.advance(HEARD_S - 0.1)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0 and (await bench.alive(0, 1)).lease_ms == LEASE_S * 1000
+    bench.clock.advance(LEASE_S)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 0
+    bench = Bench("up")
+    bench.reign = Reign(bench, bounded=True)
+    await bench.keeper.run_once()
+    bench.clock.advance(HEARD_S + 0.1)
+    await bench.keeper.run_once()
+    assert bench.shard.member == 1
+
+
+@in_a_loop
+async def test_the_node_of_a_primary_that_has_ended_says_so_itself():
+    bench = Bench("up")
+    bench.reign = None
+    bench.keeper.member_ended(1, 0)
+    await bench.keeper.run_once()
+    assert (bench.shard.member, bench.shard.term) == (1, 2)
+    await bench.keeper.run_once()
+    assert bench.shard.term == 2
 
 
 @in_a_loop

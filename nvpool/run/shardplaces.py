@@ -1,0 +1,159 @@
+"""Makes the places of shards' members on this node, ends those that are not wanted any more, and, where this node leads the
+pool, takes the steps by which members come to where they shall be.
+
+What shall be stands in the map and is decided by logic/metaplaces; so whatever is interrupted is gone on with at the next look.
+A standby's directory is made only beside a store that is there (an unmounted drive is not an empty one), and removed only when
+the map names it no more. A primary that shall be elsewhere is ended by its node: a standby that is up follows it, as after any
+death, but nothing has to be waited for. Called by run/supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory, sync_directory
+from nvpool.base.errors import Busy, InvalidRequest, NotFound, NvpoolError, from_os_error
+from nvpool.logic import metaplaces
+from nvpool.logic.poolmap import PoolMap, Shard, Standby
+from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name, shard_of, standby_made, standbys_wanted
+from nvpool.run.keeping import used_ports
+from nvpool.run.leading import Leading
+from nvpool.run.making import endpoints_for, free_ports, make_standby_place
+
+LOOK_S = 1.0
+HANDED_OVER_S = 10.0
+"""Before a primary is asked again to end: the standby that was up may not be so any more."""
+
+log = logging.getLogger("nvpool.run.shardplaces")
+
+
+class ShardPlaces:
+    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *, start: Callable[[], None],
+                 end: Callable[[str], Awaitable[None]], again: Callable[[str], None]) -> None:
+        """`start` starts what the map wants here; `end` ends a process for good, `again` lets it end and start anew."""
+        self._directory = directory
+        self._config = config
+        self._node = node
+        self._leading = leading
+        self._start = start
+        self._end = end
+        self._again = again
+        self._here: dict[tuple[int, int], str] = {}
+        """(shard, member) -> path of those that the map had here."""
+        self._handed_over_s: dict[int, float] = {}
+        self.verbs = {"shard-standbys": self._wish_standbys}
+
+    async def run(self) -> None:
+        """Look after the places until cancelled."""
+        said = ""
+        while True:
+            try:
+                await self.run_once()
+                said = ""
+            except NvpoolError as error:
+                if str(error) != said:
+                    log.warning("a member of a shard is not where it shall be yet: %s", error)
+                said = str(error)
+            await asyncio.sleep(LOOK_S)
+
+    async def run_once(self) -> None:
+        pool_map = self._leading.pool_map
+        await self._leave(pool_map)
+        for shard in pool_map.shards:
+            for standby in shard.standbys:
+                if standby.node == self._node and not standby.endpoints:
+                    await self._make(shard, standby)
+        self._hand_over(self._leading.pool_map)
+        manager = self._leading.manager
+        if manager is not None:
+            serving = manager.serving()
+            if metaplaces.next_step(self._leading.pool_map, serving) is not self._leading.pool_map:
+                await self._leading.change_as_leader(lambda newest: metaplaces.next_step(newest, serving))
+
+    async def _make(self, shard: Shard, standby: Standby) -> None:
+        """A directory, ports, and a word in the map; then its process is started. An interrupted one is begun anew."""
+        directory, name = self._directory, process_name(shard.id, standby.member)
+        if not await asyncio.to_thread(os.path.exists, standby.path):
+            raise NotFound(f"{standby.path} is not there, so nothing is made beside it: is its drive mounted?")
+        await self._end(name)  # of an earlier member of this number
+        newest = self._leading.pool_map
+        try:
+            path = await asyncio.to_thread(make_standby_place, directory, standby.path, newest.pool_id, shard.id,
+                                           standby.member)
+        except OSError as error:
+            raise from_os_error(error, f"make a place for {name}") from error
+        ports = free_ports(2, self._config.network, used_ports(newest))
+        endpoints = endpoints_for(directory, name, self._config.network.host, ports)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            if used_ports(newest) & set(ports):
+                raise Busy("the ports were taken meanwhile", retry_after_s=0.1)
+            return standby_made(newest, shard.id, standby.member, path, endpoints)
+
+        await self._leading.change(decide)
+        log.info("standby %d of shard %d has its place here, at %s", standby.member, shard.id, path)
+        self._start()
+
+    async def _leave(self, pool_map: PoolMap) -> None:
+        """End the processes of members that are not here any more, and remove what they had. Not of a shard that is gone: the
+        last of its records are not ours to remove."""
+        here = {(shard.id, member): node_and_path(shard, member)[1] for shard in pool_map.shards for member in members(shard)
+                if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)}
+        for (shard, member), path in self._here.items():
+            if (shard, member) not in here and shard in pool_map.shard_by_id:
+                await self._end(process_name(shard, member))
+                place = Path(path) if path else self._directory.shard(shard)
+                if path not in here.values() and place.is_dir() and self._is_place(place, pool_map):
+                    await asyncio.to_thread(shutil.rmtree, place, True)
+                    sync_directory(place.parent)
+                    log.info("member %d of shard %d is not here any more; %s is removed", member, shard, place)
+        self._here = here
+
+    def _is_place(self, place: Path, pool_map: PoolMap) -> bool:
+        return place.parent == self._directory.shard(0).parent or place.name.startswith(f"nvpool-{pool_map.pool_id[:8]}-meta-")
+
+    def _hand_over(self, pool_map: PoolMap) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for shard in pool_map.shards:
+            if shard.node == self._node and metaplaces.hands_over(pool_map, shard) \
+                    and now_s - self._handed_over_s.get(shard.id, -HANDED_OVER_S) >= HANDED_OVER_S:
+                self._handed_over_s[shard.id] = now_s
+                log.info("the primary of shard %d, member %d, ends so that another member follows it", shard.id, shard.member)
+                self._again(process_name(shard.id, shard.member))
+
+    # -- the operator's wishes -------------------------------------------------------------------------------------------------
+
+    async def _wish_standbys(self, arguments: dict) -> dict:
+        try:
+            number, count = int(arguments["shard"]), int(arguments["count"])
+        except (KeyError, TypeError, ValueError):
+            raise InvalidRequest("shard-standbys wants shard and count") from None
+
+        def decide(newest: PoolMap) -> PoolMap:
+            shard = shard_of(newest, number)
+            if count > metaplaces.wanted(shard):
+                metaplaces.check_room_for(newest, shard, count)
+            return standbys_wanted(newest, number, count)
+
+        new = await self._leading.change(decide)
+        return {"shard": number, "standbys": count, "epoch": new.epoch}
+
+
+def members_told(pool_map: PoolMap) -> list[dict]:
+    """What status says of each shard: where its members are, and what they are."""
+    told = []
+    for shard in pool_map.shards:
+        states = {standby.member: standby.state for standby in shard.standbys}
+        told.append({"shard": shard.id, "term": shard.term, "standbys_wanted": metaplaces.wanted(shard),
+                     "partitions": sum(part.count for part in pool_map.partitions if part.shard == shard.id),
+                     "members": [{"member": member, "node": place.node, "drive": place.drive or None,
+                                  "path": node_and_path(shard, member)[1], "state": states.get(member, "primary"),
+                                  "leaves": member in metaplaces.misplaced(pool_map, shard)}
+                                 for member in members(shard) for place in (metaplaces.place_of(pool_map, shard, member),)]})
+    return told

@@ -1,0 +1,131 @@
+"""Where the members of shards come to lie, step by step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from nvpool.base.errors import InvalidRequest
+from nvpool.logic import metaplaces, shards
+from nvpool.logic.metaplaces import Place
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, check_map
+
+BIG = 1 << 30
+
+
+def a_map(*drives_of, racks=(), standbys=(), wanted=None):
+    """One node for each of `drives_of`, with so many drives; shard 1 is in the pool's directory of node 1."""
+    racks = racks or [""] * len(drives_of)
+    nodes = tuple(Node(n, f"n{n}", "", (), rack) for n, rack in enumerate(racks, 1))
+    places = [node for node, count in enumerate(drives_of, 1) for _ in range(count)]
+    drives = tuple(Drive(n, node, f"/d{n}/store", BIG) for n, node in enumerate(places, 1))
+    targets = tuple(Target(n, n, node, BIG, ()) for n, node in enumerate(places, 1))
+    shard = Shard(1, 1, ("stream://h:1",), standbys=standbys, standbys_wanted=wanted)
+    return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), nodes, drives, targets, shards=(shard,))
+
+
+def standby(member, node, drive, state="up"):
+    return Standby(member, node, (f"stream://h:{10 + member}",), state, f"/d{drive}/nvpool-p-meta-1.{member}")
+
+
+def played(pool_map, serving=None, steps_max=60):
+    """The map after all steps, each new standby made and called up, each primary handed over."""
+    for _ in range(steps_max):
+        shard = pool_map.shards[0]
+        for one in shard.standbys:
+            if not one.endpoints:
+                drive = next(drive for drive in pool_map.drives if drive.path == one.path)
+                pool_map = shards.standby_made(pool_map, 1, one.member, f"/d{drive.id}/nvpool-p-meta-1.{one.member}",
+                                               (f"stream://h:{10 + one.member}",))
+        for one in pool_map.shards[0].standbys:
+            if one.state != "up":
+                now = pool_map.shards[0]
+                pool_map = shards.standby_up(pool_map, 1, one.member, now.term, now.epoch)
+        if metaplaces.hands_over(pool_map, pool_map.shards[0]):
+            pool_map = shards.primary_lost(pool_map, 1)
+            continue
+        new = metaplaces.next_step(pool_map, serving)
+        if new is pool_map:
+            return pool_map
+        assert check_map(new) == []
+        pool_map = new
+    raise AssertionError(f"no end: {pool_map.shards}")
+
+
+def where(pool_map):
+    shard = pool_map.shards[0]
+    return [tuple(metaplaces.place_of(pool_map, shard, member)) for member in shards.members(shard)]
+
+
+def test_a_standby_moves_to_the_second_node_when_that_has_a_drive_that_serves():
+    there = a_map(2, 1, standbys=(standby(1, 1, 2),))
+    assert metaplaces.next_step(there, serving={1, 2}) is there
+    step = metaplaces.next_step(there, serving={1, 2, 3}).shards[0]
+    assert step.standbys[0].state == "up" and step.standbys[1] == Standby(2, 2, (), "syncing", "/d3/store")
+    assert where(played(there)) == [(1, 0), (2, 3)]
+
+
+def test_an_old_standby_goes_only_when_the_new_one_is_up():
+    there = a_map(2, 1, standbys=(standby(1, 1, 2), standby(2, 2, 3, "syncing")), wanted=1)
+    assert metaplaces.next_step(there) is there
+    up = shards.standby_up(there, 1, 2, 1, 1)
+    assert [one.member for one in metaplaces.next_step(up).shards[0].standbys] == [2]
+
+
+def test_other_racks_come_before_other_nodes():
+    there = a_map(1, 1, 1, racks=("a", "a", "b"), wanted=1)
+    assert where(played(there)) == [(1, 0), (3, 3)]
+    there = a_map(1, 1, 1, racks=("a", "a", "b"), standbys=(standby(1, 2, 2),))
+    assert where(played(there)) == [(1, 0), (3, 3)]
+
+
+def test_nothing_moves_where_nothing_would_be_won():
+    spread = a_map(2, 2, 2, standbys=(standby(1, 2, 3), standby(2, 3, 5)))
+    for there in (a_map(2), spread, a_map(3, standbys=(standby(1, 1, 2),))):
+        assert metaplaces.next_step(there) is there
+
+
+def test_a_drained_node_gives_its_primary_and_standbys_away():
+    there = metaplaces.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    done = played(there)
+    assert metaplaces.moved_off(done, 1) and sorted(node for node, _ in where(done)) == [2, 3]
+    alone = played(metaplaces.with_node(a_map(1, 1), 1, wish="drain"))
+    assert where(alone) == [(2, 2)]
+
+
+def test_a_standby_on_a_drained_or_lost_drive_moves():
+    there = a_map(1, 2, standbys=(standby(1, 2, 2),))
+    for wish in ("drain", "remove", "lost"):
+        targets = tuple(replace(one, wish=wish) if one.id == 2 else one for one in there.targets)
+        assert where(played(replace(there, targets=targets))) == [(1, 0), (2, 3)]
+
+
+def test_a_wish_without_room_is_refused_with_the_remedy():
+    there = metaplaces.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    with pytest.raises(InvalidRequest, match=r"add a drive, or have fewer: nvpool shard standbys POOL 1 0"):
+        metaplaces.check_places(there)
+    fine = metaplaces.with_node(a_map(1, 2, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    metaplaces.check_places(fine)
+    with pytest.raises(InvalidRequest, match="3 that can be used"):
+        metaplaces.check_room_for(a_map(1, 1), a_map(1, 1).shards[0], 3)
+
+
+@given(drives=st.lists(st.integers(1, 3), min_size=1, max_size=4), wanted=st.integers(0, 4), data=st.data())
+def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, wanted, data):
+    racks = data.draw(st.lists(st.sampled_from(["", "a", "b"]), min_size=len(drives), max_size=len(drives)))
+    there = played(a_map(*drives, racks=racks, wanted=wanted))
+    for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
+        wish = data.draw(st.sampled_from(["drain", "share"]))
+        wished = metaplaces.with_node(there, number, wish=wish)
+        if any(node.wish == "share" for node in wished.nodes):
+            there = played(wished)
+    shard, places = there.shards[0], [Place(*place) for place in where(there)]
+    free = metaplaces.good_places(there)
+    assert len(set(places)) == len(places)
+    assert len(shard.standbys) == min(wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1) or \
+        metaplaces.misplaced(there, shard)
+    stay = {node.id for node in there.nodes if node.wish == "share"}
+    assert places[0].node in stay or not free or len(free) <= len(places)
+    if not metaplaces.misplaced(there, shard) and len(places) > 1:
+        racks = {there.node_by_id[place.node].rack or place.node for place in {*free, places[0]}}
+        assert len({there.node_by_id[place.node].rack or place.node for place in places}) == min(len(places), len(racks))
