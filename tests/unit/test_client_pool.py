@@ -706,12 +706,12 @@ def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
             found = self.of[endpoints[0]]
             if found is None:
                 await asyncio.get_running_loop().create_future()
-            return Reply(pool_pb2.MapReply(map=found).SerializeToString())
+            return Reply(pool_pb2.MapReply(map=found).SerializeToString(), ())
 
     async def check():
         async with Case() as case:
-            nodes = tuple(replace(case.pool.map.nodes[0], id=number, endpoints=(f"stream://h{number}:1",)) for number in (1, 2))
-            first = changed(case.pool.map, nodes=nodes)
+            nodes = tuple(replace(case.pool.pool_map.nodes[0], id=number, endpoints=(f"stream://h{number}:1",)) for number in (1, 2))
+            first = changed(case.pool.pool_map, nodes=nodes)
             second, third = changed(first), changed(changed(first))
             answers = Answers()
             view = PoolView(first, directory=None, dialer=answers, clock=case.pool.clock)
