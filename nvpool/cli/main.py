@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
     "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
-    "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, remove them."),
+    "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),

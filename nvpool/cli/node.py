@@ -1,4 +1,4 @@
-"""`nvpool node ls|token|join|remove|recover-etcd`."""
+"""`nvpool node ls|token|join|drain|remove|rack|recover-etcd`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.units import format_bytes
+from nvpool.cli.drive import wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
@@ -25,7 +26,7 @@ examples:
   nvpool node ls /srv/nvpool
 """)
 def node() -> None:
-    """List the nodes of a pool, let them in, remove them."""
+    """List the nodes of a pool, let them in, drain and remove them."""
 
 
 def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
@@ -117,35 +118,180 @@ def _own_host(address: str) -> str:
     return own_host(address)
 
 
-@node.command(epilog="example: nvpool node ls /srv/nvpool")
+@node.command(epilog="""\b
+--json prints one object for each node: node, name, address, member, state, wish (empty, draining, drained, lost), rack, drives,
+leads, etcd, primaries and standbys (of which shards), chains (that it has or shall have), endpoints
+
+\b
+example: nvpool node ls /srv/nvpool
+""")
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the nodes of a pool."""
+    """List the nodes of a pool: state, rack, drives, and what each does in it."""
     from nvpool.cli.reach import status_of
     nodes = asyncio.run(status_of(pool))["nodes"]
     if as_json:
         print_json(nodes)
         return
-    print_table(("node", "name", "state", "drives", "shards", "address"), [
-        (one["node"], one["name"], one["state"], one["drives"], one["shards"], one["address"]) for one in nodes])
+    print_table(("node", "name", "state", "rack", "drives", "roles", "address"), [
+        (one["node"], one["name"], one["state"] + (f", {one['wish']}" if one["wish"] else ""), one["rack"], one["drives"],
+         roles_of(one), one["address"]) for one in nodes])
 
 
-@node.command(epilog="example: nvpool node remove /srv/nvpool 3")
+def roles_of(one: dict[str, Any]) -> str:
+    words = ["leads"] if one["leads"] else []
+    words += ["etcd"] if one["etcd"] else []
+    for name in ("primaries", "standbys"):
+        if one[name]:
+            what = ("primary" if name == "primaries" else "standby") if len(one[name]) == 1 else name
+            words.append(f"{what} of {', '.join(map(str, one[name]))}")
+    return "; ".join(words)
+
+
+node_argument = click.argument("number", type=int, metavar="NODE")
+
+
+@node.command(epilog="""\b
+examples:
+  nvpool node drain /srv/nvpool 2 --wait && nvpool node remove /srv/nvpool 2
+  nvpool node drain /srv/nvpool 2 --stop      end its processes when it is empty
+  nvpool node drain /srv/nvpool 2 --cancel
+""")
 @pool_argument
-@click.argument("number", type=int, metavar="NODE")
+@node_argument
+@click.option("--cancel", is_flag=True, help="It, and its drives, shall hold their share again.")
+@click.option("--stop", is_flag=True, help="End the processes of the node when nothing is left on it.")
+@wait_option
 @json_option
-def remove(pool: str, number: int, as_json: bool) -> None:
-    """Take an empty node out of the pool: its certificate is worth nothing from then on.
+def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json: bool) -> None:
+    """Move everything that a node has and does to the others, while the pool is in use: chunks, metadata, its part in keeping
+    the map. Then it can be removed.
 
-    Refused while drives, metadata or the pool map are on it.
+    Refused where the others have no room for it. May be repeated; whatever is interrupted goes on.
     """
     from nvpool.cli.reach import change
-    done = asyncio.run(change(pool, "node-remove", {"node": number}))
+    done = asyncio.run(change(pool, "node-drain", {"node": number, "cancel": cancel, "stop": stop}))
+    if not as_json:
+        if cancel:
+            click.echo(f"node {number} holds its share of the pool again")
+        elif done["wish"] == "drained":
+            click.echo(f"node {number} is empty; remove it with: nvpool node remove {pool} {number}")
+        else:
+            click.echo(f"node {number} is being drained: {_left(done)} to go")
+    _end(pool, done, wait, as_json, f"{'filling' if cancel else 'draining'} node {number}")
+
+
+def _left(one: dict[str, Any]) -> str:
+    words = [f"{one['chains']} chains"] if one["chains"] else []
+    words += [f"metadata of shard {', '.join(map(str, shards))}"] if (shards := [*one["primaries"], *one["standbys"]]) else []
+    words += ["its part in keeping the map"] if one["etcd"] or one["leads"] else []
+    return ", ".join(words) or "nothing"
+
+
+def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str) -> None:
+    if wait:
+        done |= asyncio.run(_wait_until_done(pool, done["node"], title, as_json))
+        if not as_json:
+            say(f"{title}: done")
     if as_json:
         print_json(done)
-    else:
-        click.echo(f"node {number} is not in the pool any more")
+
+
+async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
+    """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
+    from nvpool.base.errors import Unavailable
+    from nvpool.cli.drive import time_left
+    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.reach import status_of
+    seen: dict[str, Any] = {}
+    one: dict[str, Any] = {}
+    most = 0
+
+    def left() -> int:
+        here = [drive for drive in seen["drives"] if drive["node"] == number]
+        moving = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
+        if one["wish"] in ("", "drained"):
+            return moving
+        return moving + len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
+
+    async def watch() -> dict[str, Any]:
+        nonlocal seen, one, most
+        while True:
+            try:
+                seen = await status_of(pool, 30.0)
+            except Unavailable as error:
+                say(f"the pool does not answer at the moment: {error}")
+                await asyncio.sleep(1.0)
+                continue
+            one = next((node for node in seen["nodes"] if node["node"] == number), {})
+            if not one:
+                return {"node": number, "wish": "removed"}
+            most = max(most, left())
+            if not left():
+                return one
+            await asyncio.sleep(0.5)
+
+    def look() -> Look:
+        if not one:
+            return Look(0, None, in_bytes=False)
+        words = [_left(one), time_left(seen["chains"])]
+        return Look(most - left(), most, ", ".join(word for word in words if word), in_bytes=False)
+
+    return await shown(title, watch(), look, quiet=quiet)
+
+
+@node.command(epilog="""\b
+examples:
+  nvpool node remove /srv/nvpool 3
+  nvpool node remove /srv/nvpool 3 --lost --wait    it will not come back: what it had is made again from other copies
+""")
+@pool_argument
+@node_argument
+@click.option("--lost", is_flag=True, help="It is broken, or gone for good.")
+@click.option("--accept-loss", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
+                                                  "read any more then.")
+@wait_option
+@json_option
+def remove(pool: str, number: int, lost: bool, accept_loss: bool, wait: bool, as_json: bool) -> None:
+    """Take a node out of the pool: its certificate is worth nothing from then on.
+
+    Refused while anything of the pool is on it (drain it first), and with --lost while it answers, or has the only copy of
+    anything. A lost node is listed until what it held has been made again.
+    """
+    from nvpool.cli.reach import change
+    if accept_loss and not lost:
+        raise click.UsageError("--accept-loss goes with --lost")
+    done = asyncio.run(change(pool, "node-remove", {"node": number, "lost": lost, "accept_loss": accept_loss}))
+    if not as_json:
+        if lost:
+            click.echo(f"node {number} is given up; what it held is made again from other copies")
+        else:
+            click.echo(f"node {number} is not in the pool any more")
+    _end(pool, done, wait, as_json, f"replacing what node {number} held")
+
+
+@node.command(epilog="""\b
+examples:
+  nvpool node rack /srv/nvpool 2 row-3
+  nvpool node rack /srv/nvpool 2 ""       none: it fails alone
+""")
+@pool_argument
+@node_argument
+@click.argument("rack")
+@wait_option
+@json_option
+def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
+    """Say which nodes fail together: copies of chunks and of metadata are spread over racks first. They move accordingly."""
+    from nvpool.cli.reach import change
+    done = asyncio.run(change(pool, "node-rack", {"node": number, "rack": rack}))
+    if not as_json:
+        click.echo(f"node {number} stands in rack {rack}" if rack else f"node {number} stands in a rack of its own")
+    if wait:
+        from nvpool.cli.drive import wait_until_moved
+        asyncio.run(wait_until_moved(pool, "moving chains", as_json))
+    if as_json:
+        print_json(done)
 
 
 @node.command("recover-etcd", epilog="example: nvpool node recover-etcd /srv/nvpool --yes")

@@ -171,9 +171,10 @@ def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collecti
               stuck: bool) -> Step | None:
     staying = [entry.node for entry in entries if entry.state == "up" and entry.node in pool_map.node_by_id]
     going = {entry.node for entry in entries} - set(staying)
-    count = MEMBERS if len(pool_map.nodes) - len(going & pool_map.node_by_id.keys()) >= MEMBERS else 1
+    willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
+    count = MEMBERS if len(willing) >= MEMBERS else 1
     # One that has lost its data may be filled anew on the same node, so it is out of the list by then.
-    others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id not in going]
+    others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing]
     racks = {pool_map.node_by_id[node].rack for node in staying}
     others.sort(key=lambda node: (bool(node.rack) and node.rack in racks, node.id))
     if len(staying) < count and others and (stuck or len(staying) + len(others) >= count):
@@ -182,6 +183,12 @@ def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collecti
     lost = [node for node in staying if node in away]
     if lost and (others or len(staying) > count) and _may_go(lost[0], set(staying), here):
         return Change(lambda newest: leaving(newest, lost[0]))
+    drained = [node for node in staying if node not in willing]
+    if drained and (others or len(staying) > count):
+        if _may_go(drained[0], set(staying), here):
+            return Change(lambda newest: leaving(newest, drained[0]))
+        if others:
+            return Change(lambda newest: wanted(newest, others[0].id))
     if len(staying) > count:
         last = max(staying, key=lambda node: (node not in here, node))
         if _may_go(last, set(staying), here):

@@ -70,8 +70,8 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
     """InvalidRequest where there is no such node, or drives or metadata of the pool are on it."""
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}")
-    drives = [drive.id for drive in pool_map.drives if drive.node == number]
-    shards = [shard.id for shard in pool_map.shards if shard.node == number]
+    drives = [target.drive for target in pool_map.targets if target.node == number and not target.is_over]
+    shards = [shard.id for shard in pool_map.shards if number in (shard.node, *(one.node for one in shard.standbys))]
     if drives:
         raise InvalidRequest(f"node {number} has drives of the pool ({', '.join(map(str, drives))}); drain and remove them "
                              f"first")
@@ -85,10 +85,15 @@ def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     check_removable(pool_map, number)
     if any(one.node == number and one.state in ("up", "leaving") for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
+    pool_map = node_revoked(pool_map, number, now_ms)
+    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
+                   etcd=tuple(one for one in pool_map.etcd if one.node != number))
+
+
+def node_revoked(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
+    """With the node's certificate worth nothing, also to etcd; a map of the same epoch."""
     member = pool_map.node_by_id[number].member
     revoked = tuple(one for one in pool_map.revoked if one.at_ms + REVOKED_S * 1000 > now_ms)
-    if member:
+    if member and all(one.member != member for one in revoked):
         revoked += (Revoked(member, now_ms, pool_map.epoch + 1),)
-    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number), revoked=revoked,
-                   etcd=tuple(one for one in pool_map.etcd if one.node != number),
-                   members=tuple(one for one in pool_map.members if one != member))
+    return replace(pool_map, revoked=revoked, members=tuple(one for one in pool_map.members if one != member))

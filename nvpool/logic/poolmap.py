@@ -276,11 +276,12 @@ def check_map(pool_map: PoolMap) -> list[str]:
     wrong = []
     nodes = {node.id for node in pool_map.nodes}
     drives = {drive.id for drive in pool_map.drives}
+    here = {target.drive for target in pool_map.targets if not target.is_over}
     for drive in pool_map.drives:
-        if drive.node not in nodes:
+        if drive.node not in nodes and drive.id in here:  # of what is over the number stays, its node may go
             wrong.append(f"drive {drive.id} is on node {drive.node}, which does not exist")
     for target in pool_map.targets:
-        if target.drive not in drives or target.node not in nodes:
+        if target.drive not in drives or (target.node not in nodes and not target.is_over):
             wrong.append(f"target {target.id} is on drive {target.drive} of node {target.node}, which do not exist")
     for table in pool_map.tables:
         if len(table.chains) != CHAINS_PER_TABLE:

@@ -147,6 +147,11 @@ class Leading:
         """The newest."""
         return self._coordinator.pool_map
 
+    def leader(self) -> int | None:
+        """The node that leads, as far as this one knows."""
+        name = self._coordinator.leader()
+        return int(name) if name is not None else None
+
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
         """See cluster/manager.change; from any node."""
         return await change(self._coordinator, decide)

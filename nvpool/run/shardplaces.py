@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, sync_directory
-from nvpool.base.errors import Busy, InvalidRequest, NotFound, NvpoolError, from_os_error
+from nvpool.base.errors import Busy, InvalidRequest, NotFound, from_os_error
 from nvpool.logic import metaplaces
 from nvpool.logic.poolmap import PoolMap, Shard, Standby
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name, shard_of, standby_made, standbys_wanted
@@ -26,7 +26,6 @@ from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports, make_standby_place
 
-LOOK_S = 1.0
 HANDED_OVER_S = 10.0
 """Before a primary is asked again to end: the standby that was up may not be so any more."""
 
@@ -36,7 +35,8 @@ log = logging.getLogger("nvpool.run.shardplaces")
 class ShardPlaces:
     def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *, start: Callable[[], None],
                  end: Callable[[str], Awaitable[None]], again: Callable[[str], None]) -> None:
-        """`start` starts what the map wants here; `end` ends a process for good, `again` lets it end and start anew."""
+        """`start` starts the members that the map wants here; `end` ends a process for good, `again` lets it end and start
+        anew."""
         self._directory = directory
         self._config = config
         self._node = node
@@ -49,26 +49,15 @@ class ShardPlaces:
         self._handed_over_s: dict[int, float] = {}
         self.verbs = {"shard-standbys": self._wish_standbys}
 
-    async def run(self) -> None:
-        """Look after the places until cancelled."""
-        said = ""
-        while True:
-            try:
-                await self.run_once()
-                said = ""
-            except NvpoolError as error:
-                if str(error) != said:
-                    log.warning("a member of a shard is not where it shall be yet: %s", error)
-                said = str(error)
-            await asyncio.sleep(LOOK_S)
-
     async def run_once(self) -> None:
+        """Do what can be done now; called again and again. What the map and the drive say."""
         pool_map = self._leading.pool_map
         await self._leave(pool_map)
         for shard in pool_map.shards:
             for standby in shard.standbys:
                 if standby.node == self._node and not standby.endpoints:
                     await self._make(shard, standby)
+        self._start()
         self._hand_over(self._leading.pool_map)
         manager = self._leading.manager
         if manager is not None:
@@ -92,13 +81,14 @@ class ShardPlaces:
         endpoints = endpoints_for(directory, name, self._config.network.host, ports)
 
         def decide(newest: PoolMap) -> PoolMap:
+            if endpoints_of(shard_of(newest, shard.id), standby.member) == endpoints:
+                return newest  # asked again: what was thought to have failed was done
             if used_ports(newest) & set(ports):
                 raise Busy("the ports were taken meanwhile", retry_after_s=0.1)
             return standby_made(newest, shard.id, standby.member, path, endpoints)
 
         await self._leading.change(decide)
         log.info("standby %d of shard %d has its place here, at %s", standby.member, shard.id, path)
-        self._start()
 
     async def _leave(self, pool_map: PoolMap) -> None:
         """End the processes of members that are not here any more, and remove what they had. Not of a shard that is gone: the

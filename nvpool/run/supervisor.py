@@ -35,7 +35,6 @@ from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.joining import check_removable, member_removed, node_removed
 from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, changed, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
@@ -47,13 +46,14 @@ from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
 from nvpool.run.losses import Losses
+from nvpool.run.nodes import Nodes, look_after, told_of
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces, members_told
-from nvpool.run.tokens import TOKEN_S, address_of, now_ms
+from nvpool.run.tokens import address_of
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
@@ -97,8 +97,10 @@ class Supervisor:
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
                                              change_anywhere=self.leading.change)
-        self._places = ShardPlaces(directory, config, node, self.leading, start=self._start_missing, end=self._end_child,
-                                   again=self._begin_again)
+        self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._used_bytes, answers=self._node_answers,
+                            stop=stop.ask)
+        self._places = ShardPlaces(directory, config, node, self.leading, start=partial(self._start_missing, targets=False),
+                                   end=self._end_child, again=self._begin_again)
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
                               end=self._end_target)
         self._scrubbing = Scrubbing(lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
@@ -122,7 +124,7 @@ class Supervisor:
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
-                    asyncio.ensure_future(self._places.run())]
+                    asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         try:
@@ -172,7 +174,7 @@ class Supervisor:
 
     # -- processes -------------------------------------------------------------------------------------------------
 
-    def _start_missing(self) -> None:
+    def _start_missing(self, *, targets: bool = True) -> None:
         pool_map = self._coordinator.pool_map
         path, timing = str(self._directory.path), self._config.supervisor
         wanted = [Child(self._directory, "meta", shard.id, command("meta_daemon", path, str(shard.id), str(member)), timing,
@@ -182,7 +184,7 @@ class Supervisor:
                   if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)]
         wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
                          SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id))
-                   for target in pool_map.targets if target.node == self._node and not target.is_over]
+                   for target in pool_map.targets if targets and target.node == self._node and not target.is_over]
         for child in wanted:
             if child.name not in self._children:
                 self._children[child.name] = child
@@ -358,8 +360,7 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        verbs = self._drives.verbs | self._places.verbs | {"token": self._change_token, "node-remove": self._change_node_remove,
-                                      "member-remove": self._change_member_remove, "scrub": self._scrubbing.order}
+        verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | {"scrub": self._scrubbing.order}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
@@ -372,31 +373,6 @@ class Supervisor:
         # Not divided by a caller that goes away: what is begun is finished or refused as a whole.
         result = await asyncio.shield(asyncio.ensure_future(verbs[request.verb](arguments)))
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
-
-    async def _change_token(self, arguments: dict) -> dict:
-        if self._reception is None:
-            raise InvalidRequest("nobody can join here")
-        try:
-            kind, lives_s = str(arguments.get("kind", "node")), float(arguments.get("lives_s", TOKEN_S))
-        except (TypeError, ValueError):
-            raise InvalidRequest("token wants a kind and lives_s") from None
-        return await self._reception.make_token(kind, lives_s)
-
-    async def _change_node_remove(self, arguments: dict) -> dict:
-        try:
-            number = int(arguments["node"])
-        except (KeyError, TypeError, ValueError):
-            raise InvalidRequest("node-remove wants a node") from None
-        check_removable(self._coordinator.pool_map, number)
-        if self._etcd is not None:
-            await self._etcd.leave(number)  # first: with its certificate it may lose etcd's votes
-        new = await self.leading.change(lambda newest: node_removed(newest, number, now_ms()))
-        return {"node": number, "epoch": new.epoch}
-
-    async def _change_member_remove(self, arguments: dict) -> dict:
-        member = str(arguments.get("member", ""))
-        new = await self.leading.change(lambda newest: member_removed(newest, member))
-        return {"member": member, "epoch": new.epoch}
 
     # -- status ----------------------------------------------------------------------------------------------------
 
@@ -439,7 +415,7 @@ class Supervisor:
         if chains["fewer"]:
             problems.append(f"{chains['fewer']} chains have fewer copies than they shall, {chains['filling']} are being filled")
         problems += [f"node {one['node']} ({one['name']}) does not answer: {one['reason']}" for one in nodes
-                     if one.get("reason")]
+                     if one.get("reason") and one["wish"] in ("", "draining")]
         problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
                      if p.get("in_map") == "syncing" and p["state"] in ("serving", "starting")]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
@@ -475,11 +451,14 @@ class Supervisor:
     async def _node_status(self, node: Node) -> dict:
         pool_map = self._coordinator.pool_map
         seen = {"node": node.id, "name": node.name, "address": address_of(node), "member": node.member, "state": "serving",
-                "endpoints": node.endpoints, "drives": sum(drive.node == node.id for drive in pool_map.drives),
-                "shards": sum(shard.node == node.id for shard in pool_map.shards)}
+                "endpoints": node.endpoints} | told_of(pool_map, node, self.leading.leader())
         if node.id != self._node:
             await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply)
         return seen
+
+    async def _node_answers(self, node: Node) -> bool:
+        seen = {"state": "serving", "endpoints": node.endpoints}
+        return await self._ask(seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply) is not None
 
     async def _shard_status(self, shard: Shard, member: int) -> dict:
         seen = self._seen(process_name(shard.id, member), "meta", endpoints_of(shard, member), node_and_path(shard, member)[0])

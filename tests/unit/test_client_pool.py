@@ -710,7 +710,8 @@ def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
 
     async def check():
         async with Case() as case:
-            nodes = tuple(replace(case.pool.pool_map.nodes[0], id=number, endpoints=(f"stream://h{number}:1",)) for number in (1, 2))
+            node = case.pool.pool_map.nodes[0]
+            nodes = tuple(replace(node, id=number, endpoints=(f"stream://h{number}:1",)) for number in (1, 2))
             first = changed(case.pool.pool_map, nodes=nodes)
             second, third = changed(first), changed(changed(first))
             answers = Answers()

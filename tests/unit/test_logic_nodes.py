@@ -1,0 +1,141 @@
+"""Whole nodes drained, removed, lost and put into racks, as maps."""
+
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.errors import InUse, InvalidRequest
+from nvpool.logic import metaplaces, nodes, shards, transitions
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import (
+    MAP_FORMAT,
+    Drive,
+    Node,
+    PartitionRange,
+    PoolMap,
+    Settings,
+    Shard,
+    Standby,
+    Target,
+    check_map,
+    decode_map,
+    encode_map,
+)
+
+BIG = 1 << 30
+
+
+def a_map(count=3, replicas=2, standbys=((1, 2),)):
+    """One drive a node; shard 1 on node 1, its standbys (member, node) beside drives."""
+    numbers = range(1, count + 1)
+    targets = tuple(Target(n, n, n, BIG, ()) for n in numbers)
+    shard = Shard(1, 1, ("stream://h:1",), standbys=tuple(Standby(m, n, (f"stream://h:{m}0",), "up", f"/d{n}/x")
+                                                         for m, n in standbys), standbys_wanted=len(standbys))
+    return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(replicas=replicas), tuple(Node(n, f"n{n}", "", (), member=f"node/{n}")
+                                                                              for n in numbers),
+                   tuple(Drive(n, n, f"/d{n}/store", BIG) for n in numbers), targets,
+                   tuple(build_table(targets, table) for table in range(1, replicas + 1)), (shard,),
+                   (PartitionRange(0, 4096, 1),), members=tuple(f"node/{n}" for n in numbers))
+
+
+def moved(pool_map):
+    """The map after everything that is wished has been done by those who do it, all alive."""
+    serving = frozenset(target.id for target in pool_map.targets if not target.is_over)
+    for _ in range(10_000):
+        before = pool_map
+        pool_map = nodes_step(pool_map, serving)
+        pool_map = transitions.sealed(before, pool_map) or before
+        assert check_map(pool_map) == []
+        if pool_map is before:
+            return pool_map
+    raise AssertionError("no end")
+
+
+def nodes_step(pool_map, serving):
+    from nvpool.logic.rebalance import next_steps
+    lost = {target.id for target in pool_map.targets if target.wish == "lost"}
+    pool_map = next_steps(transitions.died(pool_map, lost), serving=serving, joining_max=4096, of_target_max=4096)
+    for target in serving:
+        joining = [(table.id, number, chain.epoch) for table in pool_map.tables for number, chain in enumerate(table.chains)
+                   if target in chain.joining]
+        pool_map = transitions.joined(pool_map, target, joining)
+    pool_map = transitions.retired(transitions.departed(pool_map, lambda name, target: True))
+    for shard in pool_map.shards:
+        for standby in shard.standbys:
+            if not standby.endpoints:
+                pool_map = shards.standby_made(pool_map, 1, standby.member, standby.path.replace("store", f"m{standby.member}"),
+                                               ("x",))
+            if standby.state != "up" and pool_map.node_by_id[standby.node].wish != "lost":
+                now = pool_map.shards[0]
+                pool_map = shards.standby_up(pool_map, 1, standby.member, now.term, now.epoch)
+        if metaplaces.hands_over(pool_map, pool_map.shards[0]):
+            pool_map = shards.primary_lost(pool_map, 1)
+    return nodes.settled(metaplaces.next_step(pool_map, serving), 1000)
+
+
+def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not_given_again():
+    there = a_map()
+    wished = nodes.drained(there, 1, {})
+    assert [target.wish for target in wished.targets] == ["drain", "share", "share"]
+    assert nodes.drained(wished, 1, {}) == wished
+    with pytest.raises(InUse, match="nvpool node drain POOL 1 --wait"):
+        nodes.removed(wished, 1, 1000)
+    done = moved(wished)
+    assert nodes.left_on(done, 1).nothing and {1} == {node.id for node in done.nodes if node.wish == "drain"}
+    gone = nodes.removed(done, 1, 1000)
+    assert check_map(gone) == [] and decode_map(encode_map(gone)) == gone
+    assert [node.id for node in gone.nodes] == [2, 3] and gone.members == ("node/2", "node/3")
+    assert [(target.id, target.state) for target in gone.targets] == [(1, "gone"), (2, "up"), (3, "up")]
+
+
+def test_draining_can_be_taken_back():
+    wished = nodes.drained(a_map(), 2, {}, stop=True)
+    assert wished.node_by_id[2].wish == "stop"
+    again = nodes.shares_again(wished, 2)
+    assert [target.wish for target in again.targets] == ["share"] * 3 and again.node_by_id[2].wish == "share"
+    assert not any(chain.goal for table in moved(again).tables for chain in table.chains)
+
+
+def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():
+    with pytest.raises(InvalidRequest, match="add a drive first"):
+        nodes.drained(a_map(2), 2, {})
+    with pytest.raises(InvalidRequest, match="have room for"):
+        nodes.drained(a_map(3), 2, {1: BIG, 2: BIG, 3: BIG})
+    with pytest.raises(InvalidRequest, match="no other node"):
+        nodes.drained(a_map(1, 1, ()), 1, {})
+    with pytest.raises(InvalidRequest, match="nvpool shard standbys POOL 1 1"):
+        nodes.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member a drive
+    with pytest.raises(InvalidRequest, match="no node 7"):
+        nodes.drained(a_map(), 7, {})
+
+
+def test_a_lost_node_is_out_when_what_it_held_is_made_again():
+    there = a_map()
+    lost = nodes.lost(there, 2, {}, 1000)
+    assert lost.members == ("node/1", "node/3") and lost.node_by_id[2].wish == "lost"
+    done = moved(lost)
+    assert [node.id for node in done.nodes] == [1, 3] and done.target_by_id[2].wish == "lost"
+    assert [one.node for one in done.shards[0].standbys] == [3]
+    assert all(set(chain.targets) == {1, 3} for chain in done.table_by_id[2].chains)
+
+
+def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
+    there = a_map(3, 1)
+    with pytest.raises(InvalidRequest, match="--accept-loss"):
+        nodes.lost(there, 2, {}, 1000)
+    accepted = nodes.lost(there, 2, {}, 1000, accept_loss=True)
+    assert accepted.node_by_id[2].wish == 'lost' and accepted.target_by_id[2].wish == "lost"
+    with pytest.raises(InvalidRequest, match="try again then"):
+        nodes.lost(a_map(), 1, {}, 1000)
+    with pytest.raises(InvalidRequest, match="only whole copy of the metadata"):
+        nodes.lost(a_map(standbys=()), 1, {}, 1000)
+
+
+def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
+    there = replace(a_map(4), nodes=tuple(replace(node, rack="a" if node.id < 3 else "b") for node in a_map(4).nodes))
+    there = moved(nodes.in_rack(there, 2, "b"))
+    rack = {node.id: node.rack for node in there.nodes}
+    assert rack[2] == "b" and nodes.in_rack(there, 2, "b") is there
+    assert all(len({rack[there.target_by_id[target].node] for target in chain.targets}) == 2
+               for chain in there.table_by_id[2].chains)
+    with pytest.raises(InvalidRequest):
+        nodes.in_rack(there, 2, "x" * 65)
