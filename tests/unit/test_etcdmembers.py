@@ -124,6 +124,25 @@ def test_one_that_is_away_for_long_is_followed_by_another_and_not_before():
     assert voters(settle(pool_map, of_three({2, 3, 4}), {2, 3, 4}, {1})) == {2, 3, 4}
 
 
+def draining(pool_map: PoolMap, *numbers: int) -> PoolMap:
+    return replace(pool_map, nodes=tuple(replace(node, wish="drain") if node.id in numbers else node for node in pool_map.nodes))
+
+
+@pytest.mark.parametrize(("nodes", "drained", "expected"), [(4, 1, {2, 3, 4}), (3, 1, 1), (3, 3, 1), (5, 2, {1, 3, 4})])
+def test_one_whose_node_is_drained_gives_its_place_away(nodes, drained, expected):
+    here = set(range(1, nodes + 1))
+    after = settle(draining(a_map(nodes, entry(1), entry(2), entry(3)), drained), of_three(here), here, set())
+    assert drained not in voters(after) and (voters(after) == expected if isinstance(expected, set) else len(voters(after)) == 1)
+
+
+def test_the_only_one_goes_when_another_has_come():
+    etcd = of_one()
+    etcd.here = {1, 2}
+    assert voters(settle(draining(a_map(2, entry(1)), 1), etcd, {1, 2}, set())) == {2}
+    alone = draining(a_map(2, entry(1)), 1)
+    assert settle(alone, of_one(), {1}, set()) is alone
+
+
 def test_one_that_is_away_stays_where_nobody_can_follow():
     pool_map = a_map(3, entry(1), entry(2), entry(3))
     assert settle(pool_map, of_three({2, 3}), {2, 3}, {1}) is pool_map

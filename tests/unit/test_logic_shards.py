@@ -23,7 +23,7 @@ def test_a_shard_with_standbys_travels_as_json():
     assert msgspec.json.encode(there.shards[0]) == (
         b'{"id":1,"node":1,"endpoints":["stream://h:100"],"term":7,"state":"up","member":0,"path":"/d0","epoch":20,"standbys":['
         b'{"member":1,"node":1,"endpoints":["stream://h:1"],"state":"up","path":"/d1"},'
-        b'{"member":2,"node":1,"endpoints":["stream://h:2"],"state":"syncing","path":"/d2"}],"standbys_wanted":null}')
+        b'{"member":2,"node":1,"endpoints":["stream://h:2"],"state":"syncing","path":"/d2"}],"wish":"share","standbys_wanted":null}')
 
 
 def test_a_primary_that_is_lost_is_followed_by_the_first_that_is_up():
