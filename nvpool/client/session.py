@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from functools import partial
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import load
@@ -19,7 +20,7 @@ from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
 from nvpool.client.vfs import Vfs
-from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.wire import registry
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import identity_in
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 """How often background work looks round: half of the second after which unstored bytes are to be on their way."""
 CLOSE_S = 10.0
+FIRST_MAP_S = 2.0
+"""For a client's directory, whose map may be as old as its joining, to learn of a newer one; then it begins with that."""
 
 
 class Client:
@@ -82,12 +85,16 @@ class Client:
             if dialer is not None:
                 await dialer.close()
             raise
-        if directory is not None and not PoolDirectory(directory).node:
-            directory = None  # of a client: nobody keeps the map in it, so the nodes are asked
+        clients = PoolDirectory(directory) if directory is not None and not PoolDirectory(directory).node else None
+        if clients is not None:
+            directory = None  # nobody else keeps the map in it, so the nodes are asked
         view = PoolView(pool_map, directory=directory, dialer=dialer, clock=clock)
         if greeting.identity is not None:
             greeting.identity.update_members(pool_map.members)
             view.changed.append(lambda newer: greeting.identity.update_members(newer.members))
+        if clients is not None:
+            view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
+            await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
         return cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
 
     async def _tick(self) -> None:
@@ -111,6 +118,17 @@ class Client:
         await self.vfs.close(self._clock.boottime_s() + timeout_s)
         await self._view.close()
         await self.dialer.close()
+
+
+def _keep_nodes(directory: PoolDirectory, kept: list, newer: PoolMap) -> None:
+    """Have the map in a client's directory name the nodes of today: those of its joining may all be gone some day."""
+    if newer.nodes != kept[0]:
+        kept[0] = newer.nodes
+        try:
+            if read_map_file(str(directory.path)).epoch < newer.epoch:
+                directory.publish(encode_map(newer))
+        except (OSError, NvpoolError) as error:
+            log.warning("the map in %s is not kept up to date: %s", directory.path, error)
 
 
 def _only(scheme: str) -> dict[str, Transport] | None:
