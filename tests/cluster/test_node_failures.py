@@ -149,32 +149,6 @@ def test_all_of_a_node_is_killed_and_comes_back(pool, number):
     pool.check()
 
 
-def test_the_node_that_leads_and_has_the_primary_is_killed(pool):
-    leads, primary = pool.lead_and_primary()
-    if primary is not leads:  # the other member is elsewhere: let it take over until both are on one node
-        standby = pool.nodes[pool.nodes[0].map().shards[0].standbys[0].node - 1]
-        if standby is leads:
-            end_process(primary.directory.state_of(_name(pool)).pid)
-        else:
-            leads.nvpool("node", "drain", str(leads.path), str(leads.directory.node), check=False)
-    pool.until_whole()
-    leads, primary = pool.lead_and_primary()
-    print(f"leads {leads.machine.name}, primary {primary.machine.name}")
-    with Under(pool, 10) as load:
-        load.goes_on()
-        leads.kill_all()
-        load.goes_on()
-        leads.serve()
-        load.goes_on()
-    pool.until_whole()
-    pool.check()
-
-
-def _name(pool):
-    member = pool.nodes[0].map().shards[0].member
-    return f"meta-1.{member}" if member else "meta-1"
-
-
 @pytest.mark.parametrize("who", ["primary", "leads"])
 def test_a_node_is_cut_off_for_longer_than_its_leases(pool, who):
     node = pool.lead_and_primary()[who == "primary"]
