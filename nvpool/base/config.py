@@ -51,8 +51,9 @@ class Supervisor(msgspec.Struct, frozen=True):
     restart_delay_min_s: Annotated[float, Meta(gt=0, le=60, description="wait before a dead process is started again")] = 0.05
     restart_delay_max_s: Annotated[float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")] = 5.0
     healthy_s: Annotated[float, Meta(gt=0, le=3600, description="after that long the wait is the shortest again")] = 10.0
-    replace_after_s: Annotated[float, Meta(ge=5, le=86400,
-        description="a node that keeps the pool map (etcd) may be away so long before another one does it")] = 600.0
+    replace_after_s: Annotated[float, Meta(ge=0, le=86400,
+        description="a drive, or a node that keeps the pool map (etcd), may be away so long before others make what it had; "
+                    "0: for ever")] = 600.0
 
 
 class Processors(msgspec.Struct, frozen=True):
@@ -152,6 +153,8 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
     found = []
     if config.supervisor.restart_delay_min_s > config.supervisor.restart_delay_max_s:
         found.append(("supervisor", "restart_delay_min_s", "is longer than restart_delay_max_s"))
+    if 0 < config.supervisor.replace_after_s < 5:
+        found.append(("supervisor", "replace_after_s", "is shorter than a restart may take; 5 is the least"))
     if config.journal.sync_interval_s > config.journal.checkpoint_interval_s:
         found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
     if config.meta.grant_s < config.meta.session_lease_s:

@@ -46,7 +46,7 @@ def drive() -> None:
 
 @drive.command(epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
-(empty, draining, drained, removing, lost), chains (that it holds), share (of all chains), chains_to_come, chains_to_go
+(empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go
 
 \b
 example: nvpool drive ls /srv/pool
@@ -67,7 +67,7 @@ def ls(pool: str, as_json: bool) -> None:
 
 
 def state_of(one: dict[str, Any]) -> str:
-    if one["wish"] in ("", "lost"):
+    if one["wish"] in ("", "lost", "away"):
         return one["wish"] or one["state"]
     return f"{one['state']}, {one['wish']}"
 

@@ -249,20 +249,20 @@ examples:
 @pool_argument
 @node_argument
 @click.option("--lost", is_flag=True, help="It is broken, or gone for good.")
-@click.option("--accept-loss", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
+@click.option("--give-up", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
                                                   "read any more then.")
 @wait_option
 @json_option
-def remove(pool: str, number: int, lost: bool, accept_loss: bool, wait: bool, as_json: bool) -> None:
+def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
     """Take a node out of the pool: its certificate is worth nothing from then on.
 
     Refused while anything of the pool is on it (drain it first), and with --lost while it answers, or has the only copy of
     anything. A lost node is listed until what it held has been made again.
     """
     from nvpool.cli.reach import change
-    if accept_loss and not lost:
-        raise click.UsageError("--accept-loss goes with --lost")
-    done = asyncio.run(change(pool, "node-remove", {"node": number, "lost": lost, "accept_loss": accept_loss}))
+    if give_up and not lost:
+        raise click.UsageError("--give-up goes with --lost")
+    done = asyncio.run(change(pool, "node-remove", {"node": number, "lost": lost, "give_up": give_up}))
     if not as_json:
         if lost:
             click.echo(f"node {number} is given up; what it held is made again from other copies")

@@ -19,13 +19,14 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Mapping
+from math import inf
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import Busy, Fenced, NvpoolError, StaleEpoch, Unavailable, WrongTarget
+from nvpool.base.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
 from nvpool.cluster.coordinator import Coordinator, Lease
 from nvpool.logic import transitions
 from nvpool.logic.poolmap import PoolMap
-from nvpool.logic.rebalance import next_steps
+from nvpool.logic.rebalance import given_up, next_steps, taken_back
 from nvpool.logic.transitions import ChainName
 from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
 
@@ -40,6 +41,8 @@ _PAUSE_S = 0.25
 """Between two maps, but for deaths."""
 _TICK_S = 0.25
 _RETRY_S = 1.0
+_GIVE_UP_AGAIN_S = 60.0
+"""After it was seen that the others have no room for what a target held that is away."""
 _CHANGE_TRIES_MAX = 100
 _EQUAL_MAX = 1 << 16
 
@@ -79,9 +82,13 @@ async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap],
 
 class Manager:
     def __init__(self, coordinator: Coordinator, *, clock: Clock = SYSTEM_CLOCK, leader: Lease | None = None,
-                 grace_s: float = LEASE_S):
+                 grace_s: float = LEASE_S, replace_after_s: float = 0.0):
         """`leader`: the lease under which maps are made and leases given; without one we are known to be alone. `grace_s`:
-        before a target that was never heard counts as silent; at least a lease."""
+        before a target that was never heard counts as silent; at least a lease. `replace_after_s`: before a target that is down
+        is given up, counted from its last sign of life or our beginning; 0: never."""
+        self._replace_after_s = replace_after_s or inf
+        self._refused = ("", 0.0)
+        """Why the last target that was away could not be given up, and until when nobody tries again."""
         self._grace_s = max(grace_s, LEASE_S)
         self._coordinator = coordinator
         self._clock = clock
@@ -175,7 +182,8 @@ class Manager:
             try:
                 await asyncio.wait_for(self._news.wait(), _TICK_S)
             except TimeoutError:
-                if not self._silent(self._coordinator.pool_map):
+                pool_map = self._coordinator.pool_map
+                if not self._silent(pool_map) and not self._away(pool_map):
                     continue
             if not self._death.is_set():
                 await self._unless_death(_GATHER_S)
@@ -226,6 +234,9 @@ class Manager:
         new = transitions.died(now, away)
         back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld
         new = transitions.returned(new, back)
+        new = taken_back(new, back)
+        if away_long := self._away(new):
+            new = self._given_up(new, away_long)
         for target in back:
             equal = [(*name, epoch) for name, epoch in self._heard[target].equal.items()
                      if self._known(now, name, now.chain(*name).targets if name[0] in now.table_by_id else ())]
@@ -236,6 +247,27 @@ class Manager:
         serving = self.serving()
         new = next_steps(new, serving=serving)
         return transitions.retired(new)
+
+    def _away(self, pool_map: PoolMap) -> set[int]:
+        """Those that have been down for so long that they are given up."""
+        now_s = self._clock.boottime_s()
+        if now_s - self._began_s <= self._replace_after_s or now_s < self._refused[1]:
+            return set()
+        return {target.id for target in pool_map.targets if target.state == "down" and target.wish == "share"
+                and now_s - self._last_s(target.id) > self._replace_after_s}
+
+    def _given_up(self, now: PoolMap, away: set[int]) -> PoolMap:
+        try:
+            new = given_up(now, away, self.used_bytes())
+        except InvalidRequest as error:
+            if str(error) != self._refused[0]:
+                log.warning("what targets %s held is not made again elsewhere: %s", sorted(away), error)
+            self._refused = str(error), self._clock.boottime_s() + _GIVE_UP_AGAIN_S
+            return now
+        self._refused = "", 0.0
+        log.warning("targets %s have been away for more than %.0f s: what they held is made again elsewhere", sorted(away),
+                    self._replace_after_s)
+        return new
 
     def _known(self, now: PoolMap, name: ChainName, targets: tuple[int, ...]) -> bool:
         """Whether those of the targets that answer know the chain as it is. Who is silent has no lease any more."""

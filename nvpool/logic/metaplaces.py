@@ -56,7 +56,7 @@ def _stays(pool_map: PoolMap, place: Place) -> bool:
     targets = [target for target in pool_map.targets if target.node == place.node and target.state != "gone"]
     if place.drive:
         return any(target.drive == place.drive and target.wish == "share" for target in targets)
-    return not targets or not all(target.is_over for target in targets)
+    return not targets or not all(target.is_over or target.wish == "away" for target in targets)
 
 
 def wanted(shard: Shard) -> int:

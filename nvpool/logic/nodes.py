@@ -113,7 +113,7 @@ def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     return node_removed(transitions.retired(empty), number, now_ms)
 
 
-def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int, *, accept_loss: bool = False) -> PoolMap:
+def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int, *, give_up: bool = False) -> PoolMap:
     """The map in which the node does not come back: its certificate is worth nothing, what it held is made again from other
     copies, and it leaves the map when nothing names it any more. InvalidRequest where it has the only copy of anything, unless
     the loss of chunks is accepted: chains that no other target has stay with it, and what they hold can not be read."""
@@ -127,10 +127,10 @@ def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int
             raise InvalidRequest(f"node {number} has the only whole copy of the metadata of shard {shard.id}; bring it back, "
                                  f"or load a dump into a new pool")
     gone = transitions.died(pool_map, {target.id for target in here})
-    only = sum(transitions.only_copies(gone, target.id, pool_map.settings.replicas) for target in here)
-    if only and not accept_loss:
+    only = sum(transitions.only_copies(gone, target.id) for target in here)
+    if only and not give_up:
         raise InvalidRequest(f"node {number} has the only copy of {only} chains; without it what they hold can not be read. "
-                             f"Bring it back, or say --accept-loss")
+                             f"Bring it back, or say --give-up")
     wanted = _wished(_with(pool_map, number, wish="lost"), here, "lost")
     check_room(wanted, {target: count for target, count in used_bytes.items() if target not in {one.id for one in here}})
     return transitions.retired(with_goals(node_revoked(wanted, number, now_ms)))

@@ -20,7 +20,7 @@ MAP_FORMAT = 2
 _FORMATS_READ = (1, 2)
 
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
-TargetWish = Literal["share", "drain", "remove", "lost"]
+TargetWish = Literal["share", "drain", "remove", "lost", "away"]
 ShardState = Literal["up", "down"]
 ShardWish = Literal["share", "remove"]
 StandbyState = Literal["syncing", "up"]
@@ -101,7 +101,8 @@ class Target(msgspec.Struct, frozen=True):
 
     `state` is down while it does not answer and others hold what it holds; gone for ever once it is removed (numbers are given
     once). `wish` is what the operator wants of it: its share of the chains; to hold none (drain), and to leave the pool then
-    (remove); lost: what it held is not to be had any more, and is made again from others.
+    (remove); lost: what it held is not to be had any more, and is made again from others. away: not the operator's, it has been
+    away for so long that others make what it held; it gets its share again when it is back.
     """
 
     id: int

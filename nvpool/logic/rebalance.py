@@ -1,7 +1,8 @@
 """Who shall hold which chain when targets are added, drained, lost or replaced, and which chains are filled next.
 
 Pure functions from a pool map to one of the same epoch, as in `transitions`. `with_goals` decides for all chains at once what
-is to be reached; it is asked only when the operator changes who is there, so that nothing moves by itself. `next_steps` lets a
+is to be reached; it is asked only when the operator changes who is there, or one is away for so long that it is given up, so
+that nothing else moves by itself. `next_steps` lets a
 bounded number of chains begin at a time: those with the fewest copies first, a missing copy before a mere move. What has been
 done and what is left stands in the map, so that anybody can go on with it at any time.
 """
@@ -9,6 +10,7 @@ done and what is left stands in the map, so that anybody can go on with it at an
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -18,7 +20,7 @@ from nvpool.base.units import format_bytes
 from nvpool.logic.layout import chunk_hash
 from nvpool.logic.placement import Placing, usable
 from nvpool.logic.poolmap import Chain, PoolMap
-from nvpool.logic.transitions import ChainName, settled, with_chains
+from nvpool.logic.transitions import ChainName, settled, with_chains, with_targets
 
 JOINING_MAX = 256
 """Chains that are filled at a time, in the pool and (below) on one target: few enough that each has its copies again soon,
@@ -78,6 +80,24 @@ def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_m
         return pool_map
     return with_chains(pool_map, lambda name, chain: replace(chain, joining=(*chain.joining, *joins[name])) if name in joins
                        else chain)
+
+
+def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, int]) -> PoolMap:
+    """The map in which others make again what these targets held, which have been down for long: until they return they are to
+    hold nothing. Those of which the operator wishes something are left as they are. InvalidRequest where the others are too
+    few, or have no room (`used_bytes` of all that have ever said it)."""
+    away = {target.id for target in pool_map.targets if target.id in ids and target.state == "down" and target.wish == "share"}
+    if not away:
+        return pool_map
+    wanted = with_targets(pool_map, away, wish="away")
+    check_room(wanted, dict(used_bytes))
+    return with_goals(wanted)
+
+
+def taken_back(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
+    """The map in which these targets, which were given up and serve again, get their share as new ones do."""
+    back = {target.id for target in pool_map.targets if target.id in ids and target.wish == "away"}
+    return with_goals(with_targets(pool_map, back, wish="share")) if back else pool_map
 
 
 class Standing(NamedTuple):

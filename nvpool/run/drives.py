@@ -277,8 +277,8 @@ def state_of(pool_map: PoolMap, target: Target) -> str:
         return "removed"
     if target.wish == "share":
         return ""
-    if target.wish == "lost":
-        return "lost"
+    if target.wish in ("lost", "away"):
+        return target.wish
     if target.id in named(pool_map):
         return "draining" if target.wish == "drain" else "removing"
     return "drained"

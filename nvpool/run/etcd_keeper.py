@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import shutil
+from math import inf
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
@@ -48,7 +49,7 @@ class EtcdKeeper:
     def __init__(self, directory: PoolDirectory, config: Config, keeper: MapKeeper, leading: Leading, dialer: Dialer):
         self._directory = directory
         self._node = directory.node
-        self._replace_after_s = config.supervisor.replace_after_s
+        self._replace_after_s = config.supervisor.replace_after_s or inf
         self._scheme = "http" if config.network.plain_text else "https"
         self._keeper = keeper
         self._leading = leading

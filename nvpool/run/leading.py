@@ -53,8 +53,11 @@ class Reign:
 class Leading:
     """`manager` while this node leads."""
 
-    def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None]):
-        """`pid_of`: the process that serves one of our targets, 0 for none, None where the target is not ours."""
+    def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
+                 replace_after_s: float = 0.0):
+        """`pid_of`: the process that serves one of our targets, 0 for none, None where the target is not ours.
+        `replace_after_s`: see Manager."""
+        self._replace_after_s = replace_after_s
         self._coordinator = coordinator
         self._node = node
         self._dialer = dialer
@@ -114,7 +117,8 @@ class Leading:
                 continue
             log.info("this node leads the pool")
             self._reign = self._begun(lease)
-            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s)
+            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s,
+                                             replace_after_s=self._replace_after_s)
             self.grace_s = LEASE_S
             deciding = asyncio.ensure_future(manager.run())
             following = asyncio.ensure_future(self._follow(manager))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
 from nvpool.logic import nodes
@@ -82,7 +83,7 @@ class Nodes:
         return {"member": member, "epoch": new.epoch}
 
     async def _remove(self, arguments: dict) -> dict:
-        number, accept_loss = _number(arguments, "node-remove"), bool(arguments.get("accept_loss", False))
+        number, give_up = _number(arguments, "node-remove"), bool(arguments.get("give_up", False))
         if not arguments.get("lost", False):
             nodes.check_empty(self._leading.pool_map, number)
             if self._etcd is not None:
@@ -94,9 +95,8 @@ class Nodes:
         if await self._answers(node):
             raise InUse(f"node {number} answers; first: nvpool node drain POOL {number} --wait   or end its processes")
         used = await self._used()
-        return self._told(await self._leading.change(lambda newest: nodes.lost(newest, number, used, now_ms(),
-                                                                                     accept_loss=accept_loss)),
-                          number)
+        wanted = partial(nodes.lost, number=number, used_bytes=used, now_ms=now_ms(), give_up=give_up)
+        return self._told(await self._leading.change(wanted), number)
 
     async def _drain(self, arguments: dict) -> dict:
         number, stop = _number(arguments, "node-drain"), bool(arguments.get("stop", False))

@@ -91,7 +91,7 @@ class Supervisor:
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
-        self.leading = Leading(coordinator, node, self._dialer, self._pid_of)
+        self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
         self._reception = Reception(directory, keeper, self.leading.change) if keeper is not None else None
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
@@ -418,6 +418,9 @@ class Supervisor:
                      if one.get("reason") and one["wish"] in ("", "draining")]
         problems += [f"standby {p['name']} of shard {p['shard']} does not have everything yet" for p in metas
                      if p.get("in_map") == "syncing" and p["state"] in ("serving", "starting")]
+        problems += [f"drive {one['drive']} has been away for long: what it held is made again elsewhere, and it gets its "
+                     f"share when it is back; when it will not come back: nvpool drive remove --lost"
+                     for one in drives if one["wish"] == "away"]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
         problems += self._etcd.problems() if self._etcd is not None else []
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]

@@ -33,7 +33,7 @@ def a_map(count=3, replicas=2, standbys=((1, 2),)):
     return PoolMap(MAP_FORMAT, "p", "p", 1, Settings(replicas=replicas), tuple(Node(n, f"n{n}", "", (), member=f"node/{n}")
                                                                               for n in numbers),
                    tuple(Drive(n, n, f"/d{n}/store", BIG) for n in numbers), targets,
-                   tuple(build_table(targets, table) for table in range(1, replicas + 1)), (shard,),
+                   (build_table(targets, replicas),), (shard,),
                    (PartitionRange(0, 4096, 1),), members=tuple(f"node/{n}" for n in numbers))
 
 
@@ -120,9 +120,9 @@ def test_a_lost_node_is_out_when_what_it_held_is_made_again():
 
 def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
     there = a_map(3, 1)
-    with pytest.raises(InvalidRequest, match="--accept-loss"):
+    with pytest.raises(InvalidRequest, match="--give-up"):
         nodes.lost(there, 2, {}, 1000)
-    accepted = nodes.lost(there, 2, {}, 1000, accept_loss=True)
+    accepted = nodes.lost(there, 2, {}, 1000, give_up=True)
     assert accepted.node_by_id[2].wish == 'lost' and accepted.target_by_id[2].wish == "lost"
     with pytest.raises(InvalidRequest, match="try again then"):
         nodes.lost(a_map(), 1, {}, 1000)

@@ -139,3 +139,49 @@ def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_o
     clock.advance(LEASE_S)
     with pytest.raises(StaleTenure):
         tenure.check()
+
+
+def given_up_after(run, capacities=(4, 4, 4, 4), replicas=2, replace_after_s=60.0):
+    async def main():
+        now = replace(a_pool(capacities, replicas), shards=(Shard(1, 1, ("inproc://m",)),),
+                      partitions=(PartitionRange(0, 4096, 1),))
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), now)
+        clock = ManualClock()
+        await run(coordinator, Manager(coordinator, clock=clock, replace_after_s=replace_after_s), clock)
+        await coordinator.close()
+    asyncio.run(main())
+
+
+async def seconds(manager, clock, count, *targets):
+    for _ in range(count):
+        clock.advance(1.0)
+        for target in targets:
+            beat(manager, target, epoch=10**6)
+        await manager.run_once()
+
+
+def test_a_target_that_is_away_for_long_is_given_up_and_gets_its_share_when_it_is_back():
+    async def run(coordinator, manager, clock):
+        await seconds(manager, clock, 55, 1, 2, 3)
+        away = coordinator.pool_map.target_by_id[4]
+        assert (away.state, away.wish) == ("down", "share")
+        await seconds(manager, clock, 10, 1, 2, 3)
+        now = coordinator.pool_map
+        assert now.target_by_id[4].wish == "away"
+        assert not any(4 in chain.goal for chain in now.table_by_id[2].chains)
+        assert sum(bool(chain.joining) for chain in now.table_by_id[2].chains) == 256  # as many as begin at a time
+        await seconds(manager, clock, 2, 1, 2, 3, 4)
+        back = coordinator.pool_map
+        assert (back.target_by_id[4].state, back.target_by_id[4].wish) == ("up", "share")
+        assert sum(4 in (chain.goal or chain.targets) for chain in back.table_by_id[2].chains) > 400
+        await seconds(manager, clock, 100, 1, 2, 3, 4)
+        assert coordinator.pool_map.target_by_id[4].wish == "share"
+    given_up_after(run)
+
+
+def test_nothing_is_given_up_where_the_others_are_too_few_or_nobody_wants_it():
+    async def refused(coordinator, manager, clock):
+        await seconds(manager, clock, 200, 1, 2)
+        assert [target.wish for target in coordinator.pool_map.targets] == ["share"] * 3
+    given_up_after(refused, (4, 4, 4), 3)
+    given_up_after(refused, (4, 4, 4), 2, replace_after_s=0.0)

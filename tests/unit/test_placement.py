@@ -14,8 +14,8 @@ from nvpool.base.errors import InvalidRequest
 from nvpool.logic.layout import chain_of
 from nvpool.logic.placement import Placing, Spread, build_table, usable
 from nvpool.logic.poolmap import MAP_FORMAT, Chain, Drive, Moving, Node, PoolMap, Settings, Target, check_map
-from nvpool.logic.rebalance import check_room, next_steps, standing, with_goals
-from nvpool.logic.transitions import wished
+from nvpool.logic.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
+from nvpool.logic.transitions import died, returned, wished
 
 GIB = 1 << 30
 
@@ -205,3 +205,29 @@ def test_the_standing_of_chains_counts_each_once():
 def test_a_balance_that_can_not_be_had_is_left_at_the_best_there_is():
     placing = Placing([(1, 2)] * 1024, [(1, 2)] * 1024, a_pool((1, 100), 2).targets, (), 2)
     assert set(placing.balance()) == {(1, 2)}
+
+
+@given(count=st.integers(3, 6), replicas=st.integers(1, 3), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_targets_are_given_up_and_taken_back_and_no_chain_ever_loses_its_last_copy(count, replicas, data):
+    there = a_pool((4,) * count, replicas, nodes=count)
+    for _ in range(3):
+        away = data.draw(st.sets(st.integers(1, count), max_size=count - 1))
+        there = died(there, away)
+        down = {target.id for target in there.targets if target.state == "down"}
+        try:
+            there = given_up(there, away, {})
+        except InvalidRequest:
+            assert sum(target.wish == "share" for target in there.targets) - len(down) < replicas
+            continue
+        assert all(target.wish == ("away" if target.id in down else "share") for target in there.targets
+                   if target.id in away)
+        assert all(chain.targets and (set(chain.targets) - down or len(chain.targets) == 1)
+                   for table in there.tables for chain in table.chains)
+        assert not any(set(chain.goal) & {t.id for t in there.targets if t.wish == "away"}
+                       for table in there.tables for chain in table.chains)
+        there = returned(there, away)
+        there = taken_back(there, away)
+        assert all(target.wish == "share" for target in there.targets)
+        assert taken_back(there, away) is there
+        assert check_map(there) == []
