@@ -219,7 +219,7 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
     inside = directory.path / "targets"
     for drive in pool_map.drives:
         place = Path(drive.path)
-        if place.parent == inside or not place.exists():
+        if not drive.path or place.parent == inside or not place.exists():
             continue
         if place.is_dir():
             if not place.name.startswith(f"nvpool-{pool_map.pool_id[:8]}-target-"):

@@ -13,6 +13,7 @@ import os
 import subprocess
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -63,20 +64,41 @@ class Drives:
         it one after the other, each with its chunks. `also`: what else is changed in the same map."""
         async with self._adding:
             pool_map = self._leading.pool_map
-            _check_count(also(pool_map))  # what will be refused leaves no store behind
-            drive_id = max((drive.id for drive in pool_map.drives), default=0) + 1
-            target_id = max((target.id for target in pool_map.targets), default=0) + 1
-            made = await asyncio.to_thread(_make_store, str(self._directory.path), path, capacity_bytes, target_id, pool_map,
-                                           force)
+            _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
+            make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force)
+            await asyncio.to_thread(make, "check", 0, pool_map)
+            pool_map, drive_id, target_id = await self._take_numbers()
+            made = await asyncio.to_thread(make, "store", target_id, pool_map)
             endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
                                       free_ports(2, self._config.network, used_ports(pool_map)))
             drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
             target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
-            new = await self._leading.change(lambda newest: with_goals(also(msgspec.structs.replace(
-                newest, drives=(*newest.drives, drive), targets=(*newest.targets, target)))))
+
+            def decide(newest: PoolMap) -> PoolMap:
+                return with_goals(also(msgspec.structs.replace(
+                    newest, drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
+                    targets=tuple(target if one.id == target_id else one for one in newest.targets))))
+
+            new = await self._leading.change(decide)
             self._start()
             return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
                     "epoch": new.epoch, "chains_to_come": coming(new)[target_id]}
+
+    async def _take_numbers(self) -> tuple[PoolMap, int, int]:
+        """Numbers for a drive and a target that nobody else gets, on whatever node: they stand in the map as gone until there
+        is something behind them."""
+        numbers = (0, 0)
+
+        def decide(newest: PoolMap) -> PoolMap:
+            nonlocal numbers
+            if any(one.id == numbers[1] and one.node == self._node for one in newest.targets):
+                return newest  # asked again: what was thought to have failed was done
+            numbers = (max((drive.id for drive in newest.drives), default=0) + 1,
+                       max((target.id for target in newest.targets), default=0) + 1)
+            return msgspec.structs.replace(newest, drives=(*newest.drives, Drive(numbers[0], self._node, "", 0)),
+                                           targets=(*newest.targets, Target(numbers[1], numbers[0], self._node, 0, (), "gone")))
+
+        return await self._leading.change(decide), *numbers
 
     # -- draining and removing -----------------------------------------------------------------------------------------------
 
@@ -310,7 +332,7 @@ def find(pool_map: PoolMap, arguments: dict, *, gone: bool = False) -> Target:
     found = None
     for target in pool_map.targets:
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
-        if name == str(drive.id) or (wanted and wanted in (os.path.realpath(drive.path),
+        if name == str(drive.id) or (wanted and drive.path and wanted in (os.path.realpath(drive.path),
                                                            os.path.realpath(os.path.dirname(drive.path)))):
             found = target  # of several at a path the last is the one that may be there still
     if found is None:
@@ -338,9 +360,11 @@ def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
     return path, capacity_bytes, force
 
 
-def _make_store(directory: str, path: str, capacity_bytes: int, target: int, pool_map: PoolMap, force: bool) -> dict:
-    """Run run/making as a program of its own, so that what it does to a drive can not hold up this one."""
-    request = {"verb": "store", "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
+def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, verb: str, target: int,
+                pool_map: PoolMap) -> dict:
+    """Run run/making as a program of its own, so that what it does to a drive can not hold up this one. `verb`: store, or
+    check, which only refuses."""
+    request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
                "pool_id": pool_map.pool_id, "known": _in_use(pool_map), "force": force}
     try:
         done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,

@@ -10,6 +10,7 @@ starts a process of the pool.
      "standbys", "shards", "force"}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}], "join": {"address", "token", "ends_ms"} or null}
     {"verb": "join", …} as run/entering has it
+    {"verb": "check", … as store} -> {}, or the error with which store would refuse; nothing is changed
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
     {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
         -> {"path", "capacity_bytes"}
@@ -395,6 +396,8 @@ async def _answer(request: dict) -> dict:
     place, capacity = _answer_store(request)
     force = bool(request.get("force"))
     check_device(place, "", force)
+    if request["verb"] == "check":
+        return {}
     make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"], force)
     return {"path": str(place), "capacity_bytes": capacity}
 

@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_nodes import Node, Pool
-
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.load import CheckingLoad, Pauses
 from nvpool.testing.machines import Machines
+from nvpool.testing.real_nodes import Node, Pool
 from nvpool.testing.real_pool import end_process
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
@@ -37,19 +36,13 @@ class Three(Pool):
     """Nodes 1 to 3 and a client that has the pool mounted."""
 
     def __init__(self, hosts, switch):
-        super().__init__(hosts, plain=False)
+        super().__init__(hosts, plain=False, drives=2)
         self.hosts = switch
         self.client_node = self.nodes[3]
 
     def begin(self):
         first, second, third, client = self.nodes
-        second_drive = first.machine.place / "drive-b"
-        second_drive.mkdir()
-        made = first.json("pool", "create", str(first.path), "--drive", first.drive(), "--drive", f"{second_drive}:192M",
-                          "--replicas", "2", "--standbys", "1", "--host", first.machine.address)
-        first.serve()
-        first.until_all_serve()
-        self.join(second, made["join"])
+        self.join(second, self.found("--replicas", "2", "--standbys", "1"))
         self.join(third, first.json("node", "token", str(first.path)))
         self.until_whole()
         self.client(client)
