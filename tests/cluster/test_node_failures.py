@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.load import CheckingLoad, Pauses
