@@ -23,7 +23,9 @@ from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, 
 log = logging.getLogger("nvpool.run.etcd_daemon")
 
 _QUOTA_BYTES = 2 << 30
-_HEARTBEAT_MS, _ELECTION_MS = 100, 1000
+_HEARTBEAT_MS, _ELECTION_MS = 100, 600
+"""Until another one leads etcd when its leader is gone: once or twice this, and leases live as much longer. Shorter ones would
+be taken for lost while a drive syncs slowly."""
 
 
 def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> list[str]:
