@@ -21,7 +21,7 @@ from nvpool.base.errors import Bug, Damaged, NvpoolError
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.cluster.coordinator import Lease
+from nvpool.cluster.coordinator import LEASE_S_MIN, Lease
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.manager import BEAT_S, EQUAL, Manager, change
 from nvpool.kv.memory import MemoryKv
@@ -45,6 +45,7 @@ from nvpool.logic.transitions import restarted
 from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService
+from nvpool.run.leading import Reign
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
@@ -212,9 +213,12 @@ class SimPool:
         coordinator = self.coordinator
         coordinator.truths = self.truths
         self.truths.map_is(coordinator.pool_map)
+        lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
+        assert lease is not None
+        reign = Reign(lease)
         self.manager = manager = Manager(coordinator, clock=clock)
         self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
-                                            lambda: self.secret)
+                                            lambda: self.secret, lambda: reign)
         self._own(process, manager.run())
         self._own(process, keeper.run())
         self._own(process, self._look(coordinator, manager))
