@@ -73,6 +73,7 @@ class MemoryChunkStore:
         self._used = 0
         self._bad: dict[tuple[int, int, int], str] = {}
         self.fenced_because = ""
+        self.on_fence: Callable[[str], None] | None = None
         self.verifier = 1
         self._note = b""
         self.fail_syncs = 0
@@ -231,7 +232,7 @@ class MemoryChunkStore:
         self._refuse_when_fenced()
         if self.fail_syncs:
             self.fail_syncs -= 1
-            self.fenced_because = "the drive refused to sync"
+            self.fence("the drive refused to sync")
             raise Fenced(self.fenced_because)
         self._flushed = dict(self._chunks), dict(self._inodes)
 
@@ -523,6 +524,13 @@ class MemoryChunkStore:
 
     async def close(self) -> None:
         pass
+
+    def fence(self, reason: str) -> None:
+        """Answer nothing more; told once."""
+        if not self.fenced_because:
+            self.fenced_because = reason
+            if self.on_fence is not None:
+                self.on_fence(reason)
 
     # -- for tests ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,17 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.testing.sim.linear import INITIAL, Access, NameCall, names_problems, register_problems
+from nvpool.testing.sim.linear import (
+    INITIAL,
+    Access,
+    NameCall,
+    SizeCall,
+    names_problems,
+    register_problems,
+    sizes_problems,
+    without_what_was_seen_too_early,
+)
+from nvpool.testing.sim.works import Record, records_problems
 
 
 def explained(accesses: list[Access]) -> bool:
@@ -57,8 +67,8 @@ def test_a_register_that_forgets_what_was_acknowledged_is_found():
     assert not register_problems(history[:2])
 
 
-def call(kind, name, outcome, begin, end, other=b"") -> NameCall:
-    return NameCall(kind, name, other, outcome, begin, end)
+def call(kind, name, outcome, begin, end, other=b"", inode=7, links=1) -> NameCall:
+    return NameCall(kind, name, other, outcome, begin, end, "", inode, links)
 
 
 def test_two_creates_of_a_name_that_both_succeed_are_found():
@@ -81,6 +91,60 @@ def test_a_rename_never_shows_both_names_or_none():
 def test_what_nobody_knows_the_outcome_of_may_have_happened_or_not_and_the_end_says():
     history = [call("create", b"a", "ok", 0, 1), call("unlink", b"a", None, 2, inf)]
     assert not names_problems(history, frozenset())
-    assert not names_problems(history, frozenset([b"a"]))
-    assert names_problems(history, frozenset([b"b"]))
+    assert not names_problems(history, frozenset([(b"a", 7)]))
+    assert names_problems(history, frozenset([(b"b", 7)]))
     assert names_problems(history[:1], frozenset())
+
+
+def test_links_are_counted_and_a_rename_over_another_name_of_the_file_does_nothing():
+    made = [call("create", b"a", "ok", 0, 1), call("link", b"b", "ok", 2, 3)]
+    assert not names_problems([*made, call("lookup", b"a", "ok", 4, 5, links=2)])
+    assert names_problems([*made, call("lookup", b"a", "ok", 4, 5, links=1)])
+    same = [*made, call("replace", b"a", "ok", 4, 5, b"b")]
+    assert not names_problems(same, frozenset([(b"a", 7), (b"b", 7)]))
+    assert names_problems(same, frozenset([(b"b", 7)]))
+    other = [call("create", b"a", "ok", 0, 1), call("create", b"b", "ok", 2, 3, inode=8),
+             call("replace", b"a", "ok", 4, 5, b"b")]
+    assert not names_problems(other, frozenset([(b"b", 7)]))
+    assert names_problems(other, frozenset([(b"b", 8)]))
+    gone = [call("create", b"a", "ok", 0, 1), call("unlink", b"a", "ok", 2, 3), call("link", b"b", "ok", 4, 5)]
+    assert names_problems(gone) and not names_problems([*gone[:2], call("link", b"b", "missing", 4, 5)])
+
+
+def test_the_inode_of_a_create_that_nobody_answered_is_what_is_found_later():
+    made = call("create", b"a", None, 0, inf, inode=0)
+    seen = [call("lookup", b"a", "ok", 1, 2, inode=9), call("lookup", b"a", "ok", 3, 4, inode=9)]
+    assert not names_problems([made, *seen], frozenset([(b"a", 9)]))
+    assert names_problems([made, seen[0], call("lookup", b"a", "ok", 3, 4, inode=10)])
+    assert not names_problems([made], frozenset([(b"a", 9)])) and not names_problems([made], frozenset())
+
+
+def test_a_register_that_was_cut_is_judged_too():
+    history = [Access("write", 1, 0, 1), Access("write", INITIAL, 2, 3), Access("read", INITIAL, 4, 5)]
+    assert not register_problems(history)
+    assert register_problems([*history, Access("read", 1, 6, 7)])
+    assert not register_problems([history[0], Access("write", INITIAL, 2, inf), Access("read", 1, 6, 7)])
+
+
+def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
+    history = [SizeCall("write", 50, 0, 1), SizeCall("cut", 20, 2, 3), SizeCall("write", 10, 4, 5)]
+    assert not sizes_problems([*history, SizeCall("look", 20, 6, 7)])
+    assert sizes_problems([*history, SizeCall("look", 50, 6, 7)]) and sizes_problems([*history, SizeCall("look", 10, 6, 7)])
+
+
+def test_records_lie_apart_and_in_their_order():
+    first, second = Record(b"<one>", 0, 1, "a"), Record(b"<two>", 2, 3, "b")
+    assert not records_problems(b"<one><two>", [first, second])
+    assert not records_problems(b"<one>\0\0\0<two>", [first, second])
+    assert records_problems(b"<two><one>", [first, second])
+    assert records_problems(b"<on<two>", [first, second]) and records_problems(b"<one><one><two>", [first, second])
+    assert records_problems(b"<one>noise<two>", [first, second])
+    assert not records_problems(b"<one>", [first, Record(b"<two>", 2, inf, "b")])
+
+
+def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_nothing():
+    write, seen, later = Access("write", 1, 0, 9), Access("read", 1, 1, 2), Access("read", INITIAL, 6, 7)
+    assert register_problems([write, seen, later])
+    kept = without_what_was_seen_too_early([write, seen, later], [5], lambda access: access.kind == "write")
+    assert kept == [write, later] and not register_problems(kept)
+    assert seen in without_what_was_seen_too_early([write, seen, later], [12], lambda access: access.kind == "write")

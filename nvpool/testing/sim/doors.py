@@ -82,6 +82,12 @@ class Door:
         self._durable = frozenset(durable)
         self._waits_s = waits_s
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._inner, name, value)  # whom it is to call
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         if name not in self._durable:

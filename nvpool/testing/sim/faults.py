@@ -1,5 +1,5 @@
 """What breaks in a simulated pool, at random from a seed: deaths between two steps, processes that are stopped, nodes that are
-cut off. And its mending. Called by `sim/scenario`.
+cut off or lose their power. And its mending. Called by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ NEVER_BROKEN = ("client", "judge")
 
 KINDS = {"kill": 2, "kill_node": 1, "die": 4, "cut": 2, "isolate": 2, "stop": 1, "stop_asked": 2, "fade": 1}
 """How often each comes."""
+KINDS_WITH_POWER = KINDS | {"power": 5}
+KINDS_WITH_FULL = {"fill": 4, "kill": 1, "die": 2, "cut": 1}
+KINDS_OF_ROT = {"rot": 1}
+"""Nothing else: who rots is not to be the last who has something."""
 
 
 class Faults:
     """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
 
     def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int],
-                 kinds: dict[str, int] | None = None, of: str = "") -> None:
+                 kinds: dict[str, int], of: str = "") -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
         self._done = done
-        self._kinds = kinds or KINDS
+        self._kinds = kinds
         self._of = of
+        self._rotten: set[tuple[int, int]] = set()  # inode and index: of each chunk one copy at most
 
     async def run(self) -> None:
         chance, pool = self._chance, self._pool
@@ -52,6 +57,38 @@ class Faults:
         for process in list(self._pool.processes.values()):
             if process.node == node:
                 process.kill()
+
+    async def _power(self, name: str) -> None:
+        """A node loses its power, or all nodes of the pool at the same moment; the clients go on."""
+        pool = self._pool
+        nodes = {process.node for other, process in pool.processes.items() if not other.startswith(NEVER_BROKEN)}
+        nodes = nodes if self._chance.random() < 0.4 else {pool.processes[name].node}
+        self._tell(f"power is lost on {sorted(nodes)}")
+        self._done["power"] += 1
+        pool.lose_power(nodes)
+
+    async def _fill(self, _name: str) -> None:
+        """A drive has no room for more than it has, for a while."""
+        store = self._pool.stores[self._chance.choice(list(self._pool.stores))]
+        self._tell("a drive is full")
+        self._done["full"] += 1
+        store._limit = 0
+        await asyncio.sleep(self._chance.uniform(0.5, 4.0))
+        store._limit = store._block_count
+
+    async def _rot(self, _name: str) -> None:
+        """One bit of a block changes on a drive, while others have good copies of it."""
+        pool = self._pool
+        if not pool.is_whole():
+            return
+        held = [(number, name, block) for number, store in pool.stores.items() for name, chunk in store._chunks.items()
+                for block in chunk.blocks if name not in self._rotten]
+        if held:
+            number, (inode, index), block = self._chance.choice(held)
+            self._rotten.add((inode, index))
+            self._tell(f"block {block} of chunk {index} of inode {inode:#x} rots on target {number}")
+            self._done["rotten"] += 1
+            pool.stores[number].flip(inode, index, block)
 
     async def _die(self, name: str) -> None:
         """Between two of its next steps."""

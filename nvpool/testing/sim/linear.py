@@ -1,12 +1,13 @@
 """Whether what clients were told can have happened at single moments, one after another: linearizability (Herlihy, Wing 1990).
 
-Registers whose written values are all different are decided by zones (Gibbons and Korach, 1997), in n log n. Names in a
-directory by search (Wing and Gong, 1993, with Lowe's memory of states seen), so their histories are kept short.
+Registers whose written values are all different are decided by zones (Gibbons and Korach, 1997), in n log n. Those that were
+cut (zeros are written again and again), names in a directory and sizes by search (Wing and Gong, 1993, with Lowe's memory of
+states seen), so their histories are kept short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -24,8 +25,24 @@ class Access(NamedTuple):
     who: str = ""
 
 
+def without_what_was_seen_too_early(calls: Sequence, losses: Sequence[float],
+                                    changes: Callable[[NamedTuple], bool],
+                                    concerns: Callable[[NamedTuple, NamedTuple], bool] = lambda seen, change: True) -> list:
+    """A change that was not answered when power was lost may have been seen, and not be any more: without the calls that can
+    have seen one, which are those that change nothing themselves. Changes that were answered had been made durable."""
+    def seen_too_early(call) -> bool:
+        return any(call.begin <= loss <= change.end and change.begin < call.end and concerns(call, change)
+                   for loss in losses if loss >= call.begin for change in made)
+
+    made = [call for call in calls if changes(call)]
+    return [call for call in calls if changes(call) or not losses or not seen_too_early(call)]
+
+
 def register_problems(accesses: Sequence[Access]) -> list[str]:
     """Why no order explains the history of one register, as sentences; an empty list where one does."""
+    if any(access.kind == "write" and access.value == INITIAL for access in accesses):
+        return _search([_Step(access.begin, access.end, access.kind == "write" and access.end == inf, access)
+                        for access in accesses], INITIAL, _register_step)
     writes = {INITIAL: Access("write", INITIAL, -inf, -inf)}
     for access in accesses:
         if access.kind == "write":
@@ -64,60 +81,143 @@ def register_problems(accesses: Sequence[Access]) -> list[str]:
     return problems
 
 
+class _Step(NamedTuple):
+    """`optional`: nobody knows whether it was done."""
+
+    begin: float
+    end: float
+    optional: bool
+    call: NamedTuple
+
+
+def _search(steps: Sequence[_Step], initial: Hashable, step: Callable[[Hashable, NamedTuple], Iterable[Hashable]],
+            final: Callable[[Hashable], bool] = lambda state: True, states_max: int = 500_000) -> list[str]:
+    """Why no order of the steps leads from `initial` to a `final` state; `step` gives the states that a call can lead to."""
+    steps = sorted(steps, key=lambda one: one.begin)
+    required = sum(1 << place for place, one in enumerate(steps) if not one.optional)
+    seen: set[tuple[int, Hashable]] = set()
+    stack: list[tuple[int, Hashable]] = [(0, initial)]
+    furthest = 0
+    while stack:
+        done, state = stack.pop()
+        if (done, state) in seen:
+            continue
+        seen.add((done, state))
+        if len(seen) > states_max:
+            raise OverflowError(f"more than {states_max} states for {len(steps)} calls: record shorter histories")
+        if done & required == required and final(state):
+            return []
+        furthest = max(furthest, done, key=lambda bits: (bits & required).bit_count())
+        limit = min((one.end for place, one in enumerate(steps) if not done >> place & 1), default=inf)
+        for place, one in enumerate(steps):
+            if one.begin > limit:
+                break
+            if not done >> place & 1:
+                stack += [(done | 1 << place, after) for after in step(state, one.call)]
+    left = [one.call for place, one in enumerate(steps) if required & ~furthest & 1 << place]
+    return [f"no order of {len(steps)} calls explains {left[0] if left else 'what is there in the end'}"]
+
+
+def _register_step(value: Hashable, access: Access) -> Iterable[Hashable]:
+    if access.kind == "write":
+        return (access.value,)
+    return (value,) if value == access.value else ()
+
+
 class NameCall(NamedTuple):
     """One call that concerns names of a directory. `outcome`: "ok", "exists", "missing", or None where nobody knows whether it
-    was done (then end = inf)."""
+    was done (then end = inf). `inode`: which one was made, is linked, or was found with so many `links`."""
 
-    kind: str  # "create", "unlink", "rename", "lookup"
+    kind: str  # "create", "link", "unlink", "rename" (never over another), "replace" (over another), "lookup"
     name: bytes
     other: bytes
     outcome: str | None
     begin: float
     end: float
     who: str = ""
+    inode: int = 0
+    links: int = 0
 
 
-def _step(there: frozenset[bytes], call: NameCall) -> frozenset[bytes] | None:
-    """The names after the call, None where its outcome does not fit. A call of unknown outcome does what it can."""
-    has = call.name in there
-    if call.kind == "lookup":
-        expected, after = "ok" if has else "missing", there
-    elif call.kind == "create":  # O_EXCL
-        expected, after = ("exists", there) if has else ("ok", there | {call.name})
-    elif call.kind == "unlink":
-        expected, after = ("ok", there - {call.name}) if has else ("missing", there)
-    elif not has:  # rename, without replacing
-        expected, after = "missing", there
-    elif call.other in there:
-        expected, after = "exists", there
-    else:
-        expected, after = "ok", there - {call.name} | {call.other}
-    return after if call.outcome is None or call.outcome == expected else None
+Names = frozenset[tuple[bytes, int]]
+"""What is in a directory. The inode of a create whose outcome nobody knows is a negative number, until somebody has seen it."""
 
 
-def names_problems(calls: Sequence[NameCall], final: frozenset[bytes] | None = None, states_max: int = 500_000) -> list[str]:
+def names_problems(calls: Sequence[NameCall], final: Names | None = None) -> list[str]:
     """As `register_problems`, for the names of one directory that was empty; `final`: what is in it in the end."""
-    calls = sorted(calls, key=lambda call: call.begin)
-    required = sum(1 << place for place, call in enumerate(calls) if call.end < inf)
-    seen: set[tuple[int, frozenset[bytes]]] = set()
-    stack: list[tuple[int, frozenset[bytes]]] = [(0, frozenset())]
-    furthest = 0
-    while stack:
-        done, there = stack.pop()
-        if (done, there) in seen:
-            continue
-        seen.add((done, there))
-        if len(seen) > states_max:
-            raise OverflowError(f"more than {states_max} states for {len(calls)} calls: record shorter histories")
-        if done & required == required and final in (None, there):
-            return []
-        furthest = max(furthest, done, key=lambda bits: (bits & required).bit_count())
-        limit = min((call.end for place, call in enumerate(calls) if not done >> place & 1), default=inf)
-        for place, call in enumerate(calls):
-            if call.begin > limit:
-                break
-            if not done >> place & 1 and (after := _step(there, call)) is not None:
-                stack.append((done | 1 << place, after))
-    left = [call for place, call in enumerate(calls) if required & ~furthest & 1 << place]
-    what = f"{left[0]}" if left else f"what is there in the end: {sorted(final or ())}"
-    return [f"no order of {len(calls)} calls explains {what}"]
+    known = {call.inode for call in calls if call.kind == "create" and call.outcome == "ok"}
+    steps = [_Step(call.begin, call.end, call.outcome is None,
+                   call if call.outcome is not None else call._replace(inode=call.inode or -1 - place))
+             for place, call in enumerate(calls)]
+
+    def is_final(names: Names) -> bool:
+        return final is None or names == final or (any(inode < 0 for _, inode in names) and any(
+            bound == final for bound in _bindings(names, final, known)))
+
+    found = _search(steps, frozenset(), lambda names, call: _name_step(names, call, known), is_final)
+    return [f"{problem}; in the end there is {sorted(final)}" if final is not None else problem for problem in found]
+
+
+def _bindings(names: Names, final: Names, known: set[int]) -> Iterable[Names]:
+    unseen = {inode for _, inode in final} - known
+    for nobody in {inode for _, inode in names if inode < 0}:
+        for inode in unseen:
+            yield from ((bound := _bound(names, nobody, inode)), *_bindings(bound, final, known | {inode}))
+
+
+def _bound(names: Names, before: int, inode: int) -> Names:
+    return frozenset((name, inode if its == before else its) for name, its in names)
+
+
+def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]:
+    """The names after the call; nothing where its outcome does not fit. A call of unknown outcome does what it can."""
+    there = dict(names)
+    inode = there.get(call.name)
+    if call.kind == "lookup":
+        if inode is not None and inode < 0 and call.outcome == "ok" and call.inode not in known \
+                and all(its != call.inode for its in there.values()):
+            names = _bound(names, inode, call.inode)
+            inode, there = call.inode, dict(names)
+        fits = call.outcome == ("missing" if inode is None else "ok") and (inode is None or (inode, list(
+            there.values()).count(inode)) == (call.inode, call.links))
+        return (names,) if fits else ()
+    if call.kind == "create":  # O_EXCL
+        expected, after = ("exists", names) if inode is not None else ("ok", names | {(call.name, call.inode)})
+    elif call.kind == "unlink":
+        expected, after = ("missing", names) if inode is None else ("ok", names - {(call.name, inode)})
+    elif call.kind == "link":
+        lives = any(its == call.inode for its in there.values())
+        if inode is not None or not lives:
+            possible = {"exists"} if inode is not None and lives else {"missing"} if inode is None else {"exists", "missing"}
+            return (names,) if call.outcome is None or call.outcome in possible else ()
+        expected, after = "ok", names | {(call.name, call.inode)}
+    elif inode is None:
+        expected, after = "missing", names
+    elif call.kind == "rename" and call.other in there:
+        expected, after = "exists", names
+    elif there.get(call.other) == inode:
+        expected, after = "ok", names  # two names of one file: nothing is done
+    else:
+        expected, after = "ok", frozenset((name, its) for name, its in names if name not in (call.name, call.other)) | {
+            (call.other, inode)}
+    return (after,) if call.outcome is None or call.outcome == expected else ()
+
+
+class SizeCall(NamedTuple):
+    """`kind`: "cut" makes it `size`, "write" lets it be `size` at least, "look" has seen `size`. end = inf: nobody knows."""
+
+    kind: str
+    size: int
+    begin: float
+    end: float
+    who: str = ""
+
+
+def sizes_problems(calls: Sequence[SizeCall]) -> list[str]:
+    """As `register_problems`, for the size of a file that was empty."""
+    def step(size: int, call: SizeCall) -> Iterable[int]:
+        if call.kind == "look":
+            return (size,) if size == call.size else ()
+        return (call.size if call.kind == "cut" else max(size, call.size),)
+
+    return _search([_Step(call.begin, call.end, call.end == inf, call) for call in calls], 0, step)

@@ -82,7 +82,7 @@ class SimPool:
     of their own. Use as an async context."""
 
     def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1, standbys: int = 0,
-                 options: ClientOptions | None = None) -> None:
+                 options: ClientOptions | None = None, durability: str = "interval") -> None:
         self.loop = loop
         self.seed = seed
         self.replicas = replicas
@@ -95,6 +95,8 @@ class SimPool:
         self.processes: dict[str, Process] = {}
         self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
         self.truths = Truths()
+        self.power_losses: list[float] = []
+        self._durability = durability
         memory = Path("/dev/shm")
         self._directory = Path(tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None))
         self.drives = {(SHARD, member): MemberDrive(self._directory / process_name(SHARD, member))
@@ -206,6 +208,7 @@ class SimPool:
         clock = self._clock(process.name)
         kv = Door(self.map_kv, process, KV_STEPS, self._disk_s)
         try:
+            await kv.sync()  # as the opening of a real engine does with what it finds
             self.coordinator = await (_Coordinator.open(kv) if self.map_kv.get(b"map") is not None
                                       else _Coordinator.found(kv, self.first_map))
         except Killed:
@@ -265,6 +268,10 @@ class SimPool:
         while not await self._restarted(number):  # noqa: ASYNC110 - a supervisor tries again, too
             await asyncio.sleep(0.05)
         process = self._process(f"target-{number}", f"node-{number}")
+        store = self.stores[number]
+        if store.fenced_because:  # it begins with what the drive is known to hold
+            store.crash()
+        store.on_fence = partial(self._ends, process)
         clock = self._clock(process.name)
         dialer = self._dialer(process, clock)
         tenure = Tenure(number, clock)
@@ -350,13 +357,8 @@ class SimPool:
             return MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
                                options=MetaOptions(tick_s=0.5))
 
-        def fail(reason: str) -> None:
-            self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
-            if process.alive:
-                process.kill()
-                self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
-
-        engine = engine_options(floor=SimFloor(self.loop, process, drive, self._disk_s))
+        fail = partial(self._ends, process)
+        engine = engine_options(floor=SimFloor(self.loop, process, drive, self._disk_s), durability=self._durability)
         options = MemberOptions(node, shard, member, drive.path, engine, self.secret)
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
         self._members[process.name] = serving
@@ -374,6 +376,13 @@ class SimPool:
             endpoints_of(self.first_map.shard_by_id[shard], member)[0], Greeting(process.name, self.first_map.fingerprint),
             process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))))
         self._own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
+
+    def _ends(self, process: Process, reason: str) -> None:
+        """By itself; somewhat later it is started again."""
+        self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
+        if process.alive:
+            process.kill()
+            self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
 
     def _supervise(self, process: Process) -> None:
         if self.processes[process.name] is process and not self.closing:
@@ -458,17 +467,26 @@ class SimPool:
 
     def lose_power(self, nodes: set[str]) -> None:
         """All processes of these nodes end, and their drives have what was synced, and perhaps more."""
+        self.power_losses.append(self.loop.time())
         for name, process in list(self.processes.items()):
             if process.node in nodes:
                 process.kill()
                 if name in self._member_of:
                     self._burials[name] = self._later(self._lose_journal(name, self._burials.get(name)))
                 elif name.startswith("target-"):
-                    self.stores[int(name[7:])].crash()
+                    store = self.stores[int(name[7:])]
+                    if self.chance.random() < 0.3:  # the drive has stored what nobody asked it to yet
+                        store._flushed = dict(store._chunks), dict(store._inodes)
+                    store.crash()
                 elif name == "manager":
                     self.map_kv.crash()
 
     # -- looking
+
+    async def scrub(self) -> None:
+        """Look at all blocks of all drives; what is bad is repaired in its own time."""
+        for store in self.stores.values():
+            await store.scrub(b"", 1 << 30)
 
     def is_whole(self) -> bool:
         """Whether each chain has all its copies, and nobody is on the way."""
