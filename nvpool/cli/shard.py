@@ -1,43 +1,155 @@
-"""`nvpool shard ls|standbys`."""
+"""`nvpool shard ls|add|remove|standbys`."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import click
 
+from nvpool.cli.drive import wait_option
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+
+shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1))
 
 
 @click.group(epilog="""\b
+A shard is a process that keeps the names and attributes of a part of the directories; more of them use more cores.
+
+\b
 examples:
-  nvpool shard ls /srv/nvpool
-  nvpool shard standbys /srv/nvpool 1 2
+  nvpool shard ls /srv/pool
+  nvpool shard add /srv/pool --wait
+  nvpool shard remove /srv/pool 2 --wait
+  nvpool shard standbys /srv/pool 1 2
 """)
 def shard() -> None:
-    """List the metadata shards of a pool, and say how many standbys each shall have."""
+    """List, add and remove the metadata shards of a running pool, and say how many standbys each shall have."""
 
 
 @shard.command(epilog="""\b
---json prints one object for each shard: shard, term, partitions, standbys_wanted, members (member, node, drive, path, state:
-primary, up, syncing; leaves: it is on its way out)
+--json prints one object for each shard: shard, node, state (of its primary's process), wish (empty, leaving), partitions (of
+4096, that it holds), partitions_to_come, partitions_to_go, inodes, sessions, term, standbys_wanted, members ([{member, node,
+drive, path, state: primary, up or syncing, leaves: it is on its way out}])
 
 \b
-example: nvpool shard ls /srv/nvpool
+example: nvpool shard ls /srv/pool
 """)
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
-    """List the shards: where their primaries and standbys are."""
+    """List the metadata shards of a pool: state, share of the name space, and what is on its way to them and from them."""
     from nvpool.cli.reach import status_of
     shards = asyncio.run(status_of(pool))["shards"]
     if as_json:
         print_json(shards)
         return
-    print_table(("shard", "partitions", "member", "state", "node", "drive", "path"), [
-        (one["shard"] if at == 0 else "", one["partitions"] if at == 0 else "", member["member"],
-         member["state"] + (", leaves" if member["leaves"] else ""), member["node"], member["drive"], member["path"])
-        for one in shards for at, member in enumerate(one["members"])])
+    print_table(("shard", "state", "partitions", "moving", "inodes", "member", "is", "node", "drive", "path"), [
+        (*((one["shard"], ", ".join(word for word in (one["state"], one["wish"]) if word), one["partitions"], moving_of(one),
+            f"{one['inodes']:,}" if one["inodes"] is not None else None) if at == 0 else ("",) * 5),
+         member["member"], member["state"] + (", leaves" if member["leaves"] else ""), member["node"], member["drive"],
+         member["path"]) for one in shards for at, member in enumerate(one["members"])])
+
+
+def moving_of(one: dict[str, Any]) -> str:
+    """What is on its way, in partitions."""
+    return ", ".join(text for count, text in ((one["partitions_to_come"], f"{one['partitions_to_come']} to come"),
+                                              (one["partitions_to_go"], f"{one['partitions_to_go']} to go")) if count)
+
+
+async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None) -> list[dict[str, Any]]:
+    """Return the shards when no partition is to move any more and shard `gone` is not there. The pool may be away for a while;
+    any error that is not of that kind ends it."""
+    from nvpool.base.errors import Unavailable
+    from nvpool.cli.progress import Look, shown
+    from nvpool.cli.reach import status_of
+    shards: list[dict[str, Any]] | None = None
+    most = 0
+
+    def left() -> int:
+        return sum(one["partitions_to_go"] for one in shards or ())
+
+    async def watch() -> list[dict[str, Any]]:
+        nonlocal shards, most
+        while True:
+            try:
+                shards = (await status_of(pool, 30.0))["shards"]
+            except Unavailable as error:
+                say(f"the pool does not answer at the moment: {error}")
+                await asyncio.sleep(1.0)
+                continue
+            most = max(most, left())
+            if not left() and gone not in {one["shard"] for one in shards}:
+                return shards
+            await asyncio.sleep(0.3)
+
+    def look() -> Look:
+        if shards is None:
+            return Look(0, None, in_bytes=False)
+        words = f"{left()} partitions left" if left() else "clients are leaving it" if gone else ""
+        return Look(most - left(), most, words, in_bytes=False)
+
+    return await shown(title, watch(), look, quiet=quiet)
+
+
+def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None) -> None:
+    if wait:
+        result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone))
+        if not as_json:
+            say(f"{title}: done")
+    if as_json:
+        print_json(result)
+
+
+@shard.command(epilog="""\b
+examples:
+  nvpool shard add /srv/pool --wait
+  nvpool shard add /srv/pool --number 3 --wait     may be repeated: shard 3 is added once
+""")
+@pool_argument
+@click.option("--number", type=click.IntRange(1), help="Of the new shard, the next that is free. Where it is there already "
+                                                       "nothing is added.")
+@click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each beside another drive's data. "
+                                                            "Default: as many as the other shards have.")
+@wait_option
+@json_option
+def add(pool: str, number: int | None, standbys: int | None, wait: bool, as_json: bool) -> None:
+    """Add a metadata shard on the node whose pool directory POOL is.
+
+    Its process is started at once; then it gets its share of the partitions from the other shards, while the pool is in use.
+    `shard ls` shows how far that is, `pool rebalance` pauses and slows it down.
+    """
+    from nvpool.cli.reach import change
+    result = asyncio.run(change(pool, "shard-add", {"shard": number, "standbys": standbys}))
+    if not as_json:
+        click.echo(f"shard {result['shard']} is in the pool")
+        if not wait and result["partitions_to_move"]:
+            say(f"note: {result['partitions_to_move']} partitions move to it now; look with: nvpool shard ls {pool}")
+    _end(pool, result, wait, as_json, f"filling shard {result['shard']}")
+
+
+@shard.command(epilog="""\b
+examples:
+  nvpool shard remove /srv/pool 2 --wait
+  nvpool shard remove /srv/pool 2 --cancel
+""")
+@pool_argument
+@shard_argument
+@click.option("--cancel", is_flag=True, help="It stays, and gets its share again.")
+@wait_option
+@json_option
+def remove(pool: str, shard: int, cancel: bool, wait: bool, as_json: bool) -> None:
+    """Move all that a shard holds to the others, while the pool is in use; then its process ends and its files are removed.
+
+    Also of the shard that holds the root. Refused for the last one. May be repeated.
+    """
+    from nvpool.cli.reach import change
+    result = asyncio.run(change(pool, "shard-remove", {"shard": shard, "cancel": cancel}))
+    if not as_json:
+        words = {"removed": "has left the pool",
+                 "leaving": f"leaves the pool: {result['partitions_to_move']} partitions to move"}
+        click.echo(f"shard {shard} {words.get(result['state'], 'stays in the pool')}")
+    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'emptying'} shard {shard}", None if cancel else shard)
 
 
 @shard.command(epilog="""\b

@@ -9,7 +9,6 @@ reader, writer and chunkclient's renewal of grants. Never caches an answer and n
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -32,12 +31,15 @@ from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
-from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
+from nvpool.client.leases import WATCH_SHARE, Leases
+from nvpool.client.moved import Moved
 from nvpool.client.once import Held, Once, asking
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.primaries import Primaries
+from nvpool.client.shardsession import ShardSession
 from nvpool.client.watch import keep_watch
+from nvpool.wire import codec
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 NOBODY = 0
@@ -48,37 +50,6 @@ RENEW_INODES_MAX = 16384
 
 _TELLS_WHO = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION))
 _ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
-
-
-class ShardSession:
-    """The client's registration at one shard: its slots and what it has open there."""
-
-    def __init__(self, shard: int):
-        self.shard = shard
-        self.session = 0
-        self.secret = b""
-        self.lease_s = 60.0
-        self.incarnation = 0
-        self.met: object = None                          # the connection over which that was told
-        self.meeting: asyncio.Task | None = None
-        self.slots: deque[tuple[int, int]] = deque()     # free ones, with the last sequence that each has used
-        self.waiting: deque[asyncio.Future] = deque()    # for a slot
-        self.generation = 0                              # of the session: slots of an earlier one are not given back
-        self.open: dict[int, int] = {}                   # inode -> registrations
-        self.unnamed = False                             # the shard does not know all of `open`: a new session, a restart
-        self.released: list[int] = []
-        self.opening: asyncio.Task | None = None
-        self.renewal: asyncio.Task | None = None
-        self.releasing: asyncio.Task | None = None
-        self.watch = ShardWatch()
-        self.watching: asyncio.Task | None = None
-        self.untold: dict[int, int] = {}                 # of `open`: what the shard has not been told of
-        self.telling: asyncio.Task | None = None
-        self.tell_now = asyncio.Event()
-        self.record = -1                                 # of the memory that outlives this process
-        self.earlier: tuple[int, bytes] | None = None    # the session and secret of the process before us, to be taken up
-        self.taken_up = -1                               # the generation in which it was
-        self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
 
 
 class MetaClient:
@@ -104,6 +75,8 @@ class MetaClient:
         """Told of inodes on which leases have ended, which others are going to change."""
         self.told: Callable[[list[int]], None] = lambda inodes: None
         """Told which of the opens that asked nobody the shard knows of now."""
+        self.moved = Moved(self, view.map, self._shards, clock, options.deadline_s, self._state)
+        view.changed.append(self.moved.use_map)
         self.counters = {"questions": 0, "changes": 0, "repeats": 0, "sessions": 0, "renewals": 0}
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -121,7 +94,7 @@ class MetaClient:
             try:
                 state = self._shard_of(inode)
                 if not state.session:
-                    await self._ensure_session(state, deadline_s)
+                    await self.ensure_session(state, deadline_s)
                 elif state.watching is None or state.watching.done():
                     self._watch(state)
                 request.session = state.session
@@ -147,7 +120,7 @@ class MetaClient:
         change.uid, change.gid = uid, gid
         try:
             while True:
-                now = self._shard_of(inode)
+                now = self._asked_first(unique, method, state if uncertain else None, generation) or self._shard_of(inode)
                 if uncertain and (now is not state or state.generation != generation):
                     raise Disconnected("the session ended before the answer to a change came")
                 try:
@@ -155,7 +128,7 @@ class MetaClient:
                         self._leave(unique, state, slot, sequence, generation)
                         state = None
                         if not now.session:
-                            await self._ensure_session(now, deadline_s)
+                            await self.ensure_session(now, deadline_s)
                         if file is not None and file.lost:
                             raise LockLost()
                         slot, sequence, generation = (self.once.slot_of(unique, now, method) if unique else None) \
@@ -169,6 +142,10 @@ class MetaClient:
                 except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                     if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
                         raise Disconnected("the session ended before the answer to a change came") from None
+                    if isinstance(error, WrongShard) and state is not None:
+                        # Said of this request: it was not carried out under its name, and never will be.
+                        self._leave(unique, state, slot, sequence, generation)
+                        state, uncertain = None, False
                     uncertain = uncertain or error.may_be_applied and state is not None  # else it was a session's opening
                     tries, reason = tries + 1, reason_of(error, reason)
                     await self._mend(inode, error, reason, tries, deadline_s, change.session, uncertain)
@@ -181,6 +158,13 @@ class MetaClient:
         finally:
             self._leave(unique, state, slot, sequence, generation)
 
+    def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
+        """Where a change was sent that may have been carried out; another shard does not know that."""
+        if state is not None and state.generation == generation:
+            return state
+        shard = self.once.shard_of(unique, method) if unique else 0
+        return self._shards.get(shard)
+
     async def ask_shard(self, shard: int, method: int, request, reply_type):
         """As `ask`, of a shard itself: status, file counts. A request without a session is fine."""
         deadline_s = self._clock.boottime_s() + self._options.deadline_s
@@ -190,10 +174,13 @@ class MetaClient:
                 state = self._state(shard)
                 if hasattr(request, "session"):
                     if not state.session:
-                        await self._ensure_session(state, deadline_s)
+                        await self.ensure_session(state, deadline_s)
                     request.session = state.session
                 return decoded(reply_type, await self._send(state, method, request, deadline_s))
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
+                if isinstance(error, WrongShard):
+                    await self._view.refresh()
+                    raise  # what it is about lies elsewhere by now
                 tries, reason = tries + 1, reason_of(error, reason)
                 if isinstance(error, StaleSession):
                     self._lost(self._state(shard), request.session)
@@ -236,6 +223,10 @@ class MetaClient:
     def session_of(self, inode: int) -> int:
         """The session at the inode's shard; 0: none at the moment."""
         return self._shard_of(inode).session
+
+    def lives(self, session: int) -> bool:
+        """Whether it is one of ours at any shard: locks move from session to session with their partition."""
+        return any(state.session == session for state in self._shards.values())
 
     def was_taken_up(self, inode: int) -> bool:
         """Whether the session at the inode's shard is that of the process before us."""
@@ -288,7 +279,7 @@ class MetaClient:
                 raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
             except BaseException:
                 if state.slots:
-                    self._wake(state)  # it was woken and went away: the next one may have the slot
+                    state.wake()  # it was woken and went away: the next one may have the slot
                 raise
             finally:
                 if future in state.waiting:
@@ -317,19 +308,12 @@ class MetaClient:
     def _give_back(self, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         if state is not None and state.generation == generation and sequence:
             state.slots.append((slot, sequence))
-            self._wake(state)
-
-    @staticmethod
-    def _wake(state: ShardSession) -> None:
-        while state.waiting:
-            future = state.waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-                return
+            state.wake()
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    async def _ensure_session(self, state: ShardSession, deadline_s: float) -> None:
+    async def ensure_session(self, state: ShardSession, deadline_s: float) -> None:
+        """On return there is one, in which all that is open has been named."""
         if state.opening is None or state.opening.done():
             state.opening = asyncio.create_task(self._open_session(state, deadline_s))
         await asyncio.shield(state.opening)
@@ -338,7 +322,7 @@ class MetaClient:
         request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)
         if state.earlier is not None:
             request.session, request.secret = state.earlier
-            request.names_open, request.opened = True, _inodes(list(state.open))
+            request.names_open, request.opened = True, codec.pack_inodes(list(state.open))
         sent_s = self._clock.boottime_s()
         try:
             raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
@@ -358,11 +342,13 @@ class MetaClient:
         last = list(reply.sequences) or [0] * (reply.slots or SLOTS_PER_SESSION)
         if state.earlier is None:
             state.slots = deque(enumerate(last))
+            state.slot_count = len(last)
             state.unnamed = bool(state.open)
         else:
             # Behind all that the processes before us may have sent: it may yet come, and must not be taken for ours.
             first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
             state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
+            state.slot_count = len(last)
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
             state.untold.clear()
         if self._kept is not None:
@@ -384,7 +370,7 @@ class MetaClient:
         if state.renewal is None or state.renewal.done():
             state.renewal = asyncio.create_task(self._keep(state))
         for _ in range(min(len(state.waiting), len(state.slots))):
-            self._wake(state)
+            state.wake()
 
     def _not_taken_up(self, state: ShardSession) -> None:
         """The session of the process before us has ended."""
@@ -403,10 +389,7 @@ class MetaClient:
             self.on_lost(state.shard)
             state.slots.clear()
             state.released.clear()
-            while state.waiting:
-                future = state.waiting.popleft()
-                if not future.done():
-                    future.set_result(None)
+            state.wake_all()
 
     def _watch(self, state: ShardSession) -> None:
         if not state.watch.number or self._closed:
@@ -425,7 +408,7 @@ class MetaClient:
                     pass  # who reads these asks first
 
         state.watching = asyncio.create_task(keep_watch(state.watch, state.session, send=send, leases=self.leases, ended=ended,
-                                                        options=self._options, clock=self._clock))
+                                                        newer=self._view.look_for, options=self._options, clock=self._clock))
 
     async def _keep(self, state: ShardSession) -> None:
         """Renew the session for as long as the client lives; what fails is tried again after a second."""
@@ -435,7 +418,7 @@ class MetaClient:
             try:
                 deadline_s = self._clock.boottime_s() + state.lease_s
                 if not state.session:
-                    await self._ensure_session(state, deadline_s)
+                    await self.ensure_session(state, deadline_s)
                 else:
                     await self._renew(state, deadline_s)
                 pause = state.lease_s / 3
@@ -451,13 +434,15 @@ class MetaClient:
         if again:
             state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
             state.untold.clear()
+            state.arrived.clear()
         released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
         for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
             request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch, identity=self._identity,
-                                                   released=_inodes(released),
-                                                   opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+                                                   released=codec.pack_inodes(released),
+                                                   opened=codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]),
+                                                   named=again and begin + RENEW_INODES_MAX >= len(opened))
             try:
                 raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
             except NvpoolError as error:
@@ -523,10 +508,10 @@ class MetaClient:
         try:
             if not state.session:
                 # names all that is open
-                await self._ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
+                await self.ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
                 opened = []
             for begin in range(0, len(opened), RENEW_INODES_MAX):
-                request = meta_pb2.RenewSessionRequest(opened=_inodes(opened[begin:begin + RENEW_INODES_MAX]))
+                request = meta_pb2.RenewSessionRequest(opened=codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]))
                 await self.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
         except BaseException:
             for inode, count in untold.items():
@@ -550,7 +535,10 @@ class MetaClient:
         count -= min(untold, count)
         if not state.session or not count:
             return
-        state.released.extend([inode] * count)
+        self._release_at(state, [inode] * count)
+
+    def _release_at(self, state: ShardSession, inodes: list[int]) -> None:
+        state.released.extend(inodes)
         if state.releasing is None or state.releasing.done():
             state.releasing = asyncio.create_task(self._release_soon(state))
 
@@ -564,13 +552,17 @@ class MetaClient:
         if not released or not state.session:
             return
         session = state.session
-        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=_inodes(released))
+        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=codec.pack_inodes(released))
         try:
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
         except NvpoolError as error:
             # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
             # is given up with the session, or when the shard restarts.
-            if not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
+            if isinstance(error, WrongShard):
+                for inode in released:  # each where it is by now
+                    self._release_at(self._shard_of(inode), [inode])
+                await self._view.refresh()
+            elif not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
                 state.released.extend(released)
                 await asyncio.sleep(self._options.retry_last_s)
 
@@ -578,6 +570,7 @@ class MetaClient:
         """End the sessions, as far as shards answer by `deadline_s`; or leave them to end by themselves."""
         self._closed = True
         self._primaries.close()
+        self.moved.close()
         for one in self._shards.values():
             self.leases.end_all(one.watch)
             for task in filter(None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)):
@@ -594,7 +587,3 @@ class MetaClient:
 
 async def _nothing(inodes: list[int]) -> None:
     pass
-
-
-def _inodes(inodes: list[int]) -> bytes:
-    return struct.pack(f"<{len(inodes)}Q", *inodes)

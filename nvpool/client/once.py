@@ -65,6 +65,11 @@ class Once:
         """Whether a change for the kernel's present request was sent by the process before us: it may have been carried out."""
         return asking() in self._early
 
+    def shard_of(self, unique: int, method: int) -> int:
+        """Where the process before us sent such a change for the request; 0: it sent none."""
+        early = self._early.get(unique)
+        return early.shard if early is not None and early.method == method else 0
+
     def slot_of(self, unique: int, state, method: int) -> tuple[int, int, int] | None:
         """(slot, sequence, generation) for such a change of a request that has a slot already."""
         held = self.held.pop(unique, None)

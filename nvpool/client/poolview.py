@@ -63,6 +63,11 @@ class PoolView:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
+    def look_for(self, epoch: int) -> None:
+        """Somebody knows the map of this epoch: ask for it, where ours is older; nobody waits for that."""
+        if epoch > self.map.epoch and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask())
+
     async def _ask(self) -> bool:
         if self._directory is not None:
             try:

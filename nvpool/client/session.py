@@ -52,6 +52,10 @@ class Client:
     def pool_map(self) -> PoolMap:
         return self._view.map
 
+    async def refresh_map(self) -> None:
+        """Ask for a newer map once; where nobody answers the old one stays."""
+        await self._view.refresh()
+
     @classmethod
     async def open(cls, where: str | os.PathLike | PoolMap, name: str = "", options: ClientOptions | None = None, *,
                    clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None, kept: KeptMemory | None = None) -> Client:

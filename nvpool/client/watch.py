@@ -24,10 +24,10 @@ ANSWER_S = 10.0
 
 
 async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
-                     leases: Leases, ended: Callable[[list[int]], Awaitable[None]], options: ClientOptions,
-                     clock: Clock) -> None:
+                     leases: Leases, ended: Callable[[list[int]], Awaitable[None]], newer: Callable[[int], None],
+                     options: ClientOptions, clock: Clock) -> None:
     """Until the session is gone or nobody uses its leases. `send(request, deadline_s)`; `ended(inodes)` is told of leases that
-    have ended, and returns when the shard may go on."""
+    have ended, and returns when the shard may go on; `newer(epoch)` that the shard knows the map of that epoch."""
     used_s = clock.boottime_s()
     tries = 0
     while True:
@@ -46,6 +46,7 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
             await asyncio.sleep(min(options.retry_last_s / 2, options.retry_first_s * 2 ** min(tries - 1, 16)))
             continue
         tries = 0
+        newer(reply.map_epoch)
         if reply.watch != request.watch:
             leases.end_all(watch)
             watch.number = reply.watch

@@ -9,7 +9,7 @@ One thread (the event loop's) calls everything here; nothing but `sync`, `room` 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 from nvpool.base.errors import InvalidRequest, TooBig
@@ -72,6 +72,9 @@ class Snapshot(Protocol):
 
 
 class Kv(Protocol):
+    on_apply: Callable[[dict[bytes, bytes | None]], None] | None
+    """Told of the effects of each change when it is made, before `apply` returns; must not fail. One at a time has it."""
+
     def get(self, key: bytes) -> bytes | None:
         """The newest acknowledged value. CorruptRecord when the engine meets a page that makes no sense."""
 

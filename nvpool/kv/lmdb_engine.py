@@ -124,6 +124,7 @@ class LmdbKv:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._sync_count = self._checkpoint_count = self._replayed_count = 0
         self._snapshots = SnapshotSet(self, path)
+        self.on_apply: Callable[[dict[bytes, bytes | None]], None] | None = None
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -264,6 +265,8 @@ class LmdbKv:
         # From here on the change is made; nothing below may fail.
         if self._snapshots:
             self._snapshots.note(changed)
+        if self.on_apply is not None:
+            self.on_apply(changed)
         self._sequence = sequence
         if self.history is not None:
             self.history.note(sequence, self.term, record)

@@ -7,7 +7,7 @@ never waits, has no thread and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from nvpool.base.errors import Fenced, InvalidRequest
@@ -19,6 +19,7 @@ from nvpool.kv.snapshot import Snapshot, SnapshotSet
 class MemoryKv:
     sync_before_answer = False
     full = False
+    on_apply: Callable[[dict[bytes, bytes | None]], None] | None = None
 
     def __init__(self) -> None:
         self._stable: dict[bytes, bytes] = {}
@@ -62,6 +63,8 @@ class MemoryKv:
                 if key not in self._values:
                     self._keys.add(key)
                 self._values[key] = value
+        if self.on_apply is not None:
+            self.on_apply(changed)
         self._sequence += 1
         self._unsynced.append((self._sequence, changed))
         return self._sequence

@@ -122,7 +122,8 @@ def is_empty(pool_map: PoolMap, shard_id: int) -> bool:
     return not any(part.shard == shard_id for part in (*pool_map.partitions, *pool_map.moves))
 
 
-def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX) -> tuple[int, tuple[int, ...]]:
+def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (),
+               count_max: int = BATCH_MAX) -> tuple[int, tuple[int, ...]]:
     """(taker, partitions) that the shard is to hand over next, all to one taker; (0, ()) when there are none. `not_yet`:
     partitions that have to wait."""
     holders = pool_map.shard_of_partition

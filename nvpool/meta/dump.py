@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
-from nvpool.kv.contract import KEY_BYTES_MAX, Kv
+from nvpool.kv.contract import KEY_BYTES_MAX
 from nvpool.meta import records
 from nvpool.meta.records import HASH_AT, NAME_AT
+from nvpool.meta.view import View
 
 DUMP_FORMAT = 1
 LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK, records.HELD, records.DECIDED))
@@ -189,8 +190,8 @@ def record_of(line: dict) -> tuple[bytes, bytes]:
 class Dump:
     """One dump under way."""
 
-    def __init__(self, kv: Kv, shard: int) -> None:
-        self._snapshot = kv.snapshot()
+    def __init__(self, view: View, shard: int) -> None:
+        self._snapshot = view.snapshot()
         self._head: dict | None = {"nvpool_dump": DUMP_FORMAT, "shard": shard, "sequence": self._snapshot.sequence}
         self.done = False
 

@@ -70,7 +70,7 @@ class Fsck:
         self._begin_cut = begin_cut
         self._clock_ns = clock_ns
         self._repair = repair
-        self._snapshot = kv.snapshot() if walk else None
+        self._snapshot = view.snapshot() if walk else None
         self._names_of_others: dict[int, bytes] = {}  # inode -> key of a name that it has here
         self.pending: list[tuple[int, Mend]] = []
         """Mends that need other shards, with the places of their problems in this step's list."""

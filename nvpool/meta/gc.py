@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, NvpoolError
@@ -87,15 +87,31 @@ class Collector:
 
     def load(self, partitions: list[int]) -> None:
         """Take up what a restart left in these partitions: orphans, and that they may have a queue."""
-        now_s = self._clock.boottime_s()
         self.orphans.clear()
         self._queued.clear()
+        self.take(partitions, 0.0)
+
+    def take(self, partitions: Iterable[int], wait_s: float) -> None:
+        """These partitions are ours from here on; their orphans are kept for so long at least."""
+        ripe_s = self._clock.boottime_s() + wait_s
         for partition in partitions:
             first, end = records.prefix(partition, records.ORPHAN), records.prefix(partition, records.COLLECT)
             while pairs := self._kv.scan(first, end, BATCH):
-                self.orphans.update((records.inode_of_key(key), now_s) for key, _ in pairs)
+                self.orphans.update((records.inode_of_key(key), ripe_s) for key, _ in pairs)
                 first = pairs[-1][0] + b"\0"
             self._queued.add(partition)
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """These partitions are another shard's."""
+        for inode in [inode for inode in self.orphans if partition_of(inode) in partitions]:
+            del self.orphans[inode]
+        self._queued -= partitions
+
+    def waits_s(self, partitions: frozenset[int]) -> float:
+        """How long the last of the orphans in these partitions is to be kept yet."""
+        now_s = self._clock.boottime_s()
+        ripe_s = max((ripe_s for inode, ripe_s in self.orphans.items() if partition_of(inode) in partitions), default=now_s)
+        return max(self._linger_s, ripe_s - now_s, self.grace_until_s - now_s)
 
     async def run_once(self) -> tuple[int, int]:
         """(inodes whose chunks are gone now, orphans and queue entries left, as far as was looked). One run at a time;
@@ -113,12 +129,16 @@ class Collector:
         if now_s < self.grace_until_s:
             return
         ripe = [inode for inode, ripe_s in self.orphans.items()
-                if ripe_s <= now_s and not self._is_open(inode) and inode not in self._view.cutting]
+                if ripe_s <= now_s and self._may_go(inode)]
         for at in range(0, len(ripe), APPLY_BATCH):
             while self._kv.full:
                 await self._kv.room()
             self._bury_batch(ripe[at:at + APPLY_BATCH])
             await asyncio.sleep(0)
+
+    def _may_go(self, inode: int) -> bool:
+        return (inode in self.orphans and not self._is_open(inode) and inode not in self._view.cutting
+                and self._view.serves(partition_of(inode)))
 
     def _bury_batch(self, inodes: list[int]) -> None:
         # From here to the apply nothing may wait: an inode that is opened meanwhile must not go.
@@ -126,7 +146,7 @@ class Collector:
         buried, queued = [], set()
         count = self._view.inode_count
         for number in inodes:
-            if self._is_open(number) or number in self._view.cutting:
+            if not self._may_go(number):
                 continue
             effects.append((records.numbered_key(records.ORPHAN, number), None))
             buried.append(number)
@@ -167,6 +187,8 @@ class Collector:
         batch: list[tuple[bytes, bytes]] = []
         partitions = sorted(self._queued)
         for partition in partitions:
+            if not self._view.serves(partition):
+                continue
             first, end = records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1)
             while pairs := self._kv.scan(first, end, BATCH - len(batch)):
                 first = pairs[-1][0] + b"\0"
@@ -201,7 +223,7 @@ class Collector:
                 continue
             while self._kv.full:
                 await self._kv.room()
-            self._kv.apply([(key, None) for key in keys], reclaims=True)
+            self._kv.apply([(key, None) for key in keys if self._view.serves(records.partition_of_key(key))], reclaims=True)
             removed += len(keys)
         return removed
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hmac
 import stat
 import struct
+from collections.abc import Iterable
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
+from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
 from nvpool.meta import records
@@ -40,7 +42,7 @@ class Slot:
 
 
 class Session:
-    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity")
+    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought")
 
     def __init__(self, number: int, record: records.SessionRecord, expires_s: float) -> None:
         self.number = number
@@ -52,15 +54,22 @@ class Session:
         self.slots: list[Slot | None] = [None] * SLOTS_PER_SESSION
         self.opens: dict[int, int] = {}
         """Handles by inode."""
-        self.identity = 0
-        """The client's, as it says it at every shard; 0: not known, as after a restart."""
+        self.identity = record.identity
+        """The client's, as it says it at every shard; 0: it did not say."""
+        self.brought: dict[int, int] = {}
+        """Of these, what has come with partitions from another shard, and the client has not named here yet."""
+
+    @property
+    def record(self) -> records.SessionRecord:
+        return records.SessionRecord(self.secret, self.opened_ns, self.client, self.watches, self.identity)
 
 
 class Sessions:
     """All sessions of a shard, and the count of handles on each open inode."""
 
-    def __init__(self, kv: Kv, lease_s: float) -> None:
+    def __init__(self, kv: Kv, lease_s: float, shard: int = 1) -> None:
         self._kv = kv
+        self._shard = shard
         self.lease_s = lease_s
         self.by_number: dict[int, Session] = {}
         self.holders: dict[int, int] = {}
@@ -71,6 +80,7 @@ class Sessions:
         """Take up what the records say; a session that can not be read is left to fsck."""
         self.by_number.clear()
         self.holders.clear()
+        self._by_identity.clear()
         first, end = records.session_key(0), records.session_key((1 << 64) - 1)
         while pairs := self._kv.scan(first, end, 1000):
             for key, raw in pairs:
@@ -79,7 +89,7 @@ class Sessions:
                 except NvpoolError:
                     continue
                 number = records.session_of_key(key)
-                self.by_number[number] = Session(number, record, now_s + self.lease_s)
+                self.add(Session(number, record, now_s + self.lease_s))
             first = pairs[-1][0] + b"\0"
 
     def get(self, number: int) -> Session:
@@ -88,12 +98,18 @@ class Sessions:
             raise StaleSession(f"session {number:#x} is unknown or has ended; open a new one")
         return session
 
-    def identify(self, session: Session, identity: int) -> None:
-        """The session is that client's."""
-        self._by_identity.pop(session.identity, None)
+    def identify(self, session: Session, identity: int) -> list:
+        """The session is that client's. The effects that keep this, where it is news."""
+        if identity in (0, session.identity):
+            return []
+        self._forget_identity(session)
         session.identity = identity
-        if identity:
-            self._by_identity[identity] = session.number
+        self.add(session)
+        return [(records.session_key(session.number), records.encode_session(session.record))]
+
+    def _forget_identity(self, session: Session) -> None:
+        if self._by_identity.get(session.identity) == session.number:
+            del self._by_identity[session.identity]
 
     def number_of(self, identity: int) -> int:
         """The session of the client; 0 where he has none, or it is not known."""
@@ -123,6 +139,15 @@ class Sessions:
 
     def add(self, session: Session) -> None:
         self.by_number[session.number] = session
+        if session.identity:
+            known = self._by_identity.get(session.identity, 0)
+            if not known or known >> 48 != self._shard or session.number >> 48 == self._shard:  # one that came here counts less
+                self._by_identity[session.identity] = session.number
+
+    def strangers(self) -> list[tuple[Session, Session]]:
+        """Sessions that have come from other shards and whose clients have one of ours, with that."""
+        return [(session, self.by_number[heir]) for session in self.by_number.values() if session.number >> 48 != self._shard
+                and (heir := self.number_of(session.identity)) and heir >> 48 == self._shard]
 
     def take_up(self, number: int, secret: bytes, now_s: float) -> Session:
         session = self.get(number)
@@ -173,6 +198,46 @@ class Sessions:
                 self.open(session, attr.inode)
                 slot.opened = attr.inode
 
+    def name(self, session: Session, inodes: tuple[int, ...], named: bool) -> None:
+        """The client has these open, once each; what has come with their partitions counts once. `named`: these are the last of
+        all that it has open."""
+        for inode in inodes:
+            known = session.brought.get(inode, 0)
+            if known:
+                session.brought[inode] = known - 1
+            else:
+                self.check_room(session)
+                self.open(session, inode)
+        if named:
+            session.brought.clear()
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """What is open in these partitions is another shard's to know."""
+        for session in self.by_number.values():
+            for inode in [inode for inode in session.opens if partition_of(inode) in partitions]:
+                del session.opens[inode]
+                session.brought.pop(inode, None)
+                self._let_go(inode)
+
+    def arrive(self, number: int, record: records.SessionRecord, opened: Iterable[int], now_s: float) -> Session:
+        """A session has come from another shard with partitions, of which it has these open, once each; it lives here for a
+        lease, in which its client comes."""
+        session = self.by_number.get(number)
+        if session is None:
+            session = Session(number, record, now_s + self.lease_s)
+            self.add(session)
+        for inode in opened:
+            self.open(session, inode)
+        return session
+
+    def bring(self, session: Session, arrived: Session) -> None:
+        """The one that has arrived is the same client's: what it has open is the other's from here on."""
+        for inode, count in arrived.opens.items():
+            for _ in range(count):
+                self.open(session, inode)
+            session.brought[inode] = session.brought.get(inode, 0) + count
+        self.drop(arrived)
+
     def close(self, session: Session, inode: int) -> None:
         """One handle less. What was not open is ignored: after a restart of the shard a close can come before the list
         of open files."""
@@ -202,8 +267,7 @@ class Sessions:
     def drop(self, session: Session) -> list[int]:
         """Forget the session; the inodes that it had open."""
         self.by_number.pop(session.number, None)
-        if self._by_identity.get(session.identity) == session.number:
-            del self._by_identity[session.identity]
+        self._forget_identity(session)
         held = list(session.opens)
         for inode in held:
             self._let_go(inode)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import TooManyLocks, WouldDeadlock
+from nvpool.base.ids import partition_of
 from nvpool.logic.lockranges import EXCLUSIVE, RECORD, UNLOCKED, WHOLE, Change, Span, laid, overlapping
 from nvpool.meta import records
 
@@ -328,6 +329,28 @@ class LockTable:
             for owner, spans in list(file.spans.items()):
                 self._change(inode, owner, Change(0, len(spans), []))
 
+    def sessions_in(self, partitions: frozenset[int]) -> set[int]:
+        """Those that hold locks on inodes of these partitions."""
+        return {session for session, held in self._of_session.items()
+                if any(partition_of(inode) in partitions for inode, _ in held)}
+
+    def waiters_in(self, partitions: frozenset[int]) -> list[Waiter]:
+        return [waiter for waiter in self._waiters.values() if partition_of(waiter.inode) in partitions]
+
+    def rename_session(self, old: int, new: int) -> list[tuple[bytes, bytes | None]]:
+        """All that the one holds the other holds from here on: they are the same client's. The effects that make it so."""
+        effects: list[tuple[bytes, bytes | None]] = []
+        for inode, owner in list(self._of_session.get(old, ())):
+            spans = list(self.files[inode].spans[owner])
+            heir = owner._replace(session=new)
+            for span in spans:
+                effects += [(records.lock_key(inode, *owner, span.start), None),
+                            (records.lock_key(inode, *heir, span.start), records.encode_lock(span.end, span.mode, span.pid))]
+            self._change(inode, owner, Change(0, len(spans), []))
+            for span in spans:
+                self.load(inode, heir, span)
+        return effects
+
     def end_session(self, session: int, hold_s: float | None = None) -> int:
         """The session is over: nobody waits for it, its locks are given on after `hold_s` (see `ended`). How many it has."""
         for waiter in [waiter for waiter in self._waiters.values() if waiter.owner.session == session]:
@@ -336,8 +359,9 @@ class LockTable:
             self.dead[session] = self._now_s() + (self.hold_s if hold_s is None else hold_s)
         return self.counts.get(session, 0)
 
-    def ended(self, limit: int) -> list[Step]:
-        """Releases of locks whose time has come, some `limit` ranges in all; none when there are none left."""
+    def ended(self, limit: int, serves: Callable[[int], bool] = lambda partition: True) -> list[Step]:
+        """Releases of locks whose time has come, some `limit` ranges in all; none when there are none left but in partitions
+        that we do not serve at the moment."""
         steps: list[Step] = []
         for session, until_s in list(self.dead.items()):
             if session not in self._of_session:
@@ -346,6 +370,8 @@ class LockTable:
                 for inode, owner in self._of_session[session]:
                     if limit <= 0:
                         return steps
+                    if not serves(partition_of(inode)):
+                        continue
                     spans = self.files[inode].spans[owner][:limit]
                     limit -= len(spans)
                     steps.append(Step(inode, owner, True, Change(0, len(spans), []),

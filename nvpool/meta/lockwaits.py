@@ -10,12 +10,13 @@ import asyncio
 import logging
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord
 from nvpool.base.grants import CLOCK_SKEW_S
-from nvpool.kv.contract import Kv
+from nvpool.base.ids import partition_of
+from nvpool.kv.contract import Effect, Kv
 from nvpool.logic.lockranges import Span
 from nvpool.meta import records
 from nvpool.meta.leases import inodes_of
@@ -48,6 +49,8 @@ class LockWaits:
         self._table = table
         self._clock = clock
         self._questions: dict[int, _Question] = {}
+        self.serves: Callable[[int], bool] = lambda partition: True
+        """Whether locks in the partition are ours to give on."""
         table.on_turn = self._tell
 
     def load(self, partitions: Iterable[int], lives: Iterable[int]) -> None:
@@ -65,6 +68,23 @@ class LockWaits:
                 first = pairs[-1][0] + b"\0"
         for session in set(self._table.sessions).difference(lives):
             self.end_session(session, said_so=False)
+
+    def sessions_in(self, partitions: frozenset[int]) -> set[int]:
+        """Those that hold locks on inodes of these partitions."""
+        return self._table.sessions_in(partitions)
+
+    def bring(self, arrived: int, session: int) -> list[Effect]:
+        """What the session holds that has arrived is the other's of the same client. The effects that make it so."""
+        return self._table.rename_session(arrived, session)
+
+    def forget(self, partitions: frozenset[int]) -> None:
+        """These partitions are another shard's: who waits for a lock there asks again, and is told where."""
+        waiting = self._table.waiters_in(partitions)
+        for waiter in waiting:
+            self._end_question(waiter.owner.session, [one.ticket for one in waiting
+                                                      if one.owner.session == waiter.owner.session])
+        for inode in {inode for inode in self._table.files if partition_of(inode) in partitions}:
+            self._table.forget(inode)
 
     def end_session(self, session: int, *, said_so: bool) -> None:
         """The session is over. Where its client did not say so, its locks are kept while its grants may live."""
@@ -87,7 +107,7 @@ class LockWaits:
             await asyncio.sleep(0)
 
     def _give_on(self) -> bool:
-        steps = self._table.ended(RELEASE_BATCH)
+        steps = self._table.ended(RELEASE_BATCH, self.serves)
         if steps:
             self._kv.apply([effect for step in steps for effect in step.effects], reclaims=True)
         for step in steps:

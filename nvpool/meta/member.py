@@ -46,6 +46,7 @@ ASK_S = 1.0
 LEASE_SHARE = 0.95
 """Of the lease, by our clock: clocks may differ in speed by less than the rest."""
 BEGIN_S = 60.0
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class ShardMember:
         self._door: StandbyDoor | None = None
         self._tasks: set[asyncio.Task] = set()
         self._promoting = False
-        self._closed = False
+        self._closed = self._left = False
         self.handle: Callable[[Call], None] = self._not_yet
 
     @property
@@ -102,7 +103,7 @@ class ShardMember:
         """
         if not self._options.path.is_dir():
             raise NotFound(f"{self._options.path} is missing: is its file system mounted? It is never made anew here")
-        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1):
+        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1):
             await self._ask_to_begin()
         if self._is_primary:
             if not (self._options.path / "FORMAT").exists():
@@ -116,6 +117,11 @@ class ShardMember:
     def update_map(self, pool_map: PoolMap) -> None:
         """Take a newer map; an older one is ignored."""
         if pool_map.epoch <= self._map.epoch and pool_map is not self._map:
+            return
+        if self._options.shard not in pool_map.shard_by_id:
+            if not self._closed and not self._left:
+                self._left = True
+                self._own(self._leave())
             return
         self._map = pool_map
         if self._service is not None:
@@ -131,6 +137,12 @@ class ShardMember:
                 self._depose()
             else:
                 self._use_standbys()
+
+    async def _leave(self) -> None:
+        """The supervisor ends us; where there is none at the moment we end ourselves."""
+        log.info("shard %d has left the pool", self._options.shard)
+        await asyncio.sleep(LEAVE_S)
+        self._fail(f"shard {self._options.shard} has left the pool")
 
     async def close(self, drain_s: float = 0.0) -> None:
         self._closed = True

@@ -54,5 +54,6 @@ class Numbers:
         await asyncio.shield(self._reserving)
 
     async def raise_above(self, counter: int) -> None:
-        """After damage: make the stored bound higher than this counter and than all that was reserved."""
+        """After damage, and when partitions come from a shard that gave numbers up to it: make the stored bound higher than
+        this counter and than all that was reserved."""
         await self._raise(records.Bounds(max(counter + 1, self.bounds.inode), self.next_session))

@@ -418,6 +418,8 @@ class SessionRecord(NamedTuple):
     opened_ns: int
     client: str
     watches: bool = False
+    identity: int = 0
+    """The client's, the same at every shard; 0: he did not say."""
     """It may have leases, which a restart of the shard does not know."""
 
 
@@ -505,13 +507,20 @@ def decode_lock(raw: bytes) -> tuple[int, int, int]:
 
 
 def encode_session(record: SessionRecord) -> bytes:
-    return _SESSION.pack(_VERSION + record.watches, record.secret, record.opened_ns) + record.client.encode()[:255]
+    head = _SESSION.pack(_VERSION + record.watches + 2 * bool(record.identity), record.secret, record.opened_ns)
+    identity = record.identity.to_bytes(8, "little") if record.identity else b""
+    return head + identity + record.client.encode()[:255]
 
 
 def decode_session(raw: bytes) -> SessionRecord:
-    watches = raw[:1] == bytes((_VERSION + 1,))
-    secret, opened_ns = _fields(_SESSION, bytes((_VERSION,)) + raw[1:] if watches else raw, "a session", exact=False)
-    return SessionRecord(secret, opened_ns, raw[_SESSION.size:].decode(errors="replace"), watches)
+    kind = raw[0] - _VERSION if raw else -1
+    watches, identified = bool(kind & 1), bool(kind & 2)
+    secret, opened_ns = _fields(_SESSION, bytes((_VERSION,)) + raw[1:] if 0 <= kind < 4 else raw, "a session", exact=False)
+    at = _SESSION.size + 8 * identified
+    if len(raw) < at:
+        raise CorruptRecord("a session can not be read")
+    return SessionRecord(secret, opened_ns, raw[at:].decode(errors="replace"), watches,
+                         int.from_bytes(raw[_SESSION.size:at], "little"))
 
 
 def encode_slot(sequence: int, waits_for: int, answer: bytes) -> bytes:

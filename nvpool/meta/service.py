@@ -40,13 +40,17 @@ from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Mend
 from nvpool.meta.gc import Collector, partitions_with_remains
 from nvpool.meta.identity import take_identity
-from nvpool.meta.leases import Session, Sessions, Slot, inodes_of
+from nvpool.meta.leases import Session, Sessions, Slot
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
+from nvpool.meta.moving.door import Moving
+from nvpool.meta.moving.inside import Inside
+from nvpool.meta.moving.ranges import Ranges
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.routes import CHANGES, QUERIES, SPANNING
 from nvpool.meta.service_answers import Answers
+from nvpool.meta.service_sessions import SessionAnswers
 from nvpool.meta.spanning.door import Spanning
 from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Dialer, Targets
@@ -60,11 +64,12 @@ from nvpool.wire.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
 
-class MetaService(Answers):
-    def __init__(self, kv: Kv, *, shard: int = 1, grant_secret: bytes, dialer: Dialer | None = None,
+class MetaService(Answers, SessionAnswers):
+    def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
                  clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008 (immutable)
         self._kv = kv
         self._shard = shard
+        self._term = term
         self._secret = grant_secret
         self._clock = clock
         self._options = options
@@ -72,7 +77,7 @@ class MetaService(Answers):
         self._state = "starting"
         self._incarnation = 0
         self._looked_s = clock.boottime_s()  # at the leases: where that is long ago we stood still, and nobody was heard
-        self._sessions = Sessions(kv, options.session_lease_s)
+        self._sessions = Sessions(kv, options.session_lease_s, shard)
         self._numbers = Numbers(kv)
         self._runs = Runs(clock)
         self._loading: Load | None = None
@@ -114,11 +119,20 @@ class MetaService(Answers):
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
         self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
                                 self._options.lease_s)
+        self._watches.map_epoch = lambda: self._map.epoch if self._map is not None else 0
         self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
+        self._ranges = Ranges(self._kv, self._view)
+        self._locks.serves = self._ranges.serves
         self._spanning = Spanning(self._shard, self._incarnation, self._kv, self._view, self._numbers, self._targets,
-                                  self._clock, self._secret, self._own, self._waits, self._recall, self._collector.add)
+                                  self._clock, self._secret, self._own, self._waits, self._ranges, self._recall,
+                                  self._collector.add)
+        self._ranges.changed = self._spanning.holds.look_through
         if self._map is not None:
             self._spanning.use_map(self._map)
+        self._moving = Moving(
+            Inside(self._shard, self._kv, self._view, self._ranges, self._numbers, self._sessions, self._locks, self._collector,
+                   self._cuts, self._watches, self._clock, self.update_map, self._spanning.holds.quiet),
+            self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._runs, self._term)
         return identity
 
     async def _take_up(self) -> None:
@@ -127,14 +141,19 @@ class MetaService(Answers):
         raw = self._kv.get(records.COUNTS_KEY)
         self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
         self._sessions.load(self._clock.boottime_s())
-        self._watches.after_restart(number for number, session in self._sessions.by_number.items() if session.watches)
+        self._watches.after_restart(number for number, session in self._sessions.by_number.items()
+                                    if session.watches and number >> 48 == self._shard)  # those that came here have none
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
-        remains = await partitions_with_remains(self._kv)
+        self._moving.begin(self._map)
+        remains = [partition for partition in await partitions_with_remains(self._kv) if self._ranges.serves(partition)]
         self._collector.load(remains)
         self._cuts.resume(remains)
         self._locks.load(remains, self._sessions.by_number)
         self._spanning.load()
+        await self._moving.taker.run_once()
+        for work in self._moving.run():
+            self._own(work)
         self._state = "serving"
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -146,6 +165,7 @@ class MetaService(Answers):
         if self._incarnation:
             self._view.use_map(pool_map)
             self._spanning.use_map(pool_map)
+            self._moving.use_map(pool_map)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
@@ -275,6 +295,7 @@ class MetaService(Answers):
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
+            **dict.fromkeys(Moving.METHODS, lambda call: self._moving.handle(call)),
         }
         routes.update((method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items())
         routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
@@ -334,8 +355,9 @@ class MetaService(Answers):
                 self._commit(call, draft, session, slot, index, sequence)
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
-            except WrongShard:
+            except WrongShard as error:
                 if home is None or self._view.is_elsewhere(partition_of(home(request))):
+                    self._keep_refusal(slot, sequence, error)  # should the partition come back: it is not to be made then
                     raise
                 self._span(call, decide, request, session, slot, index, sequence)
             except Refused as error:
@@ -345,7 +367,7 @@ class MetaService(Answers):
         return answer
 
     @staticmethod
-    def _keep_refusal(slot: Slot, sequence: int, error: Refused) -> None:
+    def _keep_refusal(slot: Slot, sequence: int, error: NvpoolError) -> None:
         slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
         slot.error = error.with_traceback(None)
 
@@ -494,86 +516,6 @@ class MetaService(Answers):
     def _answer_later(self, call: Call, wait: Callable[[], Awaitable], answer: bytes) -> None:
         """The change is made; its answer goes when the wait is over. A caller that can not wait so long may ask again."""
         self._waits.add(call, wait, lambda: call.reply(answer), may_be_applied=True)
-
-    # -- sessions ----------------------------------------------------------------------------------------------------
-
-    def _open_session(self, call: Call) -> None:
-        request = pb.OpenSessionRequest.FromString(call.message)
-        now_s = self._clock.boottime_s()
-        if request.session:
-            session = self._sessions.take_up(request.session, request.secret, now_s)
-            if request.names_open:
-                self._sessions.name_open(session, inodes_of(request.opened))
-        else:
-            if self._kv.full:
-                self._later(call, self._kv.room)
-                return
-            if self._numbers.next_session >= self._numbers.bounds.session:
-                self._later(call, self._numbers.more)
-                return
-            number = self._shard << 48 | self._numbers.next_session
-            record = records.SessionRecord(self._clock.secret(records.SESSION_SECRET_BYTES), self._clock.wall_ns(),
-                                           request.client, request.watch)
-            session, effects = self._sessions.opening(number, record, now_s)
-            self._kv.apply(effects, reclaims=True)  # it adds, but without a session nobody could remove anything
-            self._sessions.add(session)
-            self._numbers.next_session += 1
-        self._sessions.identify(session, request.identity)
-        reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
-                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
-        if session.watches:
-            reply.watch, reply.watch_ms = self._watches.begin(session.number)
-            reply.linger_ms = int(self._options.linger_s * 1000)
-        if request.session:
-            reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
-        call.reply(reply.SerializeToString())
-
-    def _renew_session(self, call: Call) -> None:
-        request = pb.RenewSessionRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
-        session.expires_s = self._clock.boottime_s() + self._options.session_lease_s
-        for inode in inodes_of(request.opened):
-            self._sessions.check_room(session)
-            self._sessions.open(session, inode)
-        self._sessions.release(session, inodes_of(request.released))
-        if request.identity and request.identity != session.identity:
-            self._sessions.identify(session, request.identity)
-        call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
-                                        map_epoch=self._map.epoch if self._map else 0).SerializeToString())
-
-    def _close_session(self, call: Call) -> None:
-        request = pb.CloseSessionRequest.FromString(call.message)
-        session = self._sessions.by_number.get(request.session)
-        if session is not None:
-            if self._kv.full:
-                self._later(call, self._kv.room)
-                return
-            self._end_session(session, 0.0)
-        call.reply(pb.CloseSessionReply().SerializeToString())
-
-    def _end_session(self, session: Session, grants_live_s: float) -> None:
-        self._kv.apply(self._sessions.ending(session), reclaims=True)
-        self._watches.end(session.number)
-        self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
-        self._locks.end_session(session.number, said_so=not grants_live_s)
-
-    def _watch(self, call: Call) -> None:
-        request = pb.WatchRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
-        # who watches lives: a lease never holds longer than the session
-        session.expires_s = max(session.expires_s, self._clock.boottime_s() + self._options.session_lease_s)
-        self._watches.ask(call, request)
-
-    def _release(self, call: Call) -> None:
-        request = pb.ReleaseRequest.FromString(call.message)
-        session = self._sessions.get(request.session)
-        self._sessions.release(session, inodes_of(request.inodes))
-        call.reply(b"")
-
-    def _wait_for_lock(self, call: Call) -> None:
-        request = pb.LockWaitRequest.FromString(call.message)
-        self._sessions.get(request.session)
-        self._locks.ask(call, request)
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))

@@ -97,8 +97,15 @@ class Answers:
 
     def _fsck(self, call: Call) -> None:
         request = pb.FsckRequest.FromString(call.message)
+        self._check_whole(request.cursor)
         self._answer(call, fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
                      self._watches.end_all if request.repair else None)
+
+    def _check_whole(self, cursor: bytes) -> None:
+        """Busy where a walk is to begin while what has gone to other shards is still counted here."""
+        if not cursor and self._moving.leaving:
+            self._runs.want()
+            raise Busy("partitions that have gone to another shard are being removed", retry_after_s=0.1)
 
     def _fsck_sums(self, call: Call) -> None:
         request = pb.FsckSumsRequest.FromString(call.message)
@@ -106,7 +113,9 @@ class Answers:
                      self._watches.end_all if request.repair else None)
 
     def _dump(self, call: Call) -> None:
-        answer = dump_step(self._runs, pb.DumpRequest.FromString(call.message), self._kv, self._shard)
+        request = pb.DumpRequest.FromString(call.message)
+        self._check_whole(request.cursor)
+        answer = dump_step(self._runs, request, self._view, self._shard)
         call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
 
     def _load(self, call: Call) -> None:
@@ -146,7 +155,8 @@ class Answers:
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
                             open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
-                            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters())
+                            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(),
+                            **self._moving.counters())
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())

@@ -25,6 +25,7 @@ RUNS_MAX = 3
 """The engine reads four snapshots at once at most."""
 IDLE_S = 120.0
 """A run that nobody has asked for that long makes place for another."""
+BUSY_S = 10.0
 LOAD_BATCH = 500
 _CURSOR = struct.Struct("<QI")
 
@@ -48,6 +49,7 @@ class Runs:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._runs: dict[int, _Run] = {}
+        self._wanted_s = float("-inf")
 
     def begin(self, work: Fsck | dump.Dump) -> tuple[int, _Run]:
         number = int.from_bytes(self._clock.secret(8), "little")
@@ -62,6 +64,15 @@ class Runs:
             self._end(number)
         if len(self._runs) >= RUNS_MAX:
             raise InUse(f"{RUNS_MAX} checks or dumps are under way; wait for one to end")
+
+    def want(self) -> None:
+        """Somebody would begin one, and has to wait for what `busy` keeps from beginning."""
+        self._wanted_s = self._clock.boottime_s()
+
+    def busy(self) -> bool:
+        """Whether somebody is at one of them now, or wants to be: what changes whose the records are, does not begin."""
+        since_s = self._clock.boottime_s() - BUSY_S
+        return self._wanted_s > since_s or any(run.used_s > since_s for run in self._runs.values())
 
     def find(self, cursor: bytes, kind: type) -> tuple[int, _Run, bool]:
         """(number, run, whether its last step is asked for again)."""
@@ -146,14 +157,14 @@ async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[Problem
         reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired, inode=problem.inode)
 
 
-def dump_step(runs: Runs, request: pb.DumpRequest, kv: Kv, shard: int) -> Answer:
+def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> Answer:
     if request.cursor:
         number, run, again = runs.find(request.cursor, dump.Dump)
         if again:
             return run.last
     else:
         runs.make_room()
-        number, run = runs.begin(dump.Dump(kv, shard))
+        number, run = runs.begin(dump.Dump(view, shard))
     if run.work.done:
         raise StaleCursor("this dump has ended; begin it again")
     lines, count = run.work.step(request.limit)

@@ -48,6 +48,8 @@ class View:
         self.get = kv.get
         self.get_many = kv.get_many
         self.scan = kv.scan
+        self.snapshot: Callable[[], Any] = kv.snapshot
+        """All records of one moment, as Kv.snapshot, but those of partitions that are not ours."""
         self.shard = identity.shard
         self.name_hash = name_hasher(identity.name_key)
         self.grant_secret = grant_secret
@@ -55,6 +57,8 @@ class View:
         self.next_number = 0
         """The counter that the next inode gets. Moved on by the service when a draft that used it is applied."""
         self.inode_count = 0
+        self.serves: Callable[[int], bool] = lambda partition: True
+        """Whether what is here of the partition is ours, and not on its way to another shard."""
         self.cutting: dict[int, Any] = {}
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
@@ -93,6 +97,10 @@ class View:
     def is_elsewhere(self, partition: int) -> bool:
         """Whether the partition belongs to another shard."""
         return bool(self.owners) and partition < len(self.owners) and self.owners[partition] != self.shard
+
+    def owner_of(self, partition: int) -> int:
+        """The shard that has the partition."""
+        return self.owners[partition] if self.owners else self.shard
 
     def _check_owner(self, partition: int) -> None:
         if self.is_elsewhere(partition):

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, Draining, StaleSession
-from nvpool.base.ids import counter_of
+from nvpool.base.ids import counter_of, partition_of
 from nvpool.base.oldest import too_old
 from nvpool.meta.view import Draft
 from nvpool.wire import codec
@@ -118,6 +118,7 @@ class Watches:
         self._clock = clock
         self._watch_s = watch_s
         self.lease_ms = int(lease_s * 1000)
+        self.map_epoch: Callable[[], int] = lambda: 0
         self._watch_ms = int(watch_s * 1000)
         self._next_number = first_number
         self._table = _Table(lease_s)
@@ -130,6 +131,10 @@ class Watches:
         """Sessions that may have leases of the process before us."""
         self._unheard_until_s = 0.0
         self._heard: asyncio.Future | None = None
+        self._withheld: set[int] = set()
+        """Partitions of which nothing is lent."""
+        self._heeded = asyncio.Event()
+        """A session has said that it knows that all of its leases have ended."""
         self.recalled = self.waited_out = 0
 
     # -- sessions ----------------------------------------------------------------------------------------------------
@@ -170,6 +175,7 @@ class Watches:
                 call.fail(StaleSession("the session has ended"))
             for number in list(self._recalls):
                 self._knows(watch, number)
+            self._heeded.set()
         self._has_come(session)
 
     def _has_come(self, session: int) -> None:
@@ -195,6 +201,8 @@ class Watches:
         if watch.until_s <= now_s:
             return ()
         lent = set(numbers)
+        if self._withheld:
+            lent = {number for number in lent if partition_of(number) not in self._withheld}
         if self._recalls:
             lent -= self._recalls.keys()
         if self._cool:
@@ -278,6 +286,34 @@ class Watches:
             return list(self._watches.values())
         return [watch for index in indexes if (watch := self._by_index.get(index)) is not None]
 
+    async def withdraw(self, partitions: Iterable[int]) -> None:
+        """Lend nothing of these partitions until `restore`. On return nobody has a lease on any of their inodes: every session
+        has said that it has forgotten all of its leases, or its watch has ended (`watch_s` at most)."""
+        self._withheld.update(partitions)
+        now_s = self._clock.boottime_s()
+        left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
+        for watch in left:
+            self._begin_anew(watch)
+            self._answer_soon(watch)
+        if self._unheard and now_s < self._unheard_until_s:
+            await self._until_heard_all()
+        while left := {watch: until_s for watch, until_s in left.items()
+                       if watch.begins and self._clock.boottime_s() < until_s and self._watches.get(watch.session) is watch}:
+            self._heeded.clear()
+            try:
+                async with asyncio.timeout(max(0.0, max(left.values()) - self._clock.boottime_s())):
+                    await self._heeded.wait()
+            except TimeoutError:
+                pass
+
+    async def _until_heard_all(self) -> None:
+        while self._unheard and self._clock.boottime_s() < self._unheard_until_s:
+            await self._until_heard()
+
+    def restore(self, partitions: Iterable[int]) -> None:
+        """They are lent again, or are another's."""
+        self._withheld.difference_update(partitions)
+
     def end_all(self) -> None:
         """A repair has changed inodes: every session is told to forget what it knows. Nothing waits for that."""
         for watch in self._watches.values():
@@ -334,11 +370,13 @@ class Watches:
             watch.pending.clear()
             watch.told.clear()
             watch.until_s = max(watch.until_s, now_s + self._watch_s)
-            call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, watch_ms=self._watch_ms).SerializeToString())
+            call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, watch_ms=self._watch_ms,
+                                     map_epoch=self.map_epoch()).SerializeToString())
             return
         self._has_come(request.session)
         if watch.begins:
             watch.begins = False
+            self._heeded.set()
             for number in [number for number in self._recalls if number not in watch.pending]:
                 self._knows(watch, number)
         if request.seen == watch.seen:
@@ -362,7 +400,8 @@ class Watches:
         watch.told, watch.pending = watch.pending, {}
         watch.until_s = max(watch.until_s, watch.arrived_s + self._watch_s)
         call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, inodes=codec.pack_inodes(list(watch.told)),
-                                 watch_ms=self._watch_ms).SerializeToString())
+                                 watch_ms=self._watch_ms,
+                                     map_epoch=self.map_epoch()).SerializeToString())
 
     def counters(self) -> dict[str, int]:
         return {"watches": len(self._watches), "recalls": self.recalled, "recalls_waited_out": self.waited_out}

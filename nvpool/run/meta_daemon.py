@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NotFound
 from nvpool.kv.member import MemberKv
 from nvpool.kv.options import LmdbOptions
 from nvpool.logic.shards import endpoints_of, node_and_path, process_name
@@ -20,13 +21,15 @@ from nvpool.run.served import Opened, main
 
 async def _open(member: int, opened: Opened) -> ShardMember:
     journal, meta = opened.config.journal, opened.config.meta
+    if opened.number not in opened.pool_map.shard_by_id:
+        raise NotFound(f"shard {opened.number} has left the pool")
     _, place = node_and_path(opened.pool_map.shard_by_id[opened.number], member)
     engine = LmdbOptions(durability=journal.durability, map_bytes_max=journal.map_bytes_max,
                          sync_interval_s=journal.sync_interval_s, layer_entries_max=journal.layer_entries_max,
                          checkpoint_interval_s=journal.checkpoint_interval_s)
 
     def make_service(kv: MemberKv) -> MetaService:
-        service = MetaService(kv, shard=opened.number, grant_secret=opened.grant_secret, dialer=opened.dialer,
+        service = MetaService(kv, shard=opened.number, term=kv.term, grant_secret=opened.grant_secret, dialer=opened.dialer,
                               options=MetaOptions(session_lease_s=meta.session_lease_s, grant_s=meta.grant_s))
         service.died.add_done_callback(
             lambda died: died.cancelled() or opened.fail(f"the service has stopped: {died.exception()}"))

@@ -3,7 +3,8 @@
 A primary of a shard with standbys says every half second that it lives (META_ALIVE), to who leads the pool. Its lease counts
 from the sending, here it is counted from the arrival: so it has ended there before it has here. One that has been silent for a
 whole lease, or whose process on this node has ended, is followed by a standby that is up, where there is one. Primaries ask
-here that a standby be up, or be not (META_STANDBY). What changes is decided by logic/shards. Used by run/supervisor.
+here that a standby be up, or be not (META_STANDBY), and that partitions be another shard's (META_MOVED). What changes is
+decided by logic/shards and logic/moves. Used by run/supervisor.
 
 No lease is given for longer than the leader's own lease at the coordinator lives for certain (`Lease.left_s`). So when another
 one leads, all that was given before has ended, and nothing has to be waited for once more: who has seen the former leader for a
@@ -15,16 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NvpoolError, StaleTerm
-from nvpool.logic import shards
+from nvpool.base.errors import InvalidRequest, NvpoolError, StaleEpoch, StaleTerm
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.logic import moves, shards
 from nvpool.logic.poolmap import PoolMap, Shard, encode_map
 from nvpool.meta.service_right import AuthorityCheck
 from nvpool.run.leading import Reign
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
+from nvpool.wire.v1.moving_pb2 import MovedReply, MovedRequest
 
 LEASE_S = 3.0
 LOOK_S = 0.2
@@ -59,7 +63,7 @@ class ShardKeeper:
         self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
         self._woken = asyncio.Event()
 
-    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY))
+    METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED))
 
     def _check(self, authority: bytes) -> None:
         if self._checking is None:
@@ -72,6 +76,10 @@ class ShardKeeper:
             alive = pb.ShardAliveRequest.FromString(message)
             self._check(alive.authority)
             return (await self._alive(alive)).SerializeToString()
+        if method == wire.META_MOVED:
+            moved = MovedRequest.FromString(message)
+            self._check(moved.authority)
+            return (await self._moved(moved)).SerializeToString()
         request = pb.StandbyRequest.FromString(message)
         self._check(request.authority)
 
@@ -83,6 +91,20 @@ class ShardKeeper:
         new = await self._change(decide)
         log.info("standby %d of shard %d is %s", request.member, request.shard, "up" if request.up else "not up any more")
         return pb.StandbyReply(map=encode_map(new)).SerializeToString()
+
+    async def _moved(self, request: MovedRequest) -> MovedReply:
+        """Partitions are another shard's from here on, where they are to be. The newest map says what became of it."""
+        if len(request.partitions) % 2:
+            raise InvalidRequest("partitions are 2 bytes each")
+        partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
+        if any(partition >= PARTITION_COUNT for partition in partitions):
+            raise InvalidRequest("there is no such partition")
+        try:
+            new = await self._change(lambda newest: moves.moved(newest, request.giver, request.term, request.taker, partitions))
+        except StaleEpoch as error:
+            log.info("%d partitions stay where they are: %s", len(partitions), error)
+            new = self._newest()
+        return MovedReply(map=encode_map(new))
 
     async def _alive(self, request: pb.ShardAliveRequest) -> pb.ShardAliveReply:
         pool_map = self._newest()

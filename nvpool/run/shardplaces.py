@@ -135,15 +135,12 @@ class ShardPlaces:
         return {"shard": number, "standbys": count, "epoch": new.epoch}
 
 
-def members_told(pool_map: PoolMap) -> list[dict]:
-    """What status says of each shard: where its members are, and what they are."""
-    told = []
-    for shard in pool_map.shards:
-        states = {standby.member: standby.state for standby in shard.standbys}
-        told.append({"shard": shard.id, "term": shard.term, "standbys_wanted": metaplaces.wanted(shard),
-                     "partitions": sum(part.count for part in pool_map.partitions if part.shard == shard.id),
-                     "members": [{"member": member, "node": place.node, "drive": place.drive or None,
-                                  "path": node_and_path(shard, member)[1], "state": states.get(member, "primary"),
-                                  "leaves": member in metaplaces.misplaced(pool_map, shard)}
-                                 for member in members(shard) for place in (metaplaces.place_of(pool_map, shard, member),)]})
-    return told
+def members_told(pool_map: PoolMap, shard: Shard) -> dict:
+    """What status says of a shard's members: where they are, and what they are."""
+    states = {standby.member: standby.state for standby in shard.standbys}
+    leaving = metaplaces.misplaced(pool_map, shard)
+    return {"term": shard.term, "standbys_wanted": metaplaces.wanted(shard),
+            "members": [{"member": member, "node": place.node, "drive": place.drive or None,
+                         "path": node_and_path(shard, member)[1], "state": states.get(member, "primary"),
+                         "leaves": member in leaving}
+                        for member in members(shard) for place in (metaplaces.place_of(pool_map, shard, member),)]}

@@ -46,13 +46,14 @@ from nvpool.run.joining import Reception
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
 from nvpool.run.losses import Losses
+from nvpool.run.metashards import MetaShards, shards_told
 from nvpool.run.nodes import Nodes, look_after, told_of
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
-from nvpool.run.shardplaces import ShardPlaces, members_told
+from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.tokens import address_of
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
@@ -105,6 +106,7 @@ class Supervisor:
                               end=self._end_target)
         self._scrubbing = Scrubbing(lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
         self._losses = Losses(directory)
+        self._shards = MetaShards(directory, config, node, self.leading, self._dialer, start=self._start_missing)
         self._progress = Progress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
@@ -124,6 +126,7 @@ class Supervisor:
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
+                    asyncio.ensure_future(self._shards.run()),
                     asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
@@ -164,7 +167,11 @@ class Supervisor:
                 follow_members(self._identity, newest)
                 for target in newest.targets:
                     if target.node == self._node and target.is_over:
-                        await self._end_target(target.id)
+                        await self._end_child(f"target-{target.id}")
+                for name in [name for name, child in self._children.items()
+                             if child.role == "meta" and child.number not in newest.shard_by_id]:
+                    await self._end_child(name)
+                await self._shards.remove_left(newest)
 
     async def close(self) -> None:
         for task in list(self._answers):
@@ -360,7 +367,8 @@ class Supervisor:
 
     async def _answer_change(self, call: Call) -> bytes:
         request = _read(pool_pb2.PoolChangeRequest, call)
-        verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | {"scrub": self._scrubbing.order}
+        verbs = self._drives.verbs | self._places.verbs | self._nodes.verbs | self._shards.verbs
+        verbs |= {"scrub": self._scrubbing.order}
         verbs |= self._etcd.verbs if self._etcd is not None else {}
         if request.verb not in verbs:
             raise InvalidRequest(f"no change is called {request.verb!r}; there are: {', '.join(verbs)}")
@@ -429,12 +437,13 @@ class Supervisor:
         degraded = bool(problems)
         problems += [f"the mount at {state.mountpoint} is dead, its process {state.pid} is gone; clean it up with: nvpool "
                      f"umount {state.mountpoint}" for state in dead.values()]
-        return {"nodes": nodes, "members": pool_map.members, "shards": members_told(pool_map),
+        return {"nodes": nodes, "members": pool_map.members,
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
                          "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
-                "processes": processes, "drives": drives, "chains": chains, "problems": problems}
+                "processes": processes, "drives": drives, "shards": shards_told(pool_map, metas), "chains": chains,
+                "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
         return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())

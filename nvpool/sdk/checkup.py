@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from nvpool.base import grants
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
+from nvpool.base.errors import CorruptRecord, Disconnected, InUse, NotFound, NvpoolError
 from nvpool.base.ids import partition_of
 from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
@@ -99,6 +99,7 @@ class _Check:
         self._client, self._vfs = client, client.vfs
         self._asking = Asking(client)
         self._paths = PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK)
+        self._client = client
         self._map = client.pool_map
         self._checkup = checkup
         self._repair = repair
@@ -121,12 +122,22 @@ class _Check:
                 await self._blocks(target)
             await self._name_files()
 
+    async def _check_rest(self) -> None:
+        """InUse while partitions move: what is in none of the shards at one moment, or in two, would be taken for damage."""
+        await self._client.refresh_map()
+        now = self._client.pool_map
+        if now.partitions != self._map.partitions or now.moves and not now.moving.paused:
+            raise InUse("parts of the name space move between shards; check when they have come to rest (nvpool shard ls), or "
+                        "let them pause (nvpool pool rebalance --pause)")
+
     async def metadata(self) -> None:
         """Each shard by itself; then what one alone can not tell: the sums that they have of one another's inodes.
 
         They are walked one after the other while names move between them. So what is found between them is told, and mended,
         where another walk finds it again.
         """
+        await self._client.refresh_map()
+        self._map = self._client.pool_map
         sums = await self._walk_all(self._repair, tell=True)
         suspects = {(found.inode, found.text) for found in await self._settle(sums, repair=False)}
         if not suspects:
@@ -142,6 +153,7 @@ class _Check:
         """The sums of all shards; what they found by themselves is noted where it is to be told."""
         sums: dict[int, Sum] = {}
         before = self._checkup.records if tell else 0
+        await self._check_rest()
         for shard in self._map.shards:
             cursor, done, checked = b"", False, 0
             while not done:
@@ -156,6 +168,7 @@ class _Check:
                         self._checkup.note(Problem(problem.kind, f"shard {shard.id}", problem.text, problem.repaired))
                 cursor, done = reply.cursor, reply.done
             before += checked
+        await self._check_rest()
         return sums
 
     async def _settle(self, sums: dict[int, Sum], repair: bool) -> list[Problem]:

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from itertools import count
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import StaleEpoch, StaleTerm, Unavailable
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.kv.memory import MemoryKv
+from nvpool.logic.moves import moved
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Target, encode_map
-from nvpool.logic.shards import dealt
+from nvpool.logic.shards import dealt, primary_began
+from nvpool.logic.transitions import sealed
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1.moving_pb2 import MovedReply, MovedRequest
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 
 SHARD = 1
@@ -61,6 +67,11 @@ class LocalPool:
         self._dialers: list[Dialer] = []
         self._clients: list[Client] = []
         self._memory: dict[tuple[str, int], object] = {}
+        self._started: set[int] = set()
+        self.deaf: set[int] = set()
+        """Shards that are not told of a new map: they learn of it by others. For tests."""
+        self.loses_moved = lambda: ""
+        """What is lost when a shard asks that partitions be another's: "question", "answer" or nothing. For tests."""
 
     def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int, shards: int) -> PoolMap:
         targets = tuple(Target(number, number, 1, capacity, (self._endpoints("target", number),))
@@ -137,6 +148,10 @@ class LocalPool:
         return self.kvs.get(SHARD)
 
     async def start_shard(self, shard: int = SHARD) -> None:
+        """As a new process, which begins another term."""
+        if shard in self._started and len(self.pool_map.shards) > 1:
+            await self.change_map(lambda now: primary_began(now, shard, 0))
+        self._started.add(shard)
         if self.directory is None:
             kv = self._memory.get(("meta", shard)) or MemoryKv()
             self._memory["meta", shard] = kv
@@ -201,17 +216,51 @@ class LocalPool:
 
     def _tell_map(self, call) -> None:
         """As a supervisor does, but that it never waits."""
+        if call.method == wire_pb2.META_MOVED:
+            self._hand_over(call)
+            return
         newer = self.pool_map.epoch > MapRequest.FromString(bytes(call.message)).newer_than
         call.reply(MapReply(map=encode_map(self.pool_map) if newer else b"").SerializeToString())
 
-    async def change_map(self, change) -> PoolMap:
-        """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
-        self.pool_map = change(self.pool_map)
-        for meta in self.metas.values():
-            meta.update_map(self.pool_map)
+    def _hand_over(self, call) -> None:
+        """Who keeps the map is asked that partitions be another shard's. Where `loses_moved` says so nobody hears of it, or of
+        the answer."""
+        request = MovedRequest.FromString(bytes(call.message))
+        partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
+        loss = self.loses_moved()
+        try:
+            if loss != "question":
+                now = self.pool_map
+                new = sealed(now, moved(now, request.giver, request.term, request.taker, partitions))
+                if new is not None:
+                    self._tell_all(new)
+        except StaleTerm as error:
+            call.fail(error)
+            return
+        except StaleEpoch:
+            pass
+        if loss:
+            call.fail(Unavailable("lost on the way", may_be_applied=True))
+        else:
+            call.reply(MovedReply(map=encode_map(self.pool_map)).SerializeToString())
+
+    def _tell_all(self, pool_map: PoolMap) -> None:
+        self.pool_map = pool_map
+        for number, meta in list(self.metas.items()):
+            if number not in self.deaf:
+                meta.update_map(pool_map)
         for target in list(self.stores):
             self._give_map(target)
+
+    async def change_map(self, change) -> PoolMap:
+        """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
+        new = change(self.pool_map)
+        self._tell_all(new if new.epoch > self.pool_map.epoch else sealed(self.pool_map, new) or self.pool_map)
         return self.pool_map
+
+    def new_shard(self, number: int) -> Shard:
+        """For the map: `start_shard` starts it."""
+        return Shard(number, 1, (self._endpoints("meta", number),))
 
 
 def _exists(path: str) -> bool:

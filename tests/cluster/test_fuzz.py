@@ -221,7 +221,8 @@ def fuzz(tmp_path, seed, seconds):
         for operation in history.operations:
             operation["end"] = min(operation["end"], now_ns() - 10**10)  # no power was lost: everything answered is certain
         assert not history.judge(asyncio.run(look()), now_ns())
-        for shard in pool.pool_map.shards:  # each has as many checks and dumps under way as it bears, begun by nobody who goes on
+        # Each has as many checks and dumps under way as it bears, begun by nobody who goes on.
+        for shard in pool.pool_map.shards:
             end_process(pool.pid(f"meta-{shard.id}"))
         pool.wait()
         pool.until(lambda: pool.fsck() == [], "fsck is clean", 240)

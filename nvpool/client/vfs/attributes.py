@@ -6,7 +6,16 @@ import asyncio
 import os
 import stat
 
-from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.base.errors import (
+    AccessDenied,
+    InvalidRequest,
+    LockLost,
+    NoAttribute,
+    RangeTooSmall,
+    TooBig,
+    Unavailable,
+    WrongShard,
+)
 from nvpool.base.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -189,7 +198,11 @@ class Attributes(Core):
         replicas = max(1, pool_map.settings.replicas)
         files = files_max = 0
         for shard in pool_map.shards:
-            reply = await self.meta.ask_shard(shard.id, wire_pb2.META_STATFS, meta_pb2.StatFsRequest(), meta_pb2.StatFsReply)
+            try:
+                reply = await self.meta.ask_shard(shard.id, wire_pb2.META_STATFS, meta_pb2.StatFsRequest(),
+                                                  meta_pb2.StatFsReply)
+            except WrongShard:
+                continue  # it has left the pool meanwhile
             files += reply.files
             files_max += reply.files_max
         found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,

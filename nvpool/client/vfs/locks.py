@@ -157,7 +157,7 @@ class Locks(Core):
             self._end(key, owned)
             raise
         try:
-            if handle.file.lost or session != self.meta.session_of(key.inode):
+            if handle.file.lost or not self.meta.lives(session):
                 if reply.granted:
                     owned.doubtful.append((request.start, request.end, UNLOCKED))
                 raise LockLost()
@@ -237,7 +237,7 @@ class Locks(Core):
         """The asker has gone: see what came of the request, and undo it."""
         try:
             reply, session = await asking
-            if session != self.meta.session_of(key.inode):
+            if not self.meta.lives(session):
                 return
             if reply.granted:
                 self._doubt(owned, request)
@@ -273,7 +273,7 @@ class Locks(Core):
                 its = session  # the file is gone, and its locks with it
             if owned.doubtful and owned.doubtful[0] is piece:
                 del owned.doubtful[0]
-            if mode and its != session:
+            if mode and its != session and not self.meta.lives(session):
                 owned.doubtful.append((start, end, UNLOCKED))  # of a session that has just begun, in which nothing was locked
 
     async def _release_all(self, file: OpenInode, key: Key) -> None:

@@ -26,7 +26,7 @@ from nvpool.base.ids import ROOT_INODE, partition_of
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
 from nvpool.meta.spanning.foresight import foreseen
-from nvpool.meta.spanning.holds import Held, Holds, until_free
+from nvpool.meta.spanning.holds import Held, Holds, Reads, until_free
 from nvpool.meta.spanning.participant import durable
 from nvpool.meta.spanning.peers import Peers, effect_messages, id_message
 from nvpool.meta.spanning.records import (
@@ -71,12 +71,13 @@ class _Asked:
 
 
 class Coordinator:
-    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, holds: Holds, peers: Peers, clock: Clock,
-                 spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: Reads, holds: Holds, peers: Peers,
+                 clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
         self._shard = shard
         self._incarnation = incarnation
         self._kv = kv
         self._view = view
+        self._reads = reads
         self._holds = holds
         self._peers = peers
         self._clock = clock
@@ -155,13 +156,13 @@ class Coordinator:
                 span.turn = self._root_shard()
 
     def _root_shard(self) -> int:
-        return self._view.owners[partition_of(ROOT_INODE)]
+        return self._view.owner_of(partition_of(ROOT_INODE))
 
     async def _turn_here(self, span: Span, until_s: float) -> bool:
         """Whether the turn is given by this shard: then we have it on return, or have begun again."""
         if self._root_shard() != self._shard:
             return False
-        other = self._holds.of(TURN_KEY)
+        other = self._holds.of(TURN_KEY) or self._reads.closed(partition_of(ROOT_INODE))
         if other is None:
             self._holds.take(span.id, span.order, [TURN_KEY])
             span.turn = self._shard
@@ -169,24 +170,24 @@ class Coordinator:
             await until_free(other)
         else:
             await self._begin_again(span, until_s)
-            if self._holds.of(TURN_KEY) is other:
+            if not other.done.done():
                 await until_free(other)
         return True
 
     def _by_shard(self, need: Need) -> dict[int, _Asked]:
-        owners, asked = self._view.owners, {}
+        owner_of, asked = self._view.owner_of, {}
 
         def of(shard: int) -> _Asked:
             return asked.setdefault(shard, _Asked())
 
         for key in need.keys:
-            of(owners[records.partition_of_key(key)]).keys.append(key)
+            of(owner_of(records.partition_of_key(key))).keys.append(key)
         for key in need.looks:
-            of(owners[records.partition_of_key(key)]).looks.append(key)
+            of(owner_of(records.partition_of_key(key))).looks.append(key)
         for wanted in need.ranges:
-            of(owners[partition_of_range(wanted)]).ranges.append(wanted)
+            of(owner_of(partition_of_range(wanted))).ranges.append(wanted)
         for partition in need.births:
-            of(owners[partition]).births.append(partition)
+            of(owner_of(partition)).births.append(partition)
         if need.turn:
             of(self._root_shard()).keys.append(TURN_KEY)
         return asked
@@ -245,14 +246,14 @@ class Coordinator:
         can not write them says `not_written` where that is certain: an engine that fails may have."""
         ours: dict[bytes, bytes | None] = {}
         others: dict[int, list[Effect]] = {}
-        owners = self._view.owners
+        owner_of = self._view.owner_of
         for key, value in draft.finish().items():
-            owner = self._shard if key[0] & 0x80 else owners[records.partition_of_key(key)]
+            owner = self._shard if key[0] & 0x80 else owner_of(records.partition_of_key(key))
             if owner == self._shard:
                 ours[key] = value
             else:
                 others.setdefault(owner, []).append((key, value))
-        draft.orphans = [number for number in draft.orphans if owners[partition_of(number)] == self._shard]
+        draft.orphans = [number for number in draft.orphans if owner_of(partition_of(number)) == self._shard]
         if not others and span.turn in (0, self._shard):
             return ours, None
         span.decided = True  # from here on only who knows that it was not written may say so

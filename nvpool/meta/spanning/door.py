@@ -16,7 +16,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.service_right import AuthorityCheck
 from nvpool.meta.spanning.coordinator import Coordinator
-from nvpool.meta.spanning.holds import Holds
+from nvpool.meta.spanning.holds import Holds, Reads
 from nvpool.meta.spanning.participant import Participant
 from nvpool.meta.spanning.peers import Peers, id_of
 from nvpool.meta.targets import Targets
@@ -31,14 +31,14 @@ class Spanning:
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)
 
     def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, numbers: Numbers, targets: Targets, clock: Clock,
-                 secret: bytes, spawn: Callable[[Coroutine], asyncio.Task], waits: Waits,
+                 secret: bytes, spawn: Callable[[Coroutine], asyncio.Task], waits: Waits, reads: Reads,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None], orphaned: Callable[[int], None]) -> None:
         self._waits = waits
         self._check = AuthorityCheck(clock, secret)
-        self.holds = Holds(kv, view, clock.boottime_s)
+        self.holds = Holds(reads, view, clock.boottime_s)
         self._peers = Peers(targets.dialer, clock, targets.authority)
-        self.coordinator = Coordinator(shard, incarnation, kv, view, self.holds, self._peers, clock, spawn)
-        self.participant = Participant(kv, view, self.holds, numbers, self._peers, clock, recall, orphaned)
+        self.coordinator = Coordinator(shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn)
+        self.participant = Participant(kv, view, reads, self.holds, numbers, self._peers, clock, recall, orphaned)
         self.under_way: dict[tuple[int, int], asyncio.Future[None]] = {}
         """By session and slot: changes over several shards that are being carried out for clients."""
 

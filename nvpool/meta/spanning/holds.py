@@ -7,11 +7,12 @@ reads straight from the engine. Used by `participant` and, for the turn at the r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from nvpool.base.errors import Unavailable
-from nvpool.kv.contract import Kv
-from nvpool.meta.spanning.records import SpanId
+from nvpool.base.ids import partition_of
+from nvpool.meta.spanning.records import SpanId, partition_of_held
 from nvpool.meta.view import View
 
 HELD_S = 5.0
@@ -55,8 +56,23 @@ async def until_free(hold: Hold) -> None:
                           retry_after_s=0.2) from None
 
 
+class Reads(Protocol):
+    """What requests read by: a Kv, which looks whether what is read is ours and not closed (`meta/moving/ranges`)."""
+
+    get: Callable[[bytes], bytes | None]
+    get_many: Callable[[list[bytes]], list[bytes | None]]
+    scan: Callable[[bytes, bytes, int], list[tuple[bytes, bytes]]]
+
+    def check_partition(self, partition: int) -> None:
+        """Held, WrongShard, Unavailable, as reading a record of it."""
+
+    def closed(self, partition: int) -> Hold | None:
+        """What holds the whole partition."""
+
+
 class Holds:
-    def __init__(self, kv: Kv, view: View, clock: Callable[[], float]) -> None:
+    def __init__(self, kv: Reads, view: View, clock: Callable[[], float]) -> None:
+        """What is not held is read from `kv`; whoever changes its `get`, `get_many` or `scan` calls `look_through`."""
         self._kv = kv
         self._view = view
         self._now_s = clock
@@ -74,7 +90,7 @@ class Holds:
         for key in keys:
             self._by_key[key] = hold
             hold.keys[key] = None
-        self._look_through()
+        self.look_through()
         return hold
 
     def release(self, span: SpanId) -> None:
@@ -84,11 +100,22 @@ class Holds:
             return
         for key in hold.keys:
             del self._by_key[key]
-        self._look_through()
+        self.look_through()
         if not hold.done.done():
             hold.done.set_result(None)
 
-    def _look_through(self) -> None:
+    async def quiet(self, partitions: Collection[int]) -> None:
+        """Return when nothing in these partitions, which are closed, is held, or is being cut at the targets."""
+        while True:
+            waits = [hold.done for hold in self.by_span.values()
+                     if any(partition_of_held(key) in partitions for key in hold.keys)]
+            waits += [done for inode, done in self._view.cutting.items() if partition_of(inode) in partitions]
+            if not waits:
+                return
+            await asyncio.wait(waits)
+
+    def look_through(self) -> None:
+        """Have requests read through this where something is held."""
         view, kv = self._view, self._kv
         if self._by_key:
             view.get, view.get_many, view.scan = self._get, self._get_many, self._scan

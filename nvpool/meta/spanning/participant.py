@@ -20,9 +20,9 @@ from nvpool.base.ids import inode_number
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
 from nvpool.meta.numbers import Numbers
-from nvpool.meta.spanning.holds import Holds, until_free
+from nvpool.meta.spanning.holds import Hold, Holds, Reads, until_free
 from nvpool.meta.spanning.peers import Peers, effects_of, id_message, id_of
-from nvpool.meta.spanning.records import TURN_KEY, SpanId, decode_held, encode_held, held_key, id_of_key, range_of
+from nvpool.meta.spanning.records import SpanId, decode_held, encode_held, held_key, id_of_key, partition_of_held, range_of
 from nvpool.meta.view import View
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -45,12 +45,13 @@ async def durable(kv: Kv, sequence: int | None = None) -> None:
 
 
 class Participant:
-    def __init__(self, kv: Kv, view: View, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
+    def __init__(self, kv: Kv, view: View, reads: Reads, holds: Holds, numbers: Numbers, peers: Peers, clock: Clock,
                  recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
                  orphaned: Callable[[int], None]) -> None:
         """`recall(identity, inodes)` ends the leases of all but that client; what it returns is to be waited for."""
         self._kv = kv
         self._view = view
+        self._reads = reads
         self._holds = holds
         self._numbers = numbers
         self._peers = peers
@@ -78,9 +79,11 @@ class Participant:
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
-        self._check(request)
         while True:
-            if self._kv.full:
+            self._check(request)
+            if span not in self._holds.by_span and (closed := self._closed(request)) is not None:
+                await until_free(closed)
+            elif self._kv.full:
                 await self._kv.room()
             elif self._view.next_number + len(request.births) > self._numbers.bounds.inode:
                 await self._numbers.more()
@@ -121,12 +124,23 @@ class Participant:
                                    for key, raw in self._kv.scan(asked.first, asked.end, min(asked.limit, KEYS_MAX))])
         return reply
 
-    def _check(self, request: pb.HoldRequest) -> None:
-        partitions = {records.partition_of_key(key) for key in (*request.keys, *request.looks) if key != TURN_KEY}
+    @staticmethod
+    def _partitions(request: pb.HoldRequest) -> set[int]:
+        partitions = {partition_of_held(key) for key in (*request.keys, *request.looks)}
         partitions.update(records.partition_of_key(asked.first) for asked in request.ranges)
-        for partition in (*partitions, *request.births):
+        return partitions.union(request.births)
+
+    def _check(self, request: pb.HoldRequest) -> None:
+        for partition in self._partitions(request):
             if self._view.is_elsewhere(partition):
                 raise WrongShard(f"partition {partition} belongs to another shard than {self._view.shard}")
+            if self._reads.closed(partition) is None:
+                self._reads.check_partition(partition)
+
+    def _closed(self, request: pb.HoldRequest) -> Hold | None:
+        """Partitions on their way to another shard are waited for; who holds something here already gets the rest first."""
+        return next((closed for partition in self._partitions(request)
+                     if (closed := self._reads.closed(partition)) is not None), None)
 
     async def settle(self, request: pb.SettleRequest) -> pb.SettleReply:
         span = id_of(request.id)
@@ -172,5 +186,7 @@ class Participant:
             while self._kv.full:
                 await self._kv.room()
             self.end(span, effects_of(reply.effects) if reply.outcome == pb.OutcomeReply.DECIDED else [])
+        except WrongShard:
+            self.end(span, [])  # it has left the pool, which it does when all that it has decided was heard
         except NvpoolError as error:
             _log.info("what became of a change of shard %d is not known yet: %s", span.shard, error)

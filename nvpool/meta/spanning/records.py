@@ -47,6 +47,11 @@ class Decision(NamedTuple):
     effects: dict[int, list[Effect]]
 
 
+def partition_of_held(key: bytes) -> int:
+    """The partition with which the record goes from shard to shard, also of what has none: the turn goes with the root."""
+    return 0 if key == TURN_KEY else (key[0] << 8 | key[1]) >> 3
+
+
 def held_key(span: SpanId) -> bytes:
     return _KEY.pack(HELD, *span)
 

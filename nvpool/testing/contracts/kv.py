@@ -56,6 +56,17 @@ def everything(kv: Kv) -> dict[bytes, bytes]:
 
 
 @check
+async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(subject: Subject) -> None:
+    kv, told = subject.kv, []
+    kv.on_apply = told.append
+    kv.apply([(b"a", b"1"), (b"b", None)])
+    refused(InvalidRequest, lambda: kv.apply([(b"", b"1")]))
+    kv.on_apply = None
+    kv.apply([(b"c", b"1")])
+    assert told == [{b"a": b"1", b"b": None}]
+
+
+@check
 async def a_new_one_is_empty(subject: Subject) -> None:
     kv = subject.kv
     assert kv.get(b"key") is None and kv.scan(b"", KEY_END, 10) == [] and kv.scan_back(b"", KEY_END, 10) == []

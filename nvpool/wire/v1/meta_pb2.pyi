@@ -128,30 +128,34 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., watch: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class WatchReply(_message.Message):
-    __slots__ = ("watch", "number", "inodes", "watch_ms")
+    __slots__ = ("watch", "number", "inodes", "watch_ms", "map_epoch")
     WATCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     watch: int
     number: int
     inodes: bytes
     watch_ms: int
-    def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, watch: _Optional[int] = ..., number: _Optional[int] = ..., inodes: _Optional[bytes] = ..., watch_ms: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "released", "opened", "identity")
+    __slots__ = ("session", "map_epoch", "released", "opened", "identity", "named")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     released: bytes
     opened: bytes
     identity: int
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ...) -> None: ...
+    named: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ..., named: _Optional[bool] = ...) -> None: ...
 
 class RenewSessionReply(_message.Message):
     __slots__ = ("lease_s", "map_epoch", "incarnation")

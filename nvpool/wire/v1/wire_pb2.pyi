@@ -70,6 +70,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_HOLD: _ClassVar[Method]
     META_SETTLE: _ClassVar[Method]
     META_OUTCOME: _ClassVar[Method]
+    META_MOVE: _ClassVar[Method]
+    META_MOVED: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -140,6 +142,8 @@ META_STANDBY: Method
 META_HOLD: Method
 META_SETTLE: Method
 META_OUTCOME: Method
+META_MOVE: Method
+META_MOVED: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

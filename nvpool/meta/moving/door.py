@@ -1,0 +1,130 @@
+"""Where a metadata service and partitions that come and go meet: the map's word about them, the messages of other shards, and
+those to them and to who keeps the map.
+
+Only who can sign the right of a service is answered. Made and owned by `meta/service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import CorruptFrame, Unreachable, WrongShard
+from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.meta.moving.giver import Giver, packed
+from nvpool.meta.moving.inside import Inside
+from nvpool.meta.moving.leaving import Leaving
+from nvpool.meta.moving.sessions import bring_all
+from nvpool.meta.moving.taker import Taker
+from nvpool.meta.service_right import AuthorityCheck, ServiceRight
+from nvpool.meta.targets import Dialer
+from nvpool.meta.upkeep import Runs
+from nvpool.meta.waits import Waits
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import moving_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+SEND_S = 10.0
+ASK_S = 5.0
+
+
+class Moving:
+    METHODS = (wire.META_MOVE,)
+
+    def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
+                 waits: Waits, runs: Runs, term: int) -> None:
+        """`term`: in which this process serves; 0: that of the first map."""
+        self._inside = inside
+        self._dialer = dialer
+        self._clock = clock
+        self._check = AuthorityCheck(clock, secret)
+        self._authority = authority
+        self._waits = waits
+        self._map: PoolMap | None = None
+        self._leaving = Leaving(inside)
+        self.taker = Taker(inside, self._leaving, runs.busy)
+        self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, is_checked=runs.busy,
+                           term=term)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def begin(self, pool_map: PoolMap | None) -> None:
+        """Before anything is taken up at a start: what is here and not ours, or not yet. StaleEpoch: see Leaving.begin."""
+        coming = self.taker.begin()
+        if pool_map is not None and pool_map.partitions:
+            self._leaving.begin(pool_map, coming)
+            self._take(pool_map)
+
+    def run(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """What goes on in the background."""
+        return self.taker.run(), self.giver.run()
+
+    def bring_sessions(self) -> None:
+        """Clients have opened sessions here: see `sessions.bring_all`."""
+        bring_all(self._inside)
+
+    def use_map(self, pool_map: PoolMap) -> None:
+        """What it takes from us is forgotten at once; what it gives us is taken up before long."""
+        before = self._map
+        if before is None or not pool_map.partitions:
+            return
+        shard = self._inside.shard
+        if before.partitions != pool_map.partitions:
+            lost = [partition for partition, (old, new) in enumerate(zip(before.shard_of_partition, pool_map.shard_of_partition,
+                                                                         strict=True)) if old == shard != new]
+            if lost:
+                self._leaving.forget(pool_map, lost)
+        self._take(pool_map)
+
+    def _take(self, pool_map: PoolMap) -> None:
+        self._map = pool_map
+        self.taker.use_map(pool_map)
+        self.giver.use_map(pool_map)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def handle(self, call: Call) -> None:
+        request = pb.MoveRequest.FromString(call.message)
+        self._check(request.authority)
+
+        async def run() -> None:
+            call.reply((await self.taker.take(request, call.payload)).SerializeToString())
+
+        self._waits.add(call, run, lambda: None, may_be_applied=True)
+
+    async def _send(self, taker: int, request: pb.MoveRequest, payload: bytes) -> pb.MoveReply:
+        known = self._map.shard_by_id.get(taker)
+        if known is None:
+            raise WrongShard(f"the pool map has no shard {taker}")
+        return await self._call(known.endpoints, wire.META_MOVE, request, pb.MoveReply, SEND_S, payload)
+
+    async def _ask_moved(self, taker: int, partitions: Sequence[int]) -> PoolMap:
+        shard = self._map.shard_by_id[self._inside.shard]
+        request = pb.MovedRequest(giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions))
+        keeper = self._map.node_by_id[shard.node].endpoints
+        reply = await self._call(keeper, wire.META_MOVED, request, pb.MovedReply, ASK_S)
+        return decode_map(reply.map)
+
+    async def _call(self, endpoints: Sequence[str], method: int, request: Any, reply_type: Any, wait_s: float,
+                    payload: bytes = b"") -> Any:
+        if self._dialer is None:
+            raise Unreachable("this shard has no way to others")
+        request.authority = self._authority()
+        reply = await self._dialer.call(tuple(endpoints), method, request.SerializeToString(), (payload,) if payload else (),
+                                        deadline_s=self._clock.boottime_s() + wait_s)
+        try:
+            return reply_type.FromString(bytes(reply.message))
+        except DecodeError:
+            raise CorruptFrame(f"an answer is no {reply_type.__name__}") from None
+
+    @property
+    def leaving(self) -> int:
+        """Partitions that are another's, and not removed here yet."""
+        return self._leaving.waiting
+
+    def counters(self) -> dict[str, float]:
+        return {"partitions_given": self.giver.given, "partitions_taken": self.taker.taken,
+                "partitions_coming": self.taker.coming, "partitions_leaving": self.leaving}

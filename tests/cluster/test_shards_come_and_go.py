@@ -1,0 +1,110 @@
+"""Metadata shards are added and removed, real processes under a checking load on a real mount, and killed meanwhile: giver,
+taker, supervisor. No error at the application, nothing is lost, and nothing of a removed shard is left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.directory import PoolDirectory, holder_of
+from nvpool.logic.poolmap import decode_map
+from nvpool.logic.shards import process_name
+from nvpool.testing.load import CheckingLoad, Pauses
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
+                                                    reason="a mount needs /dev/fuse and root")]
+NVPOOL = str(Path(sys.executable).with_name("nvpool"))
+DEADLINE_S = 180.0
+
+
+def nvpool(*arguments, timeout=400, check=True):
+    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+class Pool:
+    def __init__(self, top):
+        self.path, self.mountpoint = top / "p", top / "m"
+        self.directory = PoolDirectory(self.path)
+
+    @property
+    def map(self):
+        return decode_map(self.directory.poolmap.read_bytes())
+
+    def kill(self, name):
+        """The process of that name, if there is one at this moment; another is started in its place."""
+        holder = holder_of(self.directory.lock if name == "supervisor" else self.directory.run / f"{name}.lock")
+        if holder is not None:
+            os.kill(holder.pid, signal.SIGKILL)
+
+    def check(self):
+        found = nvpool("fsck", self.path, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+    def shards(self):
+        return {one["shard"]: one for one in json.loads(nvpool("shard", "ls", self.path, "--json").stdout)}
+
+
+@pytest.fixture
+def pool(tmp_path_factory):
+    top = tmp_path_factory.mktemp("shards")
+    made = Pool(top)
+    nvpool("dev", "up", made.path, "--drives", 2, "--mount", made.mountpoint)
+    try:
+        yield made
+    finally:
+        nvpool("dev", "down", made.path)
+
+
+def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):
+    steady = pool.mountpoint / "steady"
+    steady.mkdir()
+    with CheckingLoad(pool.mountpoint, threads=3, seed=1) as load, Pauses(steady) as pause:
+        made = json.loads(nvpool("shard", "add", pool.path, "--wait", "--json").stdout)
+        assert made["shard"] == 2
+        assert {one["shard"]: one["partitions"] for one in made["shards"]} == {1: 2048, 2: 2048}
+        load.goes_on()
+        again = json.loads(nvpool("shard", "add", pool.path, "--number", 2, "--wait", "--json").stdout)
+        assert len(again["shards"]) == 2, "one that is there is not added again"
+        nvpool("shard", "remove", pool.path, 1, "--wait")
+        nvpool("shard", "remove", pool.path, 1, "--wait")
+        load.goes_on()
+    load.verify()
+    pause.verify()
+    print(f"pause of {pause.longest_s:.2f} s")
+    assert {number: one["partitions"] for number, one in pool.shards().items()} == {2: 4096}
+    refused = nvpool("shard", "remove", pool.path, 2, check=False)
+    assert refused.returncode == 1 and "last shard" in refused.stderr
+    pool.check()
+    assert sorted(path.name for path in (pool.path / "meta").iterdir()) == ["shard-2"]
+    assert not list(pool.directory.run.glob("meta-1*"))
+
+
+def test_killing_shards_and_the_supervisor_while_partitions_move_loses_nothing(pool):
+    chance = random.Random(1)
+    wishes = ("add", pool.path, "--number", 2), ("add", pool.path, "--number", 3), ("remove", pool.path, 1)
+    with CheckingLoad(pool.mountpoint, threads=3, seed=2) as load:
+        for wish in wishes:
+            command = [NVPOOL, "shard", *map(str, wish), "--wait", "--json"]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as waiting:
+                try:
+                    for turn in range(4):
+                        time.sleep(chance.uniform(0.2, 0.8))
+                        names = [process_name(shard.id, shard.member) for shard in pool.map.shards]
+                        pool.kill("supervisor" if turn == 2 else chance.choice(names))
+                    waiting.wait(DEADLINE_S)
+                finally:
+                    waiting.kill()
+            nvpool("shard", *wish, "--wait")  # where the supervisor was killed under the wish itself it is said again
+            assert not pool.map.moves
+        load.goes_on()
+    load.verify()
+    assert {one["shard"]: one["partitions"] for one in pool.shards().values()} == {2: 2048, 3: 2048}
+    pool.check()

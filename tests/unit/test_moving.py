@@ -1,0 +1,225 @@
+"""Partitions move between shards while clients use them, in one process (meta/moving, client/moved)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.logic import moves
+from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(1000, 1000)
+OPTIONS = ClientOptions(deadline_s=60.0)
+WAIT_S = 120.0
+
+
+class Moving:
+    """A pool, a client of it, and what the tree is to be."""
+
+    def __init__(self, shards: int = 1, **pool_options) -> None:
+        self.pool = LocalPool(shards=shards, tells_map=True, **pool_options)
+        self.files: dict[tuple[int, bytes], bytes] = {}
+        self.inodes: dict[tuple[int, bytes], int] = {}
+        self.directories = [ROOT_INODE]
+
+    async def __aenter__(self) -> Moving:
+        await self.pool.__aenter__()
+        self.client = await self.pool.client("first", OPTIONS)
+        self.vfs = self.client.vfs
+        return self
+
+    async def __aexit__(self, *failure) -> None:
+        await self.pool.__aexit__(*failure)
+
+    async def fill(self, directories: int = 12, files: int = 3) -> None:
+        for _ in range(directories):
+            name = b"d%d" % len(self.directories)
+            self.directories.append((await self.vfs.mkdir(ROOT_INODE, name, 0o755, ME)).inode)
+        for directory in self.directories:
+            for number in range(files):
+                await self.file(directory, b"f%d" % number, b"%d of %d" % (number, directory))
+
+    async def file(self, directory: int, name: bytes, content: bytes) -> int:
+        attr, handle = await self.vfs.create(directory, name, 0o644, os.O_RDWR | os.O_TRUNC, ME)
+        await self.vfs.write(handle, 0, content)
+        await self.vfs.release(handle)
+        self.files[directory, name], self.inodes[directory, name] = content, attr.inode
+        return attr.inode
+
+    async def check(self, vfs=None) -> None:
+        vfs = vfs or self.vfs
+        for (directory, name), content in self.files.items():
+            attr = await vfs.lookup(directory, name)
+            assert attr.inode == self.inodes[directory, name]
+            handle = await vfs.open(attr.inode, os.O_RDONLY, ME)
+            assert bytes(await vfs.read(handle, 0, 1 << 16)) == content
+            await vfs.release(handle)
+
+    async def check_anew(self) -> None:
+        client = await self.pool.client("another", OPTIONS)
+        await self.check(client.vfs)
+
+    async def add(self) -> int:
+        number = moves.shards_given(self.pool.pool_map) + 1
+        new = self.pool.new_shard(number)
+        await self.pool.change_map(lambda now: moves.shard_added(now, new))
+        await self.pool.start_shard(number)
+        return number
+
+    async def wish(self, shard: int, wish: str) -> None:
+        await self.pool.change_map(lambda now: moves.wished(now, shard, wish))
+
+    async def settled(self) -> None:
+        """Until nothing moves any more, and what was given is removed."""
+        async with asyncio.timeout(WAIT_S):
+            while self.pool.pool_map.moves or any(self.left(meta) for meta in self.pool.metas.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    @staticmethod
+    def left(meta) -> float:
+        counters = meta._moving.counters()
+        return counters["partitions_coming"] + counters["partitions_leaving"]
+
+    async def remove(self, shard: int) -> None:
+        await self.wish(shard, "remove")
+        await self.settled()
+        meta = self.pool.metas[shard]
+        async with asyncio.timeout(WAIT_S):
+            while meta._sessions.by_number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await self.pool.change_map(lambda now: moves.shard_removed(now, shard))
+        await self.pool.stop_shard(shard=shard)
+
+
+def run(main, **options) -> None:
+    async def whole() -> None:
+        async with Moving(**options) as moving:
+            await main(moving)
+    asyncio.run(whole())
+
+
+def test_a_shard_is_added_and_the_first_one_with_the_root_removed_and_nobody_notices():
+    async def main(moving: Moving) -> None:
+        await moving.fill()
+        await moving.add()
+        await moving.settled()
+        assert moving.pool.pool_map.partitions[1].shard == 2
+        await moving.check()
+        await moving.check_anew()
+        counts = {shard: meta._view.inode_count for shard, meta in moving.pool.metas.items()}
+        assert sum(counts.values()) == 13 + len(moving.files) and min(counts.values()) > 0
+        await moving.fill(2)
+        await moving.remove(1)
+        assert set(moving.pool.metas) == {2}
+        await moving.check()
+        await moving.check_anew()
+        assert moving.pool.metas[2]._view.inode_count == 15 + len(moving.files)
+    run(main)
+
+
+def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_the_other_side():
+    async def main(moving: Moving) -> None:
+        vfs = moving.vfs
+        await moving.fill(6, 2)
+        other = (await moving.pool.client("second", OPTIONS)).vfs
+        held = []
+        for directory in moving.directories:
+            attr, handle = await vfs.create(directory, b"open", 0o644, os.O_RDWR, ME)
+            await vfs.write(handle, 0, b"first")
+            await vfs.fsync(handle, False)
+            await vfs.setlk(handle, 7, 0, 99, EXCLUSIVE, 1)
+            await vfs.unlink(directory, b"open", ME)
+            held.append((attr.inode, handle))
+        await moving.add()
+        await moving.settled()
+        await moving.remove(1)
+        for _, handle in held:
+            await vfs.write(handle, 5, b" second")
+            await vfs.fsync(handle, False)
+            assert bytes(await vfs.read(handle, 0, 100)) == b"first second"
+            await vfs.setlk(handle, 7, 0, 49, UNLOCKED, 1)
+            await vfs.setlk(handle, 7, 200, 299, SHARED, 1)
+        meta = moving.pool.metas[2]
+        assert meta._collector.orphans.keys() == {inode for inode, _ in held}
+        (session,) = {owner.session for inode, _ in held for owner in meta._locks._table.files[inode].spans}
+        assert session == vfs.meta.session_of(ROOT_INODE) and session >> 48 == 2
+        for inode, _ in held:
+            assert meta._sessions.by_number[session].opens[inode] == 1
+        for _, handle in held:
+            await vfs.release(handle)
+        async with asyncio.timeout(WAIT_S):
+            while any(inode in meta._sessions.holders or inode in meta._locks._table.files for inode, _ in held):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await moving.check(other)
+    run(main)
+
+
+def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
+    async def main(moving: Moving) -> None:
+        vfs, other = moving.vfs, (await moving.pool.client("second", OPTIONS)).vfs
+        attr, mine = await vfs.create(ROOT_INODE, b"locked", 0o666, os.O_RDWR, ME)
+        theirs = await other.open(attr.inode, os.O_RDWR, ME)
+        await vfs.setlk(mine, 1, 0, 9, EXCLUSIVE, 1)
+        waiting = asyncio.create_task(other.setlk(theirs, 2, 0, 9, EXCLUSIVE, 2, wait=True))
+        async with asyncio.timeout(WAIT_S):
+            while not moving.pool.metas[1]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await moving.add()
+        await moving.wish(1, "remove")
+        await moving.settled()
+        async with asyncio.timeout(WAIT_S):
+            while not moving.pool.metas[2]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await vfs.setlk(mine, 1, 0, 9, UNLOCKED, 1)
+        await asyncio.wait_for(waiting, WAIT_S)
+    run(main)
+
+
+def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
+    async def main(moving: Moving) -> None:
+        await moving.fill(9, 2)
+        clients = [moving.vfs, *[(await moving.pool.client(f"client {n}", OPTIONS)).vfs for n in range(2)]]
+        stop = asyncio.Event()
+
+        async def work(number: int, vfs) -> int:
+            turns = 0
+            while not stop.is_set():
+                turns += 1
+                here = moving.directories[(number * 3 + turns) % 10]
+                there = moving.directories[(number * 5 + 2 * turns) % 10]
+                name = b"%d-%d" % (number, turns)
+                attr, handle = await vfs.create(here, name, 0o644, os.O_RDWR | os.O_EXCL, ME)
+                await vfs.write(handle, 0, name)
+                await vfs.release(handle)
+                await vfs.rename(here, name, there, b"to-" + name, 0, ME)
+                assert (await vfs.lookup(there, b"to-" + name)).inode == attr.inode
+                made = await vfs.mkdir(there, b"dir-" + name, 0o755, ME)
+                await vfs.link(attr.inode, made.inode, b"link", ME)
+                assert (await vfs.getattr(attr.inode)).links == 2
+                await vfs.unlink(there, b"to-" + name, ME)
+                await vfs.unlink(made.inode, b"link", ME)
+                await vfs.rmdir(there, b"dir-" + name, ME)
+            return turns
+
+        working = [asyncio.create_task(work(number, vfs)) for number, vfs in enumerate(clients)]
+        await moving.add()
+        await moving.settled()
+        await moving.add()
+        await moving.settled()
+        await moving.remove(1)
+        await moving.remove(3)
+        stop.set()
+        assert min(await asyncio.gather(*working)) > 0
+        await moving.check()
+        await moving.check_anew()
+        for directory in moving.directories[1:]:
+            listed, _ = await moving.vfs.readdir(await moving.vfs.opendir(directory), 0, 1000)
+            assert sorted(listed.names) == [b"f0", b"f1"]
+        meta = moving.pool.metas[2]
+        assert meta._view.inode_count == 10 + len(moving.files) + len(meta._collector.orphans)
+    run(main)

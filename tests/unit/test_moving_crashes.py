@@ -1,0 +1,147 @@
+"""Shards die, and words are lost, at any moment of a hand-over: real engines, and a load that knows what there is to be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.logic import moves
+from nvpool.sdk.checkup import Checkup, check_metadata
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(1000, 1000)
+OPTIONS = ClientOptions(deadline_s=120.0)
+WAIT_S = 120.0
+
+
+class Load:
+    """A client that makes, moves and removes names in directories of its own, and knows which there are."""
+
+    def __init__(self, vfs, number: int) -> None:
+        self.vfs = vfs
+        self.random = random.Random(number)
+        self.number = number
+        self.directories: list[int] = []
+        self.files: dict[tuple[int, bytes], int] = {}
+        self.turns = 0
+        self.stop = False
+
+    async def begin(self) -> None:
+        for number in range(8):
+            made = await self.vfs.mkdir(ROOT_INODE, b"%d-%d" % (self.number, number), 0o755, ME)
+            self.directories.append(made.inode)
+
+    async def run(self) -> None:
+        vfs, choose = self.vfs, self.random.choice
+        while not self.stop:
+            self.turns += 1
+            place = choose(self.directories), b"f%d" % self.random.randrange(6)
+            known = self.files.get(place)
+            if known is None:
+                attr, handle = await vfs.create(*place, 0o644, os.O_RDWR | os.O_EXCL, ME)
+                await vfs.release(handle)
+                self.files[place] = attr.inode
+            elif self.random.random() < 0.3:
+                await vfs.unlink(*place, ME)
+                del self.files[place]
+            else:
+                other = choose(self.directories), b"f%d" % self.random.randrange(6)
+                await vfs.rename(*place, *other, 0, ME)
+                self.files[other] = self.files.pop(place)
+
+    async def check(self, vfs) -> None:
+        for directory in self.directories:
+            listed, more = await vfs.readdir(await vfs.opendir(directory), 0, 1000)
+            assert not more
+            found = dict(zip(listed.names, listed.inodes, strict=True))
+            assert found == {name: inode for (place, name), inode in self.files.items() if place == directory}
+            for inode in found.values():
+                assert (await vfs.getattr(inode)).links == 1
+
+
+async def kill(pool: LocalPool, shard: int) -> None:
+    await pool.stop_shard(shard=shard)
+    await pool.start_shard(shard)
+
+
+async def until_at_rest(pool: LocalPool) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while pool.pool_map.moves or any(  # noqa: ASYNC110
+                meta._moving.counters()["partitions_coming"] + meta._moving.leaving for meta in pool.metas.values()):
+            for shard, meta in list(pool.metas.items()):
+                if meta.died.done():  # it does not know in this term what became of its question
+                    await kill(pool, shard)
+            await asyncio.sleep(0.01)
+
+
+async def until_settled(pool: LocalPool) -> None:
+    """Nothing is held, and everybody has heard of what was decided."""
+    async with asyncio.timeout(WAIT_S):
+        while any(one["held"] or one["spans_to_tell"] for one in  # noqa: ASYNC110
+                  (meta._spanning.counters() for meta in pool.metas.values())):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_move(seed, tmp_path):
+    async def main() -> None:
+        chance = random.Random(seed)
+        async with LocalPool(tmp_path, tells_map=True, shards=1 + seed % 2) as pool:
+            pool.loses_moved = lambda: chance.choice(["", "", "question", "answer"])
+            loads = [Load((await pool.client(f"client {number}", OPTIONS)).vfs, number) for number in range(2)]
+            for load in loads:
+                await load.begin()
+            running = [asyncio.create_task(load.run()) for load in loads]
+            number = moves.shards_given(pool.pool_map) + 1
+            new = pool.new_shard(number)
+            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.start_shard(number)
+            for _ in range(6):
+                await asyncio.sleep(chance.random() * 0.15)
+                await kill(pool, chance.choice(list(pool.metas)))
+            await until_at_rest(pool)
+            await pool.change_map(lambda now: moves.wished(now, 1, "remove"))
+            for _ in range(6):
+                await asyncio.sleep(chance.random() * 0.15)
+                await kill(pool, chance.choice(list(pool.metas)))
+            await until_at_rest(pool)
+            assert moves.is_empty(pool.pool_map, 1)
+            for load in loads:
+                load.stop = True
+            await asyncio.wait_for(asyncio.gather(*running), WAIT_S)
+            await until_settled(pool)
+            another = await pool.client("another", OPTIONS)
+            for load in loads:
+                assert load.turns
+                await load.check(load.vfs)
+                await load.check(another.vfs)
+            checkup = Checkup()
+            await check_metadata(another, checkup)
+            assert checkup.problems == []
+    asyncio.run(main())
+
+
+def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_room_for(tmp_path):
+    """The next attempt begins by removing what is left of the one before; the map that makes that one ours may come with it."""
+    async def main() -> None:
+        async with LocalPool(tmp_path, tells_map=True) as pool:
+            load = Load((await pool.client("client", OPTIONS)).vfs, 1)
+            await load.begin()
+            pool.deaf.add(2)
+            new = pool.new_shard(2)
+            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.start_shard(2)
+            async with asyncio.timeout(WAIT_S):
+                while pool.pool_map.moves:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            pool.deaf.clear()
+            pool.metas[2].update_map(pool.pool_map)
+            await until_at_rest(pool)
+            await load.check((await pool.client("another", OPTIONS)).vfs)
+    asyncio.run(main())

@@ -1,0 +1,48 @@
+"""What is kept of partitions that come and go: golden bytes, and what is no such record."""
+
+import contextlib
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvpool.base.errors import CorruptRecord
+from nvpool.meta import records as shard_records
+from nvpool.meta.moving import records
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "moving_records.json"
+COMING = records.Coming(3, 2, 77, 12345, True, (0, 7, 4095))
+SESSION = shard_records.SessionRecord(bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True, 0x1122334455667788)
+
+
+def test_records_have_their_golden_bytes():
+    made = {"coming key": records.coming_key(3), "coming": records.encode_coming(COMING),
+            "arrived key": records.arrived_key(3, 3 << 48 | 5), "gone key": records.gone_key(4095), "gone": records.GONE_VALUE,
+            "seen key": records.SEEN_KEY, "seen": records.encode_seen(99),
+            "session with identity": shard_records.encode_session(SESSION)}
+    assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
+
+
+@given(st.builds(records.Coming, *[st.integers(0, (1 << 64) - 1)] * 4, st.booleans(),
+                 st.lists(st.integers(0, 4095), max_size=300).map(tuple)))
+def test_what_is_written_is_read_again(coming):
+    assert records.decode_coming(records.encode_coming(coming)) == coming
+    assert records.giver_of_key(records.coming_key(9)) == 9
+    assert records.arrived_session_of_key(records.arrived_key(9, coming.term)) == coming.term
+    assert records.partition_of_gone_key(records.gone_key(4095)) == 4095
+    assert records.decode_seen(records.encode_seen(coming.term)) == coming.term
+
+
+@given(st.text(max_size=60), st.booleans(), st.integers(0, (1 << 64) - 1))
+def test_a_session_is_read_again_with_and_without_identity(client, watches, identity):
+    record = shard_records.SessionRecord(bytes(16), 5, client, watches, identity)
+    assert shard_records.decode_session(shard_records.encode_session(record)) == record
+
+
+@given(st.binary(max_size=80))
+def test_what_is_no_such_record_is_damaged_and_nothing_else(raw):
+    for read in (records.decode_coming, records.decode_seen, records.giver_of_key, records.arrived_session_of_key,
+                 records.partition_of_gone_key, shard_records.decode_session):
+        with contextlib.suppress(CorruptRecord):
+            read(raw)
