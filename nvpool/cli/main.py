@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
-    "shard": ("nvpool.cli.shard:shard", "List, add and remove the metadata shards of a pool, and say how many standbys they have."),
+    "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
