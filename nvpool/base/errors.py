@@ -370,6 +370,12 @@ class StaleVersion(Stale):
     """That was given, where it is told."""
 
 
+class SpreadDirectory(Stale):
+    """The directory is wide, and another shard has the name's partition: ask that one."""
+
+    wire_code = 211
+
+
 class StaleTenure(Stale):
     """This target may not serve at the moment what others hold too: fetch the map, ask another target of the chain."""
 

@@ -20,7 +20,7 @@ from nvpool.logic.layout import Layout
 from nvpool.wire.entries import Listed, attr_of, change_of
 from nvpool.wire.v1.meta_pb2 import Attr
 
-XATTR_FLAG = 1
+XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG = 1, 4, 32
 NEVER_S = float("-inf")
 
 
@@ -139,6 +139,15 @@ class Cache:
             attr = attr_of(attr)
             self._attrs[inode] = attr, born_s
         return attr
+
+    def flags(self, inode: int) -> int | None:
+        """Those of the attributes, however old they are."""
+        opened = self.open.get(inode)
+        attr, born_s = (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+            self._attrs[inode] = attr, born_s
+        return None if attr is None else attr.flags
 
     def is_believed(self, born_s: float, age_s: float) -> bool:
         """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""

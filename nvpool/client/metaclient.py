@@ -39,6 +39,7 @@ from nvpool.client.poolview import PoolView
 from nvpool.client.primaries import Primaries
 from nvpool.client.shardsession import ShardSession
 from nvpool.client.watch import keep_watch
+from nvpool.logic.partition import name_hasher
 from nvpool.wire import codec
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
@@ -70,6 +71,8 @@ class MetaClient:
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.on_restart: Callable[[int], None] = lambda shard: None
         """Called when a shard is found to have begun anew, before it is believed again."""
+        self.name_hash: Callable[[int, bytes], bytes] | None = None
+        """By which the names of wide directories are spread; known with the first session."""
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
         """Told of inodes on which leases have ended, which others are going to change."""
@@ -335,6 +338,8 @@ class MetaClient:
         reply = decoded(meta_pb2.OpenSessionReply, raw)
         state.generation += 1
         state.lease_s = reply.lease_s or 60.0
+        if reply.name_key and self.name_hash is None:
+            self.name_hash = name_hasher(reply.name_key)
         state.secret = reply.secret
         if state.incarnation not in (0, reply.incarnation):
             self.on_restart(state.shard)

@@ -62,6 +62,11 @@ def cursor_behind(name_hash: bytes, equal: int) -> int:
     return int.from_bytes(name_hash, "big") << EQUAL_BITS | min(equal, EQUAL_MAX)
 
 
+def cursor_at(name_hash: int) -> int:
+    """The cursor before all entries with this hash, as a number above 0."""
+    return cursor_behind((name_hash - 1).to_bytes(HASH_BYTES, "big"), EQUAL_MAX)
+
+
 def cursor_parts(cursor: int) -> tuple[bytes, int]:
     """(hash to go on at, entries with that hash to leave out). Cursor 0 begins; StaleCursor for what is no cursor."""
     if cursor == 0:

@@ -1,10 +1,10 @@
 """All metadata of a shard as JSON lines, and back: for backup, for moving to another format, for people with grep.
 
 The first line is {"nvpool_dump": 1, "shard": …}; each further one a record with "type": inode, dentry, xattr, orphan,
-collect, intent, identity, bounds, counts, damaged; or raw, with key and value in hex, for what can not be read. Numbers are
-integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else the field ends in _hex. Lines
-come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a load. So is
-what is under way between shards: a change of that moment may be there by half, and is mended after the load.
+collect, intent, identity, bounds, counts, damaged, part; or raw, with key and value in hex, for what can not be read.
+Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else the field ends in
+_hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a
+load. So is what is under way between shards: a change of that moment may be there by half, and is mended after the load.
 The identity holds the pool's name key, without which nobody can make names that collide: keep dumps as private as the pool.
 
 A dump shows one moment (a snapshot of the engine), read in steps while the shard serves. A load wants an empty shard.
@@ -20,6 +20,7 @@ import msgspec
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.kv.contract import KEY_BYTES_MAX
 from nvpool.meta import records
+from nvpool.meta.parts import Counts, decode_part, encode_part, part_of
 from nvpool.meta.records import HASH_AT, NAME_AT
 from nvpool.meta.view import View
 
@@ -31,6 +32,7 @@ STEP_BYTES = 4 << 20
 _PAIRS = 100
 
 _INODE_FIELDS = tuple(f for f in records.Inode.__slots__ if f not in ("number", "target"))
+_PART_FIELDS = ("mode", "uid", "gid", "table", "chunk_bits", "flags")
 
 
 def _text(line: dict, name: str, value: bytes) -> None:
@@ -114,6 +116,18 @@ def _intent_record(line: dict) -> tuple[bytes, bytes]:
     return records.numbered_key(records.INTENT, line["inode"]), records.encode_intent(intent)
 
 
+def _part_line(key: bytes, raw: bytes) -> dict:
+    part = decode_part(key, raw)
+    return {"type": "part", "inode": part.number, "shard": part.shard, **part.counts._asdict(),
+            **{field: getattr(part, field) for field in _PART_FIELDS}}
+
+
+def _part_record(line: dict) -> tuple[bytes, bytes]:
+    part = part_of(line["inode"], line["shard"], Counts(*(line[field] for field in Counts._fields)),
+                   **{field: line[field] for field in _PART_FIELDS})
+    return records.part_key(part.number, part.shard), encode_part(part)
+
+
 def _identity_line(key: bytes, raw: bytes) -> dict:
     identity = records.decode_identity(raw)
     return {"type": "identity", "shard": identity.shard, "name_key": identity.name_key.hex()}
@@ -155,10 +169,11 @@ def _raw_record(line: dict) -> tuple[bytes, bytes]:
 _LINES: dict[int, Callable[[bytes, bytes], dict]] = {
     records.INODE: _inode_line, records.DENTRY: _dentry_line, records.XATTR: _xattr_line, records.ORPHAN: _orphan_line,
     records.COLLECT: _collect_line, records.INTENT: _intent_line, records.IDENTITY: _identity_line,
-    records.BOUNDS: _bounds_line, records.COUNTS: _counts_line, records.DAMAGED: _damaged_line}
+    records.PART: _part_line, records.BOUNDS: _bounds_line, records.COUNTS: _counts_line, records.DAMAGED: _damaged_line}
 _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
     "inode": _inode_record, "dentry": _dentry_record, "xattr": _xattr_record, "orphan": _orphan_record,
-    "collect": _collect_record, "intent": _intent_record, "identity": _identity_record, "bounds": _bounds_record,
+    "collect": _collect_record, "intent": _intent_record, "part": _part_record,
+    "identity": _identity_record, "bounds": _bounds_record,
     "counts": _counts_record, "damaged": _damaged_record, "raw": _raw_record}
 
 

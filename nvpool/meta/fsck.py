@@ -26,6 +26,7 @@ from nvpool.meta.changes.mend import to_lost, without_dangling
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Sessions
 from nvpool.meta.locks import Owner
+from nvpool.meta.parts import decode_part
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.spanning.records import decode_decision, decode_held, id_of_key
 from nvpool.meta.view import Draft, View
@@ -94,7 +95,7 @@ class Fsck:
             records.INODE: self._inode, records.DENTRY: self._dentry, records.XATTR: self._xattr,
             records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
             records.LOCK: self._lock, records.SESSION: self._session, records.SLOT: self._slot, records.COUNTS: self._counts,
-            records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds,
+            records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds, records.PART: self._part,
             records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED), self._spanning)}
 
     def step(self, limit: int) -> list[Problem]:
@@ -252,6 +253,20 @@ class Fsck:
                 now.flags &= ~records.HAS_XATTRS
                 return [self._put(now)]
             self._found("xattr", f"inode {number} is marked as having attributes and has none", clear)
+
+    def _part(self, key: bytes, raw: bytes) -> None:
+        """What is counted here counts with the directory's record, wherever that is."""
+        try:
+            number, shard = records.part_of_key(key)
+            counts = decode_part(key, raw).counts
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, str(error))
+            return
+        if shard != self._view.shard:
+            self._lay_aside(key, raw, f"the part that shard {shard} has of directory {number}")
+            return
+        self._sum(number, SUBDIRS, -counts.subdirectories)
+        self._sum(number, ENTRIES, -counts.entries)
 
     def _dentry(self, key: bytes, raw: bytes) -> None:
         directory, name_hash, name = records.directory_of_key(key), key[HASH_AT:NAME_AT], key[NAME_AT:]

@@ -9,8 +9,8 @@ from collections.abc import Collection, Generator, Iterator
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongShard
 from nvpool.base.ids import partition_of
-from nvpool.base.units import PARTITION_COUNT
-from nvpool.logic.partition import cursor_behind, cursor_parts, partition_of_name
+from nvpool.base.units import PARTITION_BITS, PARTITION_COUNT
+from nvpool.logic.partition import HASH_BITS, cursor_at, cursor_behind, cursor_parts, partition_of_name
 from nvpool.meta import records
 from nvpool.meta.records import HASH_AT, NAME_AT
 from nvpool.meta.view import View, fill_attr
@@ -20,7 +20,7 @@ from nvpool.wire.v1 import meta_pb2
 
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
-_CHANGE, _TARGET = map(records.Inode.__slots__.index, ("change", "target"))
+_CHANGE, _TARGET, _FLAGS = map(records.Inode.__slots__.index, ("change", "target", "flags"))
 WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 
@@ -43,18 +43,18 @@ def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.L
 
 def _part(view: View, request: meta_pb2.ListDirRequest) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
     """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
-    directory = view.directory(request.inode)
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
-        from_hash, leave_out = view.name_hash(directory.number, request.name), 0
+        from_hash, leave_out = view.name_hash(request.inode, request.name), 0
     limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+    directory = view.listed(request.inode, from_hash, request.spread)
     wide = bool(directory.flags & records.WIDE)
     partition = partition_of_name(directory.number, wide, from_hash)
     last = PARTITION_COUNT - 1 if wide else partition
     found: list[tuple[bytes, bytes]] = []
     skipped = leave_out
     start, end = records.dentry_range(partition, directory.number, from_hash)
-    steps = 0
+    steps = behind = 0
     while True:
         found += view.scan(start, end, limit + 1 + skipped - len(found))
         if len(found) > limit + skipped or partition == last:
@@ -63,9 +63,15 @@ def _part(view: View, request: meta_pb2.ListDirRequest) -> Generator[None, None,
         if not steps % WIDE_STEP:
             yield None
         partition += 1
+        if view.owners and view.is_elsewhere(partition):
+            behind = partition << HASH_BITS - PARTITION_BITS
+            break
         start, end = records.dentry_range(partition, directory.number)
     # what was found before others had their turn may have been changed by them
-    return _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
+    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
+    if behind and not reply.more:
+        reply.next = cursor_at(behind)
+    return reply, cursor
 
 
 def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
@@ -95,8 +101,10 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
     if request.packed or request.attrs:
         found_inodes = _inodes(view, [place[2] for place in places])
         if view.owners:
-            found_inodes = [_elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number)) else fields
-                            for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
+            found_inodes = [
+                _elsewhere(number, kind) if fields is None and view.is_elsewhere(partition_of(number))
+                or fields is not None and fields[_FLAGS] & records.DIVIDED else fields
+                for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]
         lent = view.lend_all(request.session, inodes) if lends and places else ()

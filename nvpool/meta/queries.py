@@ -39,7 +39,7 @@ _EMPTY_SCAN = 4
 def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
     """A grant that was asked for is left out while the file is being cut: who only looks does not wait for the targets. Of an
     inode that another shard has only that is told."""
-    directory = view.directory(request.parent)
+    directory = view.searched(request.parent, request.name, request.spread)
     try:
         _, number, kind = view.named(directory, request.name)
     except NotFound:
@@ -47,13 +47,20 @@ def lookup(view: View, request: meta_pb2.LookupRequest, now_ns: int) -> Draft:
             raise DirectoryGone(f"directory {directory.number} was removed") from None
         raise
     if view.owners and view.is_elsewhere(partition_of(number)):
-        draft = Draft(view, now_ns)
-        draft.reply = meta_pb2.Entry()
-        fill_elsewhere(draft.reply, number, kind)
-        return draft
+        return _elsewhere(view, number, kind, now_ns)
     if number in view.cutting:
         request.rights = 0
-    return _entry(view, number, request, now_ns)
+    found = _entry(view, number, request, now_ns)
+    if found.inodes[number].flags & records.DIVIDED:
+        return _elsewhere(view, number, kind, now_ns)  # for who is told to ask for the inode asks for its parts, too
+    return found
+
+
+def _elsewhere(view: View, number: int, kind: int, now_ns: int) -> Draft:
+    draft = Draft(view, now_ns)
+    draft.reply = meta_pb2.Entry()
+    fill_elsewhere(draft.reply, number, kind)
+    return draft
 
 
 def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callable[[], int]
@@ -65,7 +72,7 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
     one = meta_pb2.LookupRequest(session=request.session)
     steps = 0
     for directory in request.directories:
-        one.parent = directory.parent
+        one.parent, one.spread = directory.parent, directory.spread
         for name in directory.names:
             steps += 1
             if not steps % LOOKUP_STEP:
@@ -76,6 +83,20 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
             except (Refused, Stale, CorruptRecord) as error:
                 reply.found.add(error=error.wire_code)
     yield reply
+
+
+def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
+    """What this shard has of wide directories."""
+    numbers = codec.unpack_inodes(request.inodes)
+    if len(numbers) > LIST_LIMIT_MAX:
+        raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for at once")
+    reply = meta_pb2.PartsReply()
+    for number in numbers:
+        counts = view.counts_of_part(number)
+        if counts is not None:
+            reply.parts.add(inode=number, entries=counts.entries, subdirectories=counts.subdirectories,
+                            mtime_ns=counts.mtime_ns, ctime_ns=counts.ctime_ns, change=counts.change)
+    return reply
 
 
 def getattr(view: View, request: meta_pb2.GetAttrRequest, now_ns: int) -> Draft:

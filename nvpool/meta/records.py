@@ -22,15 +22,19 @@ INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
 """Kinds of a partition's records. OTHER (a second kind byte follows: volumes, quotas) is not in use yet."""
 SHARD = 0x8000
 IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED, HELD, DECIDED, TURN = range(SHARD, SHARD + 9)
-"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to changes over several shards (`meta/spanning`)."""
+PART = SHARD + 32
+"""Kinds of the shard's own records. HELD, DECIDED and TURN belong to changes over several shards (`meta/spanning`), PART to
+wide directories (`meta/parts`)."""
 
 _KIND_BITS = 3
 _DENTRY_KEY = struct.Struct(">HQ")
 _PREFIX = struct.Struct(">H")
 _LOCK_KEY = struct.Struct(">BQQQ")
+_PART_KEY = struct.Struct(">HQH")
 IDENTITY_KEY = _PREFIX.pack(IDENTITY)
 BOUNDS_KEY = _PREFIX.pack(BOUNDS)
 COUNTS_KEY = _PREFIX.pack(COUNTS)
+_PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
 _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
 """Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
@@ -126,6 +130,27 @@ def session_of_key(key: bytes) -> int:
     return int.from_bytes(key[2:10], "big")
 
 
+def part_key(directory: int, shard: int) -> bytes:
+    """12 bytes: kind, directory u64, the shard that keeps it u16."""
+    return _PART_KEY.pack(PART, directory, shard)
+
+
+def part_of_key(key: bytes) -> tuple[int, int]:
+    """(directory, shard)."""
+    if len(key) != _PART_KEY.size:
+        raise CorruptRecord(f"the key of a directory's part has {len(key)} bytes")
+    return _PART_KEY.unpack(key)[1:]
+
+
+def part_range(from_directory: int = 0) -> tuple[bytes, bytes]:
+    """All parts of this shard, from a directory on."""
+    return _DENTRY_KEY.pack(PART, from_directory), _PREFIX.pack(PART + 1)
+
+
+def is_part_key(key: bytes) -> bool:
+    return key[:2] == _PART_PREFIX
+
+
 def damaged_key(key: bytes) -> bytes:
     """Where fsck lays the raw value of a record that it can not read."""
     return _PREFIX.pack(DAMAGED) + key
@@ -133,7 +158,8 @@ def damaged_key(key: bytes) -> bytes:
 
 # -- inodes ----------------------------------------------------------------------------------------------------------
 
-HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE = 1, 2, 4, 8, 16
+HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED = 1, 2, 4, 8, 16, 32
+"""DIVIDED: shards have parts of the directory (`meta/parts`)."""
 TOUCHED = 1 << 8
 """A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
 SHOWN_FLAGS = 0xFF

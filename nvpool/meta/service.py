@@ -34,6 +34,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import partition_of
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
+from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
 from nvpool.meta.cuts import Cuts
@@ -48,6 +49,7 @@ from nvpool.meta.moving.inside import Inside
 from nvpool.meta.moving.ranges import Ranges
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.options import MetaOptions
+from nvpool.meta.parts import Part
 from nvpool.meta.routes import CHANGES, QUERIES, SPANNING
 from nvpool.meta.service_answers import Answers
 from nvpool.meta.service_sessions import SessionAnswers
@@ -285,6 +287,7 @@ class MetaService(Answers, SessionAnswers):
             wire.META_LIST: self._list,
             wire.META_LOOKUP_MANY: self._lookup_many,
             wire.META_GETATTR_MANY: self._getattr_many,
+            wire.META_PARTS: self._parts,
             wire.META_STATFS: self._statfs,
             wire.META_SYNC: self._sync,
             wire.META_STATUS: self._status,
@@ -356,7 +359,7 @@ class MetaService(Answers, SessionAnswers):
             except CutInProgress as wait:
                 self._wait_for_cut(call, wait.inode)
             except WrongShard as error:
-                if home is None or self._view.is_elsewhere(partition_of(home(request))):
+                if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
                     self._keep_refusal(slot, sequence, error)  # should the partition come back: it is not to be made then
                     raise
                 self._span(call, decide, request, session, slot, index, sequence)
@@ -365,6 +368,13 @@ class MetaService(Answers, SessionAnswers):
                 raise
 
         return answer
+
+    def _home_partition(self, request: Any, home: Callable[[Any], int]) -> int:
+        """Whose shard is asked to make the change."""
+        number = home(request)
+        if getattr(request, "spread", False):
+            return partition_of_name(number, True, self._view.name_hash(number, request.name))
+        return partition_of(number)
 
     @staticmethod
     def _keep_refusal(slot: Slot, sequence: int, error: NvpoolError) -> None:
@@ -470,7 +480,7 @@ class MetaService(Answers, SessionAnswers):
             draft.then()
         if draft.parent is not None or draft.opened:
             beside = type(draft.reply)()
-            if draft.parent is not None:
+            if draft.parent is not None and not isinstance(draft.parent, Part):
                 fill_attr(beside.parent, draft.parent)
             lent = draft.opened or draft.born and draft.reply.entry.attr.inode
             if lent:

@@ -40,6 +40,12 @@ class Answers:
         self._sessions.get(request.session)
         call.reply(attributes(self._view, request).SerializeToString())
 
+    def _parts(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.PartsRequest.FromString(call.message)
+        self._sessions.get(request.session)
+        call.reply(queries.parts(self._view, request).SerializeToString())
+
     def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
         reply = next(steps)
         if reply is not None:

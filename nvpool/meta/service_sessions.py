@@ -40,7 +40,7 @@ class SessionAnswers:
             self._kv.apply(effects, reclaims=True)
         self._moving.bring_sessions()
         reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
-                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation)
+                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation, name_key=self._view.name_key)
         if session.watches:
             reply.watch, reply.watch_ms = self._watches.begin(session.number)
             reply.linger_ms = int(self._options.linger_s * 1000)

@@ -16,21 +16,26 @@ from nvpool.base.errors import (
     NameTooLong,
     NotADirectory,
     NotFound,
+    SpreadDirectory,
     WrongShard,
 )
 from nvpool.base.grants import WRITE, Grant, sign
 from nvpool.base.ids import COUNTER_BITS, inode_number
-from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.base.units import NAME_BYTES_MAX, PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.logic.partition import name_hasher, partition_of_name
 from nvpool.logic.poolmap import PoolMap
-from nvpool.meta import records
+from nvpool.meta import parts, records
 from nvpool.meta.locks import LockTable
-from nvpool.meta.records import Inode, Intent
+from nvpool.meta.parts import Part
+from nvpool.meta.records import DIVIDED, WIDE, Inode, Intent
 from nvpool.wire.v1 import meta_pb2
 
 GRANT_RIGHTS = 3
 """Read and write: what a client may ask for. The right over all inodes is the service's own."""
+
+
+_FLAGS = Inode.__slots__.index("flags")
 
 
 class CutInProgress(Exception):
@@ -51,6 +56,7 @@ class View:
         self.snapshot: Callable[[], Any] = kv.snapshot
         """All records of one moment, as Kv.snapshot, but those of partitions that are not ours."""
         self.shard = identity.shard
+        self.name_key = identity.name_key
         self.name_hash = name_hasher(identity.name_key)
         self.grant_secret = grant_secret
         self.grant_ms = int(grant_s * 1000)
@@ -62,6 +68,7 @@ class View:
         self.cutting: dict[int, Any] = {}
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
+        self.shards: tuple[int, ...] = (identity.shard,)
         self.tables: frozenset[int] = frozenset((1,))
         self.map_epoch = 0
         self.lease_ms = 0
@@ -70,19 +77,21 @@ class View:
 
     def lend(self, session: int, inode: Inode) -> int:
         """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
-        if not inode.links or inode.number in self.cutting:  # the collector tells nobody
+        if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:  # the collector tells nobody, nor do parts
             return 0
         return self.lease_ms if self.promise(session, (inode.number,)) else 0
 
     def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
         """As `lend`, of many, by their `inode_fields`: on which of them the session may rely for `lease_ms`."""
         cutting = self.cutting
-        return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting])
+        return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting
+                                      and not fields[_FLAGS] & DIVIDED])
 
     def use_map(self, pool_map: PoolMap) -> None:
         owners = pool_map.shard_of_partition
         mine_alone = not pool_map.partitions or all(owner == self.shard for owner in owners)
         self.owners = () if mine_alone else owners
+        self.shards = tuple(shard.id for shard in pool_map.shards) or self.shards
         self.tables = frozenset(pool_map.table_by_id) or self.tables
         self.map_epoch = pool_map.epoch
 
@@ -126,6 +135,73 @@ class View:
     def directory(self, number: int) -> Inode:
         """NotADirectory when it is something else. One that was removed is there while it is held open: see `entered`."""
         return _directory(self.inode, number)
+
+    def holder(self, number: int) -> Inode:
+        """What changes of names in the directory count in: its record, or this shard's part of it. As `directory`."""
+        if self.owners and self.is_elsewhere(number >> COUNTER_BITS):
+            found = self._part(number)
+            if found is None:
+                raise WrongShard(f"directory {number} belongs to another shard, and this one has no part of it")
+            return found
+        return self._own_holder(number)
+
+    def _own_holder(self, number: int) -> Inode:
+        found = self.directory(number)
+        return (self._part(number) or parts.new_part(found, self.shard)) if found.flags & DIVIDED else found
+
+    def _part(self, number: int) -> Part | None:
+        key = records.part_key(number, self.shard)
+        raw = self.get(key)
+        return parts.decode_part(key, raw) if raw is not None else None
+
+    def counts_of_part(self, number: int) -> parts.Counts | None:
+        """Of this shard's part of the directory."""
+        part = self._part(number)
+        return part.counts if part is not None else None
+
+    def parts_of(self, number: int) -> list[Part]:
+        """Those that all shards have of the directory."""
+        if any(shard != self.shard for shard in self.shards):
+            raise WrongShard(f"other shards have parts of directory {number}")
+        part = self._part(number)
+        return [part] if part is not None else []
+
+    def has_names(self, directory: Inode) -> bool:
+        """Whether there is a name in it: looked up, not believed from a count. WrongShard where others have some of a wide
+        directory's partitions."""
+        if not directory.flags & WIDE:
+            return self._has_names(directory.number, (directory.number >> COUNTER_BITS,))
+        if self.owners:
+            raise WrongShard(f"other shards may have names of directory {directory.number}")
+        return self._has_names(directory.number, range(PARTITION_COUNT))
+
+    def has_names_here(self, number: int) -> bool:
+        """Of a wide directory, in the partitions of this shard: 3 µs for each."""
+        return self._has_names(number, (partition for partition in range(PARTITION_COUNT) if not self.is_elsewhere(partition)))
+
+    def _has_names(self, number: int, partitions: Iterable[int]) -> bool:
+        return any(self.scan(*records.dentry_range(partition, number), 1) for partition in partitions)
+
+    def searched(self, number: int, name: bytes, spread: bool) -> Inode:
+        """The directory, for who only looks for a name in it: where it is `spread` only what is needed for that.
+        SpreadDirectory: it is, and others have the name's partition."""
+        if spread:
+            return Inode(number, 0o040000, flags=WIDE)
+        found = self.directory(number)
+        if self.owners and found.flags & WIDE and self.is_elsewhere(
+                partition_of_name(number, True, self.name_hash(number, name))):
+            raise SpreadDirectory(f"directory {number} is wide")
+        return found
+
+    def listed(self, number: int, from_hash: bytes, spread: bool) -> Inode:
+        """As `searched`, for a listing from that hash on."""
+        if spread:
+            self._check_owner(partition_of_name(number, True, from_hash))
+            return Inode(number, 0o040000, flags=WIDE)
+        found = self.directory(number)
+        if self.owners and found.flags & WIDE and self.is_elsewhere(partition_of_name(number, True, from_hash)):
+            raise SpreadDirectory(f"directory {number} is wide")
+        return found
 
     def place(self, directory: Inode, name: bytes) -> tuple[int, bytes, bytes]:
         """(partition, hash, key) of a name, whether it exists or not. Refuses what can be no name."""
@@ -212,6 +288,30 @@ class Draft:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
+    def holder(self, number: int) -> Inode:
+        """As View.holder."""
+        found = self.inodes.get(number)
+        if found is None:
+            found = self.inodes[number] = _directory(self.view.holder, number)
+        return found
+
+    def entered_holder(self, number: int) -> Inode:
+        """As `entered`, for a change of names."""
+        found = self.holder(number)
+        if not found.links:
+            raise DirectoryGone(f"directory {number} was removed")
+        return found
+
+    def take_parts(self, directory: Inode) -> None:
+        """All that shards keep of the directory goes into its record, which is to be changed: it is divided no more."""
+        if not directory.flags & DIVIDED:
+            return
+        for part in self.view.parts_of(directory.number):
+            parts.take_in(directory, part.counts)
+            self.effects[records.part_key(directory.number, part.shard)] = None
+        directory.flags &= ~DIVIDED
+        self.dirty[directory.number] = directory
+
     def stamp(self, inode: Inode, content: bool = False) -> None:
         """The inode changes now: ctime (mtime too where its content does) and the change counter. Never backwards."""
         now = self.now_ns if self.now_ns > inode.ctime_ns else inode.ctime_ns
@@ -288,7 +388,10 @@ class Draft:
         """All effects; the changed inodes are encoded here, once each."""
         effects = self.effects
         for number, inode in self.dirty.items():
-            effects[records.inode_key(number)] = records.encode_inode(inode)
+            if inode.is_directory:
+                effects.update(parts.effects_of(inode))
+            else:
+                effects[records.inode_key(number)] = records.encode_inode(inode)
         return effects
 
 

@@ -40,7 +40,7 @@ FULL_SHARE = 0.98
 """Stores refuse to grow beyond this share of a drive (design: a reserve for removal, repair and the journals)."""
 
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _ATIME_NOW, _MTIME_NOW, _CTIME = 1, 2, 4, 8, 16, 32, 64, 128, 256
-_CHUNK, _REPLICAS = 512, 1024
+_CHUNK, _REPLICAS, _WIDE = 512, 1024, 2048
 
 
 class Attributes(Core):
@@ -115,6 +115,12 @@ class Attributes(Core):
             self.writer.end_cut(file)
             self.reader.changed(file)
         return self._merged(attr)
+
+    async def spread(self, inode: int, caller: Caller) -> Attr:
+        """The directory, which must be empty, is wide from here on. DirectoryNotEmpty, NotADirectory."""
+        self.cache.forget_attr(inode)
+        request = meta_pb2.SetAttrRequest(inode=inode, valid=_WIDE)
+        return self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
 
     async def hand_down(self, inode: int, caller: Caller, *, replicas: int = 0, chunk_bytes: int = 0) -> Attr:
         """What files and directories that are made in this directory from now on get, where not 0. What is there stays as it

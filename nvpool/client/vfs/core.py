@@ -11,7 +11,7 @@ from nvpool.base.errors import LockLost, NotFound, Unavailable
 from nvpool.base.grants import READ, allows
 from nvpool.base.kept import KeptMemory
 from nvpool.client.batchread import BatchReader
-from nvpool.client.cache import Cache, OpenInode
+from nvpool.client.cache import DIVIDED_FLAG, Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
 from nvpool.client.keeping import Keeping
 from nvpool.client.leases import Lease
@@ -23,9 +23,12 @@ from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
 from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
+from nvpool.wire.codec import pack_inodes
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
+PARTS_TRIES_MAX = 8
+"""Of asking for a directory whose attributes change all the time, and for its parts: then they are taken as they are."""
 SILENT_S = 1.0
 """For an answer about a file that is open and can be read without one."""
 
@@ -170,6 +173,9 @@ class Core:
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
         """Believe an answer: attributes, and the grant where the inode is open."""
         attr = entry.attr
+        if attr.flags & DIVIDED_FLAG:  # it is not the whole
+            self.cache.grow_old(attr.inode)
+            return attr
         self.cache.put_attr(attr)
         if entry.grant:
             file = file or self.cache.open.get(attr.inode)
@@ -211,8 +217,38 @@ class Core:
         request = meta_pb2.GetAttrRequest(inode=inode, rights=rights)
         sent_s = self.clock.boottime_s()
         entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        if entry.attr.flags & DIVIDED_FLAG:
+            return await self._with_parts(entry, request, sent_s)
         attr = self._take(entry)
         self._leased(entry, sent_s)
+        return attr
+
+    async def _with_parts(self, entry, request: meta_pb2.GetAttrRequest, sent_s: float) -> Attr:
+        """The attributes of a wide directory of which shards have parts (meta.proto): what all of them say, of a time in which
+        its own record did not change, since what changes that takes the parts into it."""
+        inode = request.inode
+        for _ in range(PARTS_TRIES_MAX):
+            inodes = pack_inodes((inode,))
+            replies = await asyncio.gather(*(
+                self.meta.ask_shard(shard.id, wire_pb2.META_PARTS, meta_pb2.PartsRequest(inodes=inodes), meta_pb2.PartsReply)
+                for shard in self.view.map.shards))
+            before = entry.attr.change
+            entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+            if not entry.attr.flags & DIVIDED_FLAG:
+                return self._take(entry)
+            if entry.attr.change == before:
+                break
+        attr = entry.attr
+        for part in (part for reply in replies for part in reply.parts):
+            attr.size = max(0, attr.size + part.entries)
+            attr.links = max(2, attr.links + part.subdirectories)
+            attr.mtime_ns = max(attr.mtime_ns, part.mtime_ns)
+            attr.ctime_ns = max(attr.ctime_ns, part.ctime_ns)
+            attr.change += part.change
+        attr.flags &= ~DIVIDED_FLAG
+        self._take(entry)
+        if not self.leases.is_news(inode, sent_s):  # we have changed it since
+            self.cache.grow_old(inode)
         return attr
 
     async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):

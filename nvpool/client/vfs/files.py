@@ -116,7 +116,8 @@ class Files(Names, Locks):
                                              rights=rights, exclusive=exclusive, truncate=truncate)
             self.cache.forget_entry(parent, name)
             sent_s = self.clock.boottime_s()
-            reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+            place, request.spread = await self._place(parent, name)
+            reply = await self._change(place, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
             handle = self._opened(reply.entry, flags, sent_s) if not reply.entry.elsewhere else None
         finally:
             if cut is not None:

@@ -32,7 +32,7 @@ class Listing(Names):
         its first turn before this one works on what has come, so that the service does not wait for us."""
         request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True,
                                           packed=True)
-        listed, more, lease_ms, sent_s = await self._ask_list(directory.inode, request)
+        listed, more, lease_ms, sent_s = await self._ask_list(request)
         if answered is not None:
             answered(listed.cursor(-1) if more and listed.names else None)
             await asyncio.sleep(0)
@@ -53,4 +53,8 @@ class Listing(Names):
 
     async def fsyncdir(self, inode: int) -> None:
         """Every change of names that was answered before survives the loss of power."""
-        await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
+        if not await self._is_spread(inode):
+            await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
+            return
+        await asyncio.gather(*(self.meta.ask_shard(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
+                               for shard in self.view.map.shards))

@@ -28,14 +28,20 @@ class Many(Files):
         attributes where it is no regular file; or the error of its look-up. What there are leases on is not asked for."""
         found: list[FileHandle | Attr | NvpoolError | None] = []
         asked: dict[int, list[int]] = {}
+        at: dict[int, tuple[int, bool]] = {}
         for number, (parent, name) in enumerate(places):
             check_name(name)
             handle = self._known(parent, name)
             found.append(handle)
             if handle is None:
-                asked.setdefault(self.meta.shard_of(parent), []).append(number)
+                try:
+                    at[number] = await self._place(parent, name)
+                except NvpoolError as error:
+                    found[number] = error
+                    continue
+                asked.setdefault(self.meta.shard_of(at[number][0]), []).append(number)
         try:
-            await _all([self._look_up_many(places, numbers[first:first + NAMES_MAX], found)
+            await _all([self._look_up_many(places, at, numbers[first:first + NAMES_MAX], found)
                         for numbers in asked.values() for first in range(0, len(numbers), NAMES_MAX)])
             # without a lease each is opened by a message of its own: what is being changed
             others = [number for number, one in enumerate(found) if isinstance(one, Attr) and stat.S_ISREG(one.mode)]
@@ -52,15 +58,15 @@ class Many(Files):
         inode = self.cache.entry(parent, name, 0.0)
         return self.open_now(inode, 0) if inode else None
 
-    async def _look_up_many(self, places, numbers: list[int], found: list) -> None:
+    async def _look_up_many(self, places, at: dict[int, tuple[int, bool]], numbers: list[int], found: list) -> None:
         by_directory: dict[int, list[int]] = {}
         for number in numbers:
             by_directory.setdefault(places[number][0], []).append(number)
         request = meta_pb2.LookupManyRequest(rights=READ, directories=[
-            meta_pb2.NamesIn(parent=parent, names=[places[number][1] for number in some])
+            meta_pb2.NamesIn(parent=parent, names=[places[number][1] for number in some], spread=at[some[0]][1])
             for parent, some in by_directory.items()])
         sent_s = self.clock.boottime_s()
-        reply = await self.meta.ask(places[numbers[0]][0], wire_pb2.META_LOOKUP_MANY, request, meta_pb2.LookupManyReply)
+        reply = await self.meta.ask(at[numbers[0]][0], wire_pb2.META_LOOKUP_MANY, request, meta_pb2.LookupManyReply)
         order = [number for some in by_directory.values() for number in some]
         if len(reply.found) != len(order):
             raise errors.CorruptFrame("a shard's answer to many look-ups does not fit the question")

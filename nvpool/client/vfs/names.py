@@ -8,9 +8,10 @@ import stat
 from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
-from nvpool.client.vfs.core import Core
 from nvpool.client.vfs.siblings import Siblings
+from nvpool.client.vfs.wide import Wide
 from nvpool.wire.codec import pack_inodes
 from nvpool.wire.entries import NOTHING_LISTED, Listed, packed
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -29,7 +30,7 @@ def check_name(name: bytes) -> None:
         raise InvalidRequest(f"{name!r} is no name for an entry of a directory")
 
 
-class Names(Core):
+class Names(Wide):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.siblings = Siblings(self.clock, self._look_on)
@@ -108,7 +109,7 @@ class Names(Core):
         for _ in range(ELSEWHERE_MAX):
             sent_s = self.clock.boottime_s()
             try:
-                entry = await self.meta.ask(parent, wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
+                entry = await self._ask_name(wire_pb2.META_LOOKUP, request, meta_pb2.Entry)
             except NotFound:
                 self.cache.put_entry(parent, name, 0, sent_s)
                 raise
@@ -130,7 +131,7 @@ class Names(Core):
         request = meta_pb2.ListDirRequest(inode=parent, name=name, limit=count, attrs=True, packed=True)
         listed, more = NOTHING_LISTED, False
         try:
-            listed, more, lease_ms, sent_s = await self._ask_list(parent, request)
+            listed, more, lease_ms, sent_s = await self._ask_list(request)
             self._believe_list(parent, listed, lease_ms, sent_s)
             if name in listed.names:
                 return listed.attr(listed.names.index(name))
@@ -146,7 +147,7 @@ class Names(Core):
             listed, more = NOTHING_LISTED, False
             try:
                 request = meta_pb2.ListDirRequest(inode=parent, cursor=cursor, limit=count, attrs=True, packed=True)
-                listed, more, lease_ms, sent_s = await self._ask_list(parent, request)
+                listed, more, lease_ms, sent_s = await self._ask_list(request)
                 self._believe_list(parent, listed, lease_ms, sent_s)
             except NvpoolError:
                 pass  # who looks up these names meets it
@@ -157,10 +158,10 @@ class Names(Core):
         task.add_done_callback(self._renewals.discard)
         return task
 
-    async def _ask_list(self, directory: int, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
+    async def _ask_list(self, request: meta_pb2.ListDirRequest) -> tuple[Listed, bool, int, float]:
         """The entries, whether there are more, for how long they are promised, and when they were asked for."""
         sent_s = self.clock.boottime_s()
-        reply = await self.meta.ask(directory, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
+        reply = await self._ask_step(request)
         listed = Listed(reply.packed or packed(reply.entries))
         if len(self.view.map.shards) > 1 and 0 in listed.changes:
             await self._look_elsewhere(listed)
@@ -180,6 +181,12 @@ class Names(Core):
             found = Listed(reply.packed)
             for at, inode in enumerate(found.inodes):
                 attr = found.attr(at)
+                if attr.flags & DIVIDED_FLAG:
+                    try:
+                        listed.put(places[inode], await self._fetch_attr(inode))
+                    except NotFound:
+                        pass
+                    continue
                 listed.put(places[inode], attr)
                 if self.leases.is_news(inode, sent_s):
                     self.cache.put_attr(attr)
@@ -228,7 +235,8 @@ class Names(Core):
         request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode, exclusive=True, **fields)
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
-        reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
+        place, request.spread = await self._place(parent, name)
+        reply = await self._change(place, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         attr = self._take(reply.entry)
         self._named(parent, name, attr.inode, sent_s, reply, self._leased(reply.entry, sent_s))
         if stat.S_ISDIR(mode) and reply.HasField("parent"):  # not a kept answer, which may be old
@@ -269,7 +277,8 @@ class Names(Core):
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
-        reply = await self._change(parent, method, request, meta_pb2.UnlinkReply, caller)
+        place, request.spread = await self._place(parent, name)
+        reply = await self._change(place, method, request, meta_pb2.UnlinkReply, caller)
         self.cache.forget_attr(reply.inode)
         self._named(parent, name, 0, sent_s, reply)
 
@@ -283,9 +292,10 @@ class Names(Core):
         if not flags & RENAME_NOREPLACE and self.writer.busy:
             await self._flush_before_replace(parent, name, new_parent, new_name)
         request = meta_pb2.RenameRequest(parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags)
-        for place in ((parent, name), (new_parent, new_name)):
-            self.cache.forget_entry(*place)
-        reply = await self._change(parent, wire_pb2.META_RENAME, request, meta_pb2.RenameReply, caller)
+        for renamed in ((parent, name), (new_parent, new_name)):
+            self.cache.forget_entry(*renamed)
+        place, request.spread = await self._place(parent, name)
+        reply = await self._change(place, wire_pb2.META_RENAME, request, meta_pb2.RenameReply, caller)
         for inode in (reply.inode, reply.replaced):
             if inode:
                 self.cache.forget_attr(inode)

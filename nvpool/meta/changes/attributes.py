@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import stat
 
-from nvpool.base.errors import Busy, FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
+from nvpool.base.errors import Busy, DirectoryNotEmpty, FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
 from nvpool.base.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.logic.layout import size_max
+from nvpool.meta import records
 from nvpool.meta.records import Inode
 from nvpool.meta.view import CutInProgress, Draft, View, fill_attr
 from nvpool.wire.v1 import meta_pb2
 
-MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS = (1 << bit for bit in range(11))
-KNOWN = (1 << 11) - 1
+MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS, WIDE = (1 << bit for bit in range(12))
+KNOWN = (1 << 12) - 1
 
 
 def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
@@ -23,6 +24,10 @@ def setattr(view: View, request: meta_pb2.SetAttrRequest, now_ns: int) -> Draft:
     valid = request.valid
     if valid & ~KNOWN:
         raise InvalidRequest(f"SetAttr does not know the bits {valid & ~KNOWN:#x}")
+    if inode.is_directory:
+        draft.take_parts(inode)
+    if valid & WIDE:
+        _spread(view, inode)
     if valid & SIZE:
         resize(draft, inode, request.size)
     if valid & (UID | GID):
@@ -69,6 +74,17 @@ def resize(draft: Draft, inode: Inode, size: int) -> None:
     else:
         inode.size = size
         draft.stamp(inode, content=True)
+
+
+def _spread(view: View, inode: Inode) -> None:
+    """The names of the directory are spread over all partitions from here on: there must be none yet."""
+    if not inode.is_directory:
+        raise NotADirectory("only a directory is wide")
+    if inode.flags & records.WIDE:
+        return
+    if view.has_names(inode):
+        raise DirectoryNotEmpty(f"directory {inode.number} has names already; make a new one wide, and move them into it")
+    inode.flags |= records.WIDE
 
 
 def _hand_down(view: View, inode: Inode, request: meta_pb2.SetAttrRequest) -> None:

@@ -20,7 +20,7 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     """A new inode has the caller's uid and gid; in a set-gid directory the directory's gid, a directory there also the
     bit. Layout comes from the directory. An existing file is opened (and cut, where asked) unless `exclusive`."""
     draft = Draft(view, now_ns)
-    parent = draft.entered(request.parent)
+    parent = draft.entered_holder(request.parent)
     partition, name_hash, key = view.place(parent, request.name)
     mode = request.mode
     kind = mode & 0o170000

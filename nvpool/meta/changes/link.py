@@ -12,7 +12,7 @@ from nvpool.wire.v1 import meta_pb2
 def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
     inode = draft.inode(request.inode)
-    parent = draft.entered(request.parent)
+    parent = draft.entered_holder(request.parent)
     partition, _, key = view.place(parent, request.name)
     if inode.is_directory:
         raise NotPermitted("a directory has one name only")

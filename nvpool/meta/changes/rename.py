@@ -6,6 +6,7 @@ from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotA
 from nvpool.base.ids import ROOT_INODE
 from nvpool.meta import records
 from nvpool.meta.changes.unlink import check_empty
+from nvpool.meta.parts import Part
 from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft, View
 from nvpool.wire.v1 import meta_pb2
@@ -20,7 +21,7 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
     flags = request.flags
     if flags not in (0, NOREPLACE, EXCHANGE):
         raise InvalidRequest(f"rename does not know the flags {flags:#x} together")
-    old_parent, new_parent = draft.directory(request.parent), draft.entered(request.new_parent)
+    old_parent, new_parent = draft.holder(request.parent), draft.entered_holder(request.new_parent)
     old_key, number, _ = view.named(old_parent, request.name)
     new_partition, _, new_key = view.place(new_parent, request.new_name)
     moved = draft.inode(number)
@@ -61,7 +62,7 @@ def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode) -> Non
     if moved.is_directory:
         if not other.is_directory:
             raise NotADirectory("a directory can not replace what is none")
-        check_empty(draft.view, other)
+        check_empty(draft, other)
         new_parent.links -= 1
     elif other.is_directory:
         raise IsADirectory("only a directory can replace a directory")
@@ -86,6 +87,8 @@ def _check_loop(draft: Draft, inode: Inode, new_parent: Inode) -> None:
         return
     at, view = new_parent, draft.view
     view.take_turn()
+    if isinstance(at, Part) and at.number != inode.number:
+        at = view.ancestor(at.number)
     for _ in range(DEPTH_MAX):
         if at.number == inode.number:
             raise WouldLoop("a directory can not move below itself")

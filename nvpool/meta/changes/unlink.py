@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nvpool.base.errors import DirectoryNotEmpty, IsADirectory
-from nvpool.base.units import PARTITION_COUNT
 from nvpool.meta import records
+from nvpool.meta.parts import Part
 from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft, View
 from nvpool.wire.v1 import meta_pb2
@@ -12,7 +12,7 @@ from nvpool.wire.v1 import meta_pb2
 
 def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
-    parent = draft.directory(request.parent)
+    parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
     victim = draft.inode(number)
     if victim.is_directory:
@@ -22,10 +22,10 @@ def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
 
 def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     draft = Draft(view, now_ns)
-    parent = draft.directory(request.parent)
+    parent = draft.holder(request.parent)
     key, number, _ = view.named(parent, request.name)
     victim = draft.directory(number)
-    check_empty(view, victim)
+    check_empty(draft, victim)
     parent.links -= 1
     return _remove(draft, parent, key, victim)
 
@@ -40,13 +40,12 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode) -> Draft:
     return draft
 
 
-def check_empty(view: View, directory: Inode) -> None:
-    """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked
-    through in all partitions (12 ms) only when its count says that it is empty."""
-    if directory.flags & records.WIDE:
-        empty = not directory.size and not any(
-            view.scan(*records.dentry_range(partition, directory.number), 1) for partition in range(PARTITION_COUNT))
-    else:
-        empty = not view.scan(*records.dentry_range(directory.number >> records.COUNTER_BITS, directory.number), 1)
-    if not empty:
+def check_empty(draft: Draft, directory: Inode) -> None:
+    """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked through
+    in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that."""
+    empty = not isinstance(directory, Part)  # by a part we go to or from a name in it
+    if empty and directory.flags & records.WIDE:
+        draft.take_parts(directory)
+        empty = not directory.size
+    if not empty or draft.view.has_names(directory):
         raise DirectoryNotEmpty(f"directory {directory.number} is not empty")

@@ -68,6 +68,7 @@ class _Asked:
         self.looks: list[bytes] = []
         self.ranges: list[Range] = []
         self.births: list[int] = []
+        self.named: list[int] = []
 
 
 class Coordinator:
@@ -181,20 +182,28 @@ class Coordinator:
             return asked.setdefault(shard, _Asked())
 
         for key in need.keys:
-            of(owner_of(records.partition_of_key(key))).keys.append(key)
+            of(self._owner(key)).keys.append(key)
         for key in need.looks:
             of(owner_of(records.partition_of_key(key))).looks.append(key)
         for wanted in need.ranges:
             of(owner_of(partition_of_range(wanted))).ranges.append(wanted)
         for partition in need.births:
             of(owner_of(partition)).births.append(partition)
+        for directory, shard in need.named:
+            of(shard).named.append(directory)
         if need.turn:
             of(self._root_shard()).keys.append(TURN_KEY)
         return asked
 
+    def _owner(self, key: bytes) -> int:
+        """The shard that keeps the record; of what belongs to a shard and is no part of a directory, this one."""
+        if records.is_part_key(key):
+            return records.part_of_key(key)[1]
+        return self._shard if key[0] & 0x80 else self._view.owner_of(records.partition_of_key(key))
+
     async def _hold(self, span: Span, shard: int, what: _Asked) -> None:
         request = pb.HoldRequest(id=id_message(span.id), order=span.order, keys=what.keys, looks=what.looks,
-                                 births=what.births, identity=span.identity)
+                                 births=what.births, identity=span.identity, named=what.named)
         for first, end, limit in what.ranges:
             request.ranges.add(first=first, end=end, limit=limit)
         span.shards.add(shard)
@@ -205,6 +214,7 @@ class Coordinator:
         for wanted, scan in zip(what.ranges, reply.scans, strict=True):
             span.ranges[wanted] = [(pair.key, pair.value) for pair in scan.pairs]
         span.births.update(zip(what.births, reply.births, strict=True))
+        span.named.update(((number, shard), found) for number, found in zip(what.named, reply.named, strict=True))
         span.records.update((records.inode_key(number), None) for number in reply.births)
 
     async def _begin_again(self, span: Span, until_s: float, error: NvpoolError | None = None) -> None:
@@ -248,7 +258,7 @@ class Coordinator:
         others: dict[int, list[Effect]] = {}
         owner_of = self._view.owner_of
         for key, value in draft.finish().items():
-            owner = self._shard if key[0] & 0x80 else owner_of(records.partition_of_key(key))
+            owner = self._owner(key)
             if owner == self._shard:
                 ours[key] = value
             else:

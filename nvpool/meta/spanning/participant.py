@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, WrongShard
 from nvpool.base.ids import inode_number
+from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Effect, Kv
 from nvpool.meta import records
 from nvpool.meta.numbers import Numbers
@@ -119,6 +120,10 @@ class Participant:
         for key in (*keys, *request.looks):
             raw = self._kv.get(key)
             reply.records.add(key=key, put=raw is not None, value=raw or b"")
+        # what others hold is looked at, too: who was decided counts where it was, who was not finds what we hold
+        ours = [partition for partition in range(PARTITION_COUNT) if not self._view.is_elsewhere(partition)]
+        reply.named.extend(any(self._kv.scan(*records.dentry_range(partition, number), 1) for partition in ours)
+                           for number in request.named)
         for asked in request.ranges:
             reply.scans.add(pairs=[pb.SpanRecord(key=key, put=True, value=raw)
                                    for key, raw in self._kv.scan(asked.first, asked.end, min(asked.limit, KEYS_MAX))])
@@ -126,11 +131,13 @@ class Participant:
 
     @staticmethod
     def _partitions(request: pb.HoldRequest) -> set[int]:
-        partitions = {partition_of_held(key) for key in (*request.keys, *request.looks)}
+        partitions = {partition_of_held(key) for key in (*request.keys, *request.looks) if not records.is_part_key(key)}
         partitions.update(records.partition_of_key(asked.first) for asked in request.ranges)
         return partitions.union(request.births)
 
     def _check(self, request: pb.HoldRequest) -> None:
+        if any(records.is_part_key(key) and records.part_of_key(key)[1] != self._view.shard for key in request.keys):
+            raise WrongShard(f"this is shard {self._view.shard}, which keeps no parts of others")
         for partition in self._partitions(request):
             if self._view.is_elsewhere(partition):
                 raise WrongShard(f"partition {partition} belongs to another shard than {self._view.shard}")

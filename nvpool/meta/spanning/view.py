@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from nvpool.base.ids import COUNTER_BITS
 from nvpool.meta import records
-from nvpool.meta.records import Inode
+from nvpool.meta.parts import Part, decode_part, new_part
+from nvpool.meta.records import WIDE, Inode
 from nvpool.meta.spanning.records import SpanId
 from nvpool.meta.view import View
 
@@ -16,22 +17,25 @@ Range = tuple[bytes, bytes, int]
 
 
 class Need(Exception):
-    """The decision needs these of other shards: records to be held, records and ranges to be read, numbers for births; or the
-    turn. For the coordinator only."""
+    """The decision needs these of other shards: records to be held, records and ranges to be read, numbers for births; the
+    turn; or to know whether a directory has names at a shard. For the coordinator only."""
 
     def __init__(self, *, keys: tuple[bytes, ...] = (), looks: tuple[bytes, ...] = (), ranges: tuple[Range, ...] = (),
-                 births: tuple[int, ...] = (), turn: bool = False) -> None:
+                 births: tuple[int, ...] = (), turn: bool = False,
+                 named: tuple[tuple[int, int], ...] = ()) -> None:
         self.keys = keys
         self.looks = looks
         self.ranges = ranges
         self.births = births
         self.turn = turn
+        self.named = named
 
 
 class Span:
     """One change over several shards before it is decided: what was asked for, and who holds something for it."""
 
-    __slots__ = ("id", "order", "identity", "shards", "records", "looks", "ranges", "births", "turn", "decided", "tries")
+    __slots__ = ("id", "order", "identity", "shards", "records", "looks", "ranges", "births", "turn", "decided", "tries",
+                 "named")
 
     def __init__(self, span: SpanId, order: int, identity: int) -> None:
         self.id = span
@@ -48,6 +52,8 @@ class Span:
         self.looks: dict[bytes, bytes | None] = {}
         self.ranges: dict[Range, list[tuple[bytes, bytes]]] = {}
         self.births: dict[int, int] = {}
+        self.named: dict[tuple[int, int], bool] = {}
+        """By directory and shard, whose part of it is held: whether the directory has names there."""
         self.turn = 0
         """The shard at which we have it; 0: we do not."""
 
@@ -77,6 +83,8 @@ class SpanView(View):
         return found
 
     def _is_others(self, key: bytes) -> bool:
+        if records.is_part_key(key):
+            return records.part_of_key(key)[1] != self.shard
         return self.is_elsewhere(records.partition_of_key(key))
 
     def _check_owner(self, partition: int) -> None:
@@ -91,6 +99,37 @@ class SpanView(View):
             raise Need(looks=(key,))
         raw = self._span.looks[key]
         return self.inode(number) if raw is None else records.decode_inode(number, raw)
+
+    def holder(self, number: int) -> Inode:
+        """Where we have no part of a divided directory yet, or it is to be divided, a new one."""
+        if not self.is_elsewhere(number >> COUNTER_BITS):
+            return self._own_holder(number)
+        found = self._part(number)
+        if found is None:
+            found = self.directory(number)
+            if found.flags & WIDE and found.links:
+                found = new_part(found, self.shard)
+        return found
+
+    def parts_of(self, number: int) -> list[Part]:
+        keys = [records.part_key(number, shard) for shard in self.shards]
+        self._need_held(keys)
+        return [decode_part(key, raw) for key in keys if (raw := self.get(key)) is not None]
+
+    def _need_held(self, keys: list[bytes], named: tuple[tuple[int, int], ...] = ()) -> None:
+        missing = tuple(key for key in keys if self._is_others(key) and key not in self._span.records)
+        if missing or named:
+            raise Need(keys=missing, named=named)
+
+    def has_names(self, directory: Inode) -> bool:
+        """Every shard looks when its part is held: from then on no shard changes names in the directory by itself, and what is
+        changed from its own shard or from ours counts there."""
+        if not directory.flags & WIDE:
+            return super().has_names(directory)
+        number, named, others = directory.number, self._span.named, [shard for shard in self.shards if shard != self.shard]
+        self._need_held([records.part_key(number, shard) for shard in others],
+                        tuple((number, shard) for shard in others if (number, shard) not in named))
+        return any(named[number, shard] for shard in others) or self._base.has_names_here(number)
 
     def take_turn(self) -> None:
         if not self._span.turn:

@@ -94,7 +94,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
-    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms")
+    __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms", "name_key")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class OpenSessionReply(_message.Message):
     WATCH_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
     LINGER_MS_FIELD_NUMBER: _ClassVar[int]
+    NAME_KEY_FIELD_NUMBER: _ClassVar[int]
     session: int
     secret: bytes
     lease_s: float
@@ -113,7 +114,8 @@ class OpenSessionReply(_message.Message):
     watch: int
     watch_ms: int
     linger_ms: int
-    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ...) -> None: ...
+    name_key: bytes
+    def __init__(self, session: _Optional[int] = ..., secret: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., slots: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., watch: _Optional[int] = ..., watch_ms: _Optional[int] = ..., linger_ms: _Optional[int] = ..., name_key: _Optional[bytes] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "watch", "seen")
@@ -178,26 +180,30 @@ class CloseSessionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "parent", "name", "rights")
+    __slots__ = ("session", "map_epoch", "parent", "name", "rights", "spread")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     parent: int
     name: bytes
     rights: int
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., rights: _Optional[int] = ...) -> None: ...
+    spread: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., rights: _Optional[int] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class NamesIn(_message.Message):
-    __slots__ = ("parent", "names")
+    __slots__ = ("parent", "names", "spread")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     parent: int
     names: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, parent: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    spread: bool
+    def __init__(self, parent: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class LookupManyRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "directories", "rights")
@@ -254,6 +260,38 @@ class GetAttrManyReply(_message.Message):
     packed: bytes
     lease_ms: int
     def __init__(self, packed: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class PartsRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inodes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inodes: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+
+class DirectoryPart(_message.Message):
+    __slots__ = ("inode", "entries", "subdirectories", "mtime_ns", "ctime_ns", "change")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    SUBDIRECTORIES_FIELD_NUMBER: _ClassVar[int]
+    MTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    CTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    entries: int
+    subdirectories: int
+    mtime_ns: int
+    ctime_ns: int
+    change: int
+    def __init__(self, inode: _Optional[int] = ..., entries: _Optional[int] = ..., subdirectories: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., change: _Optional[int] = ...) -> None: ...
+
+class PartsReply(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[DirectoryPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[DirectoryPart, _Mapping]]] = ...) -> None: ...
 
 class SetAttrRequest(_message.Message):
     __slots__ = ("change", "inode", "valid", "mode", "uid", "gid", "size", "atime_ns", "mtime_ns", "ctime_ns", "chunk_bits", "replicas", "rights")
@@ -320,7 +358,7 @@ class ReadLinkReply(_message.Message):
     def __init__(self, target: _Optional[bytes] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate")
+    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate", "spread")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +370,7 @@ class CreateRequest(_message.Message):
     EXCLUSIVE_FIELD_NUMBER: _ClassVar[int]
     WIDE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     change: Change
     parent: int
     name: bytes
@@ -343,7 +382,8 @@ class CreateRequest(_message.Message):
     exclusive: bool
     wide: bool
     truncate: bool
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ...) -> None: ...
+    spread: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("entry", "created", "parent")
@@ -356,14 +396,16 @@ class CreateReply(_message.Message):
     def __init__(self, entry: _Optional[_Union[Entry, _Mapping]] = ..., created: _Optional[bool] = ..., parent: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class UnlinkRequest(_message.Message):
-    __slots__ = ("change", "parent", "name")
+    __slots__ = ("change", "parent", "name", "spread")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     change: Change
     parent: int
     name: bytes
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+    spread: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class UnlinkReply(_message.Message):
     __slots__ = ("inode", "links", "parent")
@@ -376,20 +418,22 @@ class UnlinkReply(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., links: _Optional[int] = ..., parent: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class RenameRequest(_message.Message):
-    __slots__ = ("change", "parent", "name", "new_parent", "new_name", "flags")
+    __slots__ = ("change", "parent", "name", "new_parent", "new_name", "flags", "spread")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEW_PARENT_FIELD_NUMBER: _ClassVar[int]
     NEW_NAME_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     change: Change
     parent: int
     name: bytes
     new_parent: int
     new_name: bytes
     flags: int
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., new_parent: _Optional[int] = ..., new_name: _Optional[bytes] = ..., flags: _Optional[int] = ...) -> None: ...
+    spread: bool
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., new_parent: _Optional[int] = ..., new_name: _Optional[bytes] = ..., flags: _Optional[int] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class RenameReply(_message.Message):
     __slots__ = ("replaced", "inode")
@@ -478,7 +522,7 @@ class ReserveReply(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class ListDirRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed")
+    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed", "spread")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +531,7 @@ class ListDirRequest(_message.Message):
     ATTRS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
@@ -495,7 +540,8 @@ class ListDirRequest(_message.Message):
     attrs: bool
     name: bytes
     packed: bool
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ..., packed: _Optional[bool] = ...) -> None: ...
+    spread: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ..., packed: _Optional[bool] = ..., spread: _Optional[bool] = ...) -> None: ...
 
 class DirEntry(_message.Message):
     __slots__ = ("name", "cursor", "inode", "kind", "attr", "promised")
@@ -514,16 +560,18 @@ class DirEntry(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ..., promised: _Optional[bool] = ...) -> None: ...
 
 class ListDirReply(_message.Message):
-    __slots__ = ("entries", "more", "lease_ms", "packed")
+    __slots__ = ("entries", "more", "lease_ms", "packed", "next")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[DirEntry]
     more: bool
     lease_ms: int
     packed: bytes
-    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., packed: _Optional[bytes] = ...) -> None: ...
+    next: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., packed: _Optional[bytes] = ..., next: _Optional[int] = ...) -> None: ...
 
 class StatFsRequest(_message.Message):
     __slots__ = ("session", "map_epoch")
@@ -1029,7 +1077,7 @@ class SpanRecord(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., put: _Optional[bool] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("id", "order", "keys", "looks", "ranges", "births", "identity", "authority")
+    __slots__ = ("id", "order", "keys", "looks", "ranges", "births", "identity", "authority", "named")
     ID_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -1038,6 +1086,7 @@ class HoldRequest(_message.Message):
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     id: SpanId
     order: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -1046,7 +1095,8 @@ class HoldRequest(_message.Message):
     births: _containers.RepeatedScalarFieldContainer[int]
     identity: int
     authority: bytes
-    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., order: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., looks: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[SpanRange, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., identity: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+    named: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., order: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., looks: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[SpanRange, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., identity: _Optional[int] = ..., authority: _Optional[bytes] = ..., named: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpanScan(_message.Message):
     __slots__ = ("pairs",)
@@ -1055,14 +1105,16 @@ class SpanScan(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...
 
 class HoldReply(_message.Message):
-    __slots__ = ("records", "scans", "births")
+    __slots__ = ("records", "scans", "births", "named")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     SCANS_FIELD_NUMBER: _ClassVar[int]
     BIRTHS_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     records: _containers.RepeatedCompositeFieldContainer[SpanRecord]
     scans: _containers.RepeatedCompositeFieldContainer[SpanScan]
     births: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, records: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ..., scans: _Optional[_Iterable[_Union[SpanScan, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ...) -> None: ...
+    named: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, records: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ..., scans: _Optional[_Iterable[_Union[SpanScan, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., named: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class SettleRequest(_message.Message):
     __slots__ = ("id", "decided", "effects", "authority")

@@ -63,6 +63,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_COLLECT: _ClassVar[Method]
     META_NAMES: _ClassVar[Method]
     META_FSCK_SUMS: _ClassVar[Method]
+    META_PARTS: _ClassVar[Method]
     META_SHIP: _ClassVar[Method]
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
@@ -135,6 +136,7 @@ META_STATUS: Method
 META_COLLECT: Method
 META_NAMES: Method
 META_FSCK_SUMS: Method
+META_PARTS: Method
 META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method
