@@ -22,11 +22,11 @@ from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.logic.lockranges import Span
 from nvpool.meta import records
-from nvpool.meta.changes.mend import to_lost, without_dangling
+from nvpool.meta.changes.mend import recounted, to_lost, without_dangling
 from nvpool.meta.gc import Collector
 from nvpool.meta.leases import Sessions
 from nvpool.meta.locks import Owner
-from nvpool.meta.parts import decode_part
+from nvpool.meta.parts import part_here
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.spanning.records import decode_decision, decode_held, id_of_key
 from nvpool.meta.view import Draft, View
@@ -40,8 +40,7 @@ NAMES, SUBDIRS, ENTRIES = range(3)
 _NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
 
 
-Mend = Callable[..., Draft]
-"""(view, now_ns=) -> Draft"""
+Mend = Callable[..., Draft]  # (view, now_ns=)
 
 
 class Problem(NamedTuple):
@@ -49,12 +48,6 @@ class Problem(NamedTuple):
     text: str
     repaired: bool
     inode: int = 0
-
-
-def _is_numbered(kind: int, key: bytes) -> bool:
-    number = records.inode_of_key(key)
-    longer = kind in (records.XATTR, records.LOCK)
-    return counter_of(number) > 0 and records.numbered_key(kind, number) == (key[:9] if longer else key)
 
 
 class Fsck:
@@ -112,7 +105,7 @@ class Fsck:
             for key, raw in pairs:
                 kind = records.kind_of(key) if len(key) > 1 else -1
                 check = self._checks.get(kind)
-                if check is None or kind in _NUMBERED and not _is_numbered(kind, key):
+                if check is None or kind in _NUMBERED and not records.is_numbered(kind, key):
                     self._lay_aside(key, raw, "a record under a key that is not known")
                     continue
                 try:
@@ -257,16 +250,11 @@ class Fsck:
     def _part(self, key: bytes, raw: bytes) -> None:
         """What is counted here counts with the directory's record, wherever that is."""
         try:
-            number, shard = records.part_of_key(key)
-            counts = decode_part(key, raw).counts
+            part = part_here(key, raw, self._view.shard)
+            self._sum(part.number, SUBDIRS, -part.counts.subdirectories)
+            self._sum(part.number, ENTRIES, -part.counts.entries)
         except CorruptRecord as error:
             self._lay_aside(key, raw, str(error))
-            return
-        if shard != self._view.shard:
-            self._lay_aside(key, raw, f"the part that shard {shard} has of directory {number}")
-            return
-        self._sum(number, SUBDIRS, -counts.subdirectories)
-        self._sum(number, ENTRIES, -counts.entries)
 
     def _dentry(self, key: bytes, raw: bytes) -> None:
         directory, name_hash, name = records.directory_of_key(key), key[HASH_AT:NAME_AT], key[NAME_AT:]
@@ -495,12 +483,9 @@ class Fsck:
         if not inode.is_directory:
             return
         if subdirs or entries:
-            def recount() -> list:
-                inode.links = max(inode.links + subdirs, 2) if inode.links else 0
-                inode.size = max(inode.size + entries, 0)
-                return [self._put(inode)]
             self._found("counts", f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
-                                  "counts", recount)
+                                  "counts",
+                        lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)))
         stray = self._strays.pop(number, None)
         if names < 0:
             self._found("inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None))

@@ -76,10 +76,18 @@ def decode_part(key: bytes, raw: bytes) -> Part:
     return part_of(number, shard, Counts(*counts), mode=mode, uid=uid, gid=gid, table=table, chunk_bits=chunk_bits, flags=flags)
 
 
+def part_here(key: bytes, raw: bytes, shard: int) -> Part:
+    """As `decode_part`, where the part is that shard's; else CorruptRecord."""
+    part = decode_part(key, raw)
+    if part.shard != shard:
+        raise CorruptRecord(f"shard {shard} has a part of directory {part.number} that belongs to shard {part.shard}")
+    return part
+
+
 def take_in(directory: Inode, counts: Counts) -> None:
-    """What a part says is in the directory's record from here on. Counts that damage has made impossible end at the least."""
-    directory.size = max(0, directory.size + counts.entries)
-    directory.links = max(2, directory.links + counts.subdirectories)
+    """What a part says is in the directory's record from here on. Only all parts together are a size."""
+    directory.size += counts.entries
+    directory.links += counts.subdirectories
     directory.mtime_ns = max(directory.mtime_ns, counts.mtime_ns)
     directory.ctime_ns = max(directory.ctime_ns, counts.ctime_ns)
     directory.change += counts.change

@@ -91,6 +91,12 @@ def directory_of_key(key: bytes) -> int:
     return int.from_bytes(key[2:HASH_AT], "big")
 
 
+def is_numbered(kind: int, key: bytes) -> bool:
+    """Whether it is a key of this kind, of an inode that can be."""
+    number = inode_of_key(key)
+    return bool(number & COUNTER_MASK) and numbered_key(kind, number) == (key[:9] if kind in (XATTR, LOCK) else key)
+
+
 def xattr_key(inode: int, name: bytes) -> bytes:
     return numbered_key(XATTR, inode) + name
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, StaleCursor
-from nvpool.base.ids import ROOT_INODE
+from nvpool.base.ids import ROOT_INODE, partition_of
 from nvpool.kv.contract import Kv
 from nvpool.meta import dump, records
 from nvpool.meta.fsck import Fsck, Mend, Problem
 from nvpool.meta.numbers import Numbers
+from nvpool.meta.parts import Counts, decode_part, take_in
 from nvpool.meta.view import View
 from nvpool.wire.sums import pack_sums, unpack_sums
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -183,6 +184,7 @@ class Load:
         self._inodes = 0
         self._counted: int | None = None
         self._bounds = records.Bounds(0, 0)
+        self._parts: dict[int, list[Counts]] = {}
         self.records = 0
 
     async def begin(self) -> None:
@@ -206,6 +208,10 @@ class Load:
             if key == records.IDENTITY_KEY:
                 found = records.decode_identity(raw)
                 self._identity = records.Identity(self._identity.shard, found.name_key, True)
+            elif records.is_part_key(key):
+                part = decode_part(key, raw)
+                if not self._view.is_elsewhere(partition_of(part.number)):
+                    self._parts.setdefault(part.number, []).append(part.counts)
             elif key == records.BOUNDS_KEY:
                 found_bounds = records.decode_bounds(raw)
                 self._bounds = records.Bounds(max(self._bounds.inode, found_bounds.inode),
@@ -232,9 +238,24 @@ class Load:
         counted = self._inodes if self._view.owners else self._counted
         if counted is not None:
             await self._apply([(records.COUNTS_KEY, records.encode_counts(counted))])
+        for number, parts in self._parts.items():
+            await self._take_parts(number, parts)
         await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
                            (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
         await self._kv.sync()
+
+    async def _take_parts(self, number: int, parts: list[Counts]) -> None:
+        """The directory begins undivided, however many shards the pool has now."""
+        key = records.inode_key(number)
+        raw = self._kv.get(key)
+        if raw is None:
+            return
+        directory = records.decode_inode(number, raw)
+        for counts in parts:
+            take_in(directory, counts)
+        directory.size, directory.links = max(0, directory.size), max(2, directory.links)
+        directory.flags &= ~records.DIVIDED
+        await self._apply([(key, records.encode_inode(directory))])
 
     async def _apply(self, effects: list) -> None:
         while self._kv.full:

@@ -302,13 +302,15 @@ class Draft:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
-    def take_parts(self, directory: Inode) -> None:
+    def take_parts(self, directory: Inode, at_least: bool = True) -> None:
         """All that shards keep of the directory goes into its record, which is to be changed: it is divided no more."""
         if not directory.flags & DIVIDED:
             return
         for part in self.view.parts_of(directory.number):
             parts.take_in(directory, part.counts)
             self.effects[records.part_key(directory.number, part.shard)] = None
+        if at_least:  # what damage has made impossible
+            directory.size, directory.links = max(0, directory.size), max(2, directory.links)
         directory.flags &= ~DIVIDED
         self.dirty[directory.number] = directory
 

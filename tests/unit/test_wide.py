@@ -16,6 +16,8 @@ from nvpool.logic.partition import partition_of_name
 from nvpool.meta import records
 from nvpool.meta.dump import line_of, record_of
 from nvpool.meta.parts import Counts, decode_part, encode_part, part_of
+from nvpool.sdk.checkup import Checkup, check_metadata
+from nvpool.sdk.dumpfile import dump, load
 from nvpool.testing.pool import LocalPool
 
 ME = Caller(1000, 1000)
@@ -331,3 +333,65 @@ def test_a_part_is_a_record_and_a_line_of_a_dump():
     for bad in (raw[:-1], b"\2" + raw[1:]):
         with pytest.raises(CorruptRecord):
             decode_part(key, bad)
+
+
+async def checked(wide: Wide, repair: bool = False) -> list[tuple[str, bool]]:
+    client = await wide.pool.client()
+    checkup = Checkup()
+    await check_metadata(client, checkup, repair=repair)
+    return [(problem.kind, problem.repaired) for problem in checkup.problems]
+
+
+def test_a_check_lays_the_parts_together_and_mends_counts_that_are_wrong():
+    async def main(wide: Wide) -> None:
+        for number in range(30):
+            await wide.make(b"%d" % number)
+        await wide.vfs.mkdir(wide.inode, b"directory", 0o755, ME)
+        assert await checked(wide) == []
+        shard = next(shard for shard in SHARDS if shard != wide.home)
+        key = records.part_key(wide.inode, shard)
+        part = decode_part(key, wide.pool.kvs[shard].get(key))
+        part.size -= 100
+        part.links += 1
+        wide.pool.kvs[shard].apply([(key, encode_part(part))])
+        assert await checked(wide) == [("counts", False)]
+        assert await checked(wide, repair=True) == [("counts", True)]
+        assert await checked(wide) == []
+        found = await wide.other.getattr(wide.inode)
+        assert (found.size, found.links) == (31, 3)
+        wide.pool.kvs[shard].apply([(records.part_key(wide.inode, 9), encode_part(part)), (key, b"nothing")])
+        assert await checked(wide, repair=True) == [("undecodable", True)] * 2
+        assert await checked(wide) == []
+    run(main)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_dump_keeps_it_wide_and_whole_in_a_pool_of_any_number_of_shards(tmp_path, shards):
+    path, made = str(tmp_path / "dump"), {}
+
+    async def dumped(wide: Wide) -> None:
+        for number in range(30):
+            made[b"%d" % number] = await wide.make(b"%d" % number)
+        await wide.vfs.mkdir(wide.inode, b"directory", 0o755, ME)
+        assert wide.parts()
+        await dump(await wide.pool.client(), path)
+
+    async def loaded() -> None:
+        wide = Wide(shards=shards)
+        async with wide.pool:
+            await load(await wide.pool.client(), path)
+            wide.vfs = wide.other = (await wide.pool.client("first", OPTIONS)).vfs
+            wide.inode = (await wide.vfs.lookup(ROOT_INODE, b"wide")).inode
+            found = await wide.vfs.getattr(wide.inode)
+            assert (found.size, found.links) == (31, 3)
+            assert await checked(wide) == []
+            assert (await wide.names()).items() > made.items()
+            for name in made:
+                await wide.vfs.unlink(wide.inode, name, ME)
+            await wide.vfs.rmdir(wide.inode, b"directory", ME)
+            assert await checked(wide) == []
+            await wide.vfs.rmdir(ROOT_INODE, b"wide", ME)
+            await wide.quiet()
+
+    run(dumped)
+    asyncio.run(loaded())

@@ -9,6 +9,7 @@ from nvpool.base.errors import InvalidRequest, NotFound
 from nvpool.base.ids import ROOT_INODE
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
+from nvpool.meta.parts import Part
 from nvpool.meta.records import Inode
 from nvpool.meta.view import Draft, View
 
@@ -51,7 +52,7 @@ def _lost_and_found(draft: Draft) -> Inode:
     partition, name_hash, key = draft.view.place(root, LOST_AND_FOUND)
     raw = draft.view.get(key)
     if raw is not None:
-        return draft.entered(records.decode_dentry(partition, raw)[0])
+        return draft.entered_holder(records.decode_dentry(partition, raw)[0])
     lost = draft.birth(partition_of_directory(name_hash), mode=0o40700, links=2, parent=ROOT_INODE)
     draft.effects[key] = records.encode_dentry(partition, lost.number, 4)
     root.size += 1
@@ -70,11 +71,24 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
     if view.record(records.inode_key(number)) is not None:
         raise InvalidRequest(f"inode {number} is there")
     draft.effects[key] = None
-    directory = draft.directory(records.directory_of_key(key))
-    directory.size = max(0, directory.size - 1)
+    directory = draft.holder(records.directory_of_key(key))
+    whole = not isinstance(directory, Part)
+    directory.size = max(0, directory.size - 1) if whole else directory.size - 1
     if raw[0] & 15 == 4:
         directory.links = max(2, directory.links - 1)
     draft.stamp(directory, content=True)
+    return draft
+
+
+def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) -> Draft:
+    """A directory has so many subdirectories and entries more than it counts."""
+    draft = Draft(view, now_ns)
+    directory = draft.directory(number)
+    draft.take_parts(directory, at_least=False)
+    directory.links = max(directory.links + subdirs, 2) if directory.links else 0
+    directory.size = max(directory.size + entries, 0)
+    directory.change += 1
+    draft.dirty[number] = directory
     return draft
 
 
