@@ -21,16 +21,17 @@ examples:
   nvpool dir show /srv/pool:/scratch
   nvpool dir set /srv/pool:/scratch --replicas 1
   nvpool dir set /srv/pool:/models --replicas 3 --chunk-size 4M
+  nvpool dir set /srv/pool:/samples --wide
 """)
 def directory() -> None:
-    """Say how many replicas new files of a directory have, and how large their chunks are."""
+    """Say how many replicas new files of a directory have, how large their chunks are, and how its names are spread."""
 
 
 place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
 
 
 @directory.command(epilog="""\b
---json prints one object: path, inode, replicas, chunk_bytes
+--json prints one object: path, inode, replicas, chunk_bytes, wide
 
 \b
 example: nvpool dir show /srv/pool:/models
@@ -61,7 +62,10 @@ async def _directory_at(client, place: Place):
 
 def _told(place: Place, attr) -> dict[str, Any]:
     import os
-    return {"path": os.fsdecode(place.path), "inode": attr.inode, "replicas": attr.table, "chunk_bytes": 1 << attr.chunk_bits}
+
+    from nvpool.client.cache import WIDE_FLAG
+    return {"path": os.fsdecode(place.path), "inode": attr.inode, "replicas": attr.table, "chunk_bytes": 1 << attr.chunk_bits,
+            "wide": bool(attr.flags & WIDE_FLAG)}
 
 
 def _show(place: Place, found: dict[str, Any], as_json: bool) -> None:
@@ -69,7 +73,7 @@ def _show(place: Place, found: dict[str, Any], as_json: bool) -> None:
         print_json(found)
     else:
         click.echo(f"{place}: new files have {found['replicas']} replica{'' if found['replicas'] == 1 else 's'}, in chunks of "
-                   f"{format_bytes(found['chunk_bytes'])}")
+                   f"{format_bytes(found['chunk_bytes'])}{'; it is wide' if found['wide'] else ''}")
 
 
 @directory.command("set", epilog="""\b
@@ -84,19 +88,21 @@ examples:
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
                                                             "node).")
 @click.option("--chunk-size", type=Size(), default=0, help="A power of two from 64K to 16M.")
+@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, where there will be very many. It "
+                                            "has to be empty, and stays wide; directories in it are not.")
 @json_option
-def set_(place: Place, replicas: int | None, chunk_size: int, as_json: bool) -> None:
+def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
     """Set what files and directories that are made in a directory from now on get. Directories hand it down.
 
     What is there already stays as it is: copy it to give it new chunks. The first directory with a replica count that the
     pool does not have yet is set on a node of the pool, since that changes the pool.
     """
-    if not replicas and not chunk_size:
-        raise click.UsageError("say --replicas, --chunk-size or both")
-    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size)), as_json)
+    if not replicas and not chunk_size and not wide:
+        raise click.UsageError("say --replicas, --chunk-size or --wide")
+    _show(place, asyncio.run(_set(place, replicas or 0, chunk_size, wide)), as_json)
 
 
-async def _set(place: Place, replicas: int, chunk_bytes: int) -> dict[str, Any]:
+async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
     from nvpool.cli.place import session
     from nvpool.cli.reach import change
     from nvpool.client.vfs import Caller
@@ -109,7 +115,10 @@ async def _set(place: Place, replicas: int, chunk_bytes: int) -> dict[str, Any]:
             await change(place.pool, "replicas", {"replicas": replicas})
         if replicas:
             await _chains_of(client, replicas)
-        attr = await client.vfs.hand_down(attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes)
+        if wide:
+            attr = await client.vfs.spread(attr.inode, Caller(0, 0))
+        if replicas or chunk_bytes:
+            attr = await client.vfs.hand_down(attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes)
         return _told(place, attr)
 
 

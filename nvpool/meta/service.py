@@ -104,7 +104,7 @@ class MetaService(Answers, SessionAnswers):
             self._state = "loading"
         else:
             await self._take_up()
-        for work in (self._run_leases(), self._run_collector(), self._run_sweeps()):
+        for work in (self._run_leases(), self._run_parts(), self._run_collector(), self._run_sweeps()):
             self._own(work)
 
     def _assemble(self) -> records.Identity:

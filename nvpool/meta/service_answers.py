@@ -6,12 +6,15 @@ The other half of `meta/service`, which owns all that is used here. In steps whe
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
-from nvpool.base.errors import Busy, InUse, InvalidRequest
-from nvpool.meta import queries
+from nvpool.base.errors import Busy, InUse, InvalidRequest, NvpoolError
+from nvpool.meta import queries, records
+from nvpool.meta.changes.mend import undivided
 from nvpool.meta.fsck import Fsck
 from nvpool.meta.identity import has_root, take_identity
 from nvpool.meta.listing import attributes, listing
@@ -19,6 +22,9 @@ from nvpool.meta.spanning.holds import Held
 from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step, settle_sums
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
+
+PARTS_AT_ONCE, PARTS_COUNTED_MAX = 100, 1000
+_log = logging.getLogger(__name__)
 
 
 class Answers:
@@ -45,6 +51,18 @@ class Answers:
         request = pb.PartsRequest.FromString(call.message)
         self._sessions.get(request.session)
         call.reply(queries.parts(self._view, request).SerializeToString())
+
+    async def _run_parts(self) -> None:
+        """A shard without partitions is to leave the pool, as soon as it keeps nothing of other shards' directories."""
+        while True:
+            await asyncio.sleep(self._options.tick_s)
+            if self._state != "serving" or not self._view.owners or self._shard in self._view.owners:
+                continue
+            for key, _ in self._kv.scan(*records.part_range(), PARTS_AT_ONCE):
+                try:
+                    await self._mend(partial(undivided, number=records.part_of_key(key)[0]))
+                except NvpoolError as error:
+                    _log.info("a part of a directory can not be given back yet: %s", error)
 
     def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
         reply = next(steps)
@@ -162,7 +180,7 @@ class Answers:
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
                             open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
                             **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(),
-                            **self._moving.counters())
+                            **self._moving.counters(), parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())

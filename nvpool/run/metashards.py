@@ -150,7 +150,7 @@ class MetaShards:
         reply = await self._dialer.call(shard.endpoints, wire_pb2.META_STATUS, request,
                                         deadline_s=self._clock.boottime_s() + ASK_S)
         status = meta_pb2.MetaStatusReply.FromString(bytes(reply.message))
-        if status.state != "serving" or any(status.counters[name] for name in ("spans_to_tell", "held", "cutting")):
+        if status.state != "serving" or any(status.counters[name] for name in ("spans_to_tell", "held", "cutting", "parts")):
             return False
         return not status.sessions or empty_s > EMPTY_S
 

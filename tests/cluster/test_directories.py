@@ -37,7 +37,7 @@ def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_dow
     said = nvpool("dir", "set", f"{pool.path}:/safe", "--replicas", "2", "--chunk-size", "256K", "--json")
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout) == {"path": "/safe", "inode": client.stat("/safe").st_ino, "replicas": 2,
-                                       "chunk_bytes": 256 * KIB}
+                                       "chunk_bytes": 256 * KIB, "wide": False}
     assert [table.id for table in pool.pool_map.tables] == [1, 2]
     client.mkdir("/safe/below")
     content = os.urandom(2_000_000)

@@ -5,7 +5,7 @@ Each looks again at what was found, and changes nothing where it is not so any m
 
 from __future__ import annotations
 
-from nvpool.base.errors import InvalidRequest, NotFound
+from nvpool.base.errors import DirectoryGone, InvalidRequest, NotFound
 from nvpool.base.ids import ROOT_INODE
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
@@ -89,6 +89,17 @@ def recounted(view: View, number: int, subdirs: int, entries: int, now_ns: int) 
     directory.size = max(directory.size + entries, 0)
     directory.change += 1
     draft.dirty[number] = directory
+    return draft
+
+
+def undivided(view: View, number: int, now_ns: int) -> Draft:
+    """What shards keep of a wide directory goes into its record; our part is gone after it in any case."""
+    draft = Draft(view, now_ns)
+    draft.effects[records.part_key(number, view.shard)] = None
+    try:
+        draft.take_parts(draft.directory(number))
+    except DirectoryGone:
+        pass
     return draft
 
 
