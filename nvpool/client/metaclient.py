@@ -71,8 +71,7 @@ class MetaClient:
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.on_restart: Callable[[int], None] = lambda shard: None
         """Called when a shard is found to have begun anew, before it is believed again."""
-        self.name_hash: Callable[[int, bytes], bytes] | None = None
-        """By which the names of wide directories are spread; known with the first session."""
+        self.name_hash: Callable[[int, bytes], bytes] | None = None  # in wide directories; known with the first session
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
         """Told of inodes on which leases have ended, which others are going to change."""
