@@ -208,8 +208,10 @@ class Sessions:
             else:
                 self.check_room(session)
                 self.open(session, inode)
-        if named:
-            session.brought.clear()
+        for inode in inodes if named else ():
+            session.brought.pop(inode, None)
+        if not inodes:
+            session.brought.clear()  # it has had its time; what it opens from here on counts
 
     def forget(self, partitions: frozenset[int]) -> None:
         """What is open in these partitions is another shard's to know."""
