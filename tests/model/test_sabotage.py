@@ -12,6 +12,7 @@ from nvpool.client import flushing
 from nvpool.cluster import embedded
 from nvpool.kv import shipping
 from nvpool.meta import gate, records
+from nvpool.meta.spanning import holds, participant
 from nvpool.store import chain, resync, service, tenure
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.testing.sim import members, naming, works
@@ -123,3 +124,14 @@ def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
 
     monkeypatch.setattr(MemoryChunkStore, "_read", read)
     assert found(range(1, 13), replicas=2, kinds={"rot": 1}, only=(works.Blocks,))
+
+
+def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
+    monkeypatch.setattr(participant.Participant, "end",
+                        lambda self, span, effects, before=participant.Participant.end: before(self, span, []))
+    assert found(range(1, 13), shards=2, kinds={"kill": 1}, only=(naming.Naming,))
+
+
+def test_a_shard_that_shows_what_a_change_holds(monkeypatch):
+    monkeypatch.setattr(holds.Holds, "of", lambda self, key: None)
+    assert found(range(1, 13), shards=2, kinds={"cut": 1}, only=(naming.Naming,))

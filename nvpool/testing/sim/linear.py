@@ -124,6 +124,10 @@ def _register_step(value: Hashable, access: Access) -> Iterable[Hashable]:
     return (value,) if value == access.value else ()
 
 
+NOT_LOOKED_AT = -1
+"""Links of what was found: where name and file are of two shards, they are asked one after the other."""
+
+
 class NameCall(NamedTuple):
     """One call that concerns names of a directory. `outcome`: "ok", "exists", "missing", or None where nobody knows whether it
     was done (then end = inf). `inode`: which one was made, is linked, or was found with so many `links`."""
@@ -178,8 +182,9 @@ def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]
                 and all(its != call.inode for its in there.values()):
             names = _bound(names, inode, call.inode)
             inode, there = call.inode, dict(names)
-        fits = call.outcome == ("missing" if inode is None else "ok") and (inode is None or (inode, list(
-            there.values()).count(inode)) == (call.inode, call.links))
+        count = list(there.values()).count(inode)
+        fits = call.outcome == "missing" if inode is None else \
+            call.outcome == "ok" and inode == call.inode and call.links in (count, NOT_LOOKED_AT)
         return (names,) if fits else ()
     if call.kind == "create":  # O_EXCL
         expected, after = ("exists", names) if inode is not None else ("ok", names | {(call.name, call.inode)})

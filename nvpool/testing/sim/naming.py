@@ -13,22 +13,24 @@ from math import inf
 from nvpool.base.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolError, Refused
 from nvpool.client.session import Client
 from nvpool.client.vfs import RENAME_NOREPLACE
-from nvpool.testing.sim.linear import NameCall, Names, names_problems, without_what_was_seen_too_early
+from nvpool.testing.sim.linear import NOT_LOOKED_AT, NameCall, Names, names_problems, without_what_was_seen_too_early
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.works import CALLER, ROOT, Act, Work, Worker
 
-NAMES = [b"a", b"b", b"c"]
+NAMES = [b"0a", b"0b", b"1a", b"1b"]
+"""Each in the first or in the second of two directories, which may be two shards'."""
 CALLS_PER_DIRECTORY = 21
 KINDS = {"create": 4, "unlink": 2, "rename": 1, "replace": 2, "link": 2, "lookup": 3}
 
 
 class Naming(Work):
-    """In turn all clients work in the newest directory, until it has seen enough calls."""
+    """In turn all clients work in the newest two directories, until these have seen enough calls."""
 
-    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
+    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], one_shard: bool) -> None:
         super().__init__(loop, done, losses)
-        self._directories: list[tuple[int, list[NameCall]]] = []
-        self._final: dict[int, Names] = {}
+        self._one_shard = one_shard
+        self._pairs: list[tuple[list[int], list[NameCall]]] = []
+        self._final: list[Names] = []
         self._tries = 0
         self._releasing: set[asyncio.Task] = set()
 
@@ -37,12 +39,12 @@ class Naming(Work):
 
     async def _act(self, worker: Worker) -> None:
         vfs, chance = worker.client.vfs, worker.chance
-        if not self._directories or len(self._directories[-1][1]) >= CALLS_PER_DIRECTORY:
+        if not self._pairs or len(self._pairs[-1][1]) >= CALLS_PER_DIRECTORY:
             self._tries += 1
-            made = await vfs.mkdir(ROOT, b"d%d-%d" % (len(self._directories), self._tries), 0o755, CALLER)
-            self._directories.append((made.inode, []))
+            made = [(await vfs.mkdir(ROOT, b"d%d-%d" % (self._tries, number), 0o755, CALLER)).inode for number in range(2)]
+            self._pairs.append((made, []))
             return
-        directory, history = self._directories[-1]
+        directories, history = self._pairs[-1]
         kind, (name, other) = chance.choices(list(KINDS), list(KINDS.values()))[0], chance.sample(NAMES, 2)
         known = sorted({call.inode for call in history if call.inode})
         inode = chance.choice(known) if kind == "link" and known else 0
@@ -51,20 +53,21 @@ class Naming(Work):
         begin, place = self._loop.time(), len(history)
         history.append(NameCall(kind, name, other, None, begin, inf, worker.name, inode))
         links, outcome = 0, "ok"
+        place_of, place_of_other = (directories[name[0] - 48], name), (directories[other[0] - 48], other)
         try:
             if kind == "create":
-                attr, made = await vfs.create(directory, name, 0o644, os.O_RDWR | os.O_EXCL, CALLER)
+                attr, made = await vfs.create(*place_of, 0o644, os.O_RDWR | os.O_EXCL, CALLER)
                 inode = attr.inode
                 self._release(worker.client, made)
             elif kind == "link":
-                await vfs.link(inode, directory, name, CALLER)
+                await vfs.link(inode, *place_of, CALLER)
             elif kind == "unlink":
-                await vfs.unlink(directory, name, CALLER)
+                await vfs.unlink(*place_of, CALLER)
             elif kind == "lookup":
-                attr = await vfs.look(directory, name)
-                inode, links = attr.inode, attr.links
+                attr = await vfs.look(*place_of)
+                inode, links = attr.inode, attr.links if self._one_shard else NOT_LOOKED_AT
             else:
-                await vfs.rename(directory, name, directory, other, RENAME_NOREPLACE if kind == "rename" else 0, CALLER)
+                await vfs.rename(*place_of, *place_of_other, RENAME_NOREPLACE if kind == "rename" else 0, CALLER)
         except AlreadyExists:
             outcome = "exists"
         except NotFound:
@@ -84,15 +87,15 @@ class Naming(Work):
         task.add_done_callback(self._releasing.discard)
 
     async def look(self, judge: Worker) -> None:
-        for directory, _ in self._directories:
+        for directories, _ in self._pairs:
             there = set()
             for name in NAMES:
                 with contextlib.suppress(NotFound):
-                    there.add((name, (await judge.client.vfs.look(directory, name)).inode))
-            self._final[directory] = frozenset(there)
+                    there.add((name, (await judge.client.vfs.look(directories[name[0] - 48], name)).inode))
+            self._final.append(frozenset(there))
 
     def problems(self) -> list[str]:
-        return [f"directory {directory:#x}: {problem}" for directory, history in self._directories
+        return [f"directories {directories[0]:#x} and {directories[1]:#x}: {problem}"
+                for (directories, history), final in zip(self._pairs, self._final, strict=True)
                 for problem in names_problems(without_what_was_seen_too_early(
-                    history, self._losses, lambda call: call.kind != "lookup" and call.outcome in ("ok", None)),
-                    self._final[directory])]
+                    history, self._losses, lambda call: call.kind != "lookup" and call.outcome in ("ok", None)), final)]

@@ -31,7 +31,6 @@ from nvpool.logic.poolmap import (
     MAP_FORMAT,
     Drive,
     Node,
-    PartitionRange,
     PoolMap,
     Settings,
     Shard,
@@ -40,7 +39,7 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
-from nvpool.logic.shards import endpoints_of, node_and_path, process_name
+from nvpool.logic.shards import dealt, endpoints_of, node_and_path, process_name
 from nvpool.logic.transitions import restarted
 from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.options import MetaOptions
@@ -59,7 +58,6 @@ from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
-SHARD = 1
 CHUNK_BYTES = 64 * 1024
 MANAGER = ("inproc://manager",)
 FOLLOW_S = 2.0
@@ -82,7 +80,7 @@ class SimPool:
     of their own. Use as an async context."""
 
     def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1, standbys: int = 0,
-                 options: ClientOptions | None = None, durability: str = "interval") -> None:
+                 shards: int = 1, options: ClientOptions | None = None, durability: str = "interval") -> None:
         self.loop = loop
         self.seed = seed
         self.replicas = replicas
@@ -99,10 +97,10 @@ class SimPool:
         self._durability = durability
         memory = Path("/dev/shm")
         self._directory = Path(tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None))
-        self.drives = {(SHARD, member): MemberDrive(self._directory / process_name(SHARD, member))
-                       for member in range(standbys + 1)}
+        self.drives = {(shard, member): MemberDrive(self._directory / process_name(shard, member))
+                       for shard in range(1, shards + 1) for member in range(standbys + 1)}
         self.map_kv = MemoryKv()
-        self.first_map = self._first_map(targets, standbys)
+        self.first_map = self._first_map(targets, standbys, shards)
         self._starting: dict[str, asyncio.Task] = {}
         self._burials: dict[str, asyncio.Task] = {}
         self._keeper: ShardKeeper | None = None
@@ -121,19 +119,21 @@ class SimPool:
         self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False)
         loop.set_exception_handler(self._went_wrong)
 
-    def _first_map(self, count: int, standbys: int) -> PoolMap:
+    def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
         nodes = tuple(Node(number, f"node-{number}", f"host-{number}", MANAGER) for number in range(1, count + 1))
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
         targets = tuple(Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
                         for number in range(1, count + 1))
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
-        shard = Shard(SHARD, 1, (f"inproc://{process_name(SHARD, 0)}",), standbys=tuple(
-            Standby(member, member % count + 1, (f"inproc://{process_name(SHARD, member)}",), "syncing")
-            for member in range(1, standbys + 1)))
+        def place(shard: int, member: int) -> tuple[int, tuple[str, ...]]:
+            return (shard + member - 1) % count + 1, (f"inproc://{process_name(shard, member)}",)
+
+        all_shards = tuple(Shard(shard, *place(shard, 0), standbys=tuple(
+            Standby(member, *place(shard, member), "syncing") for member in range(1, standbys + 1)))
+            for shard in range(1, shards + 1))
         return PoolMap(format=MAP_FORMAT, pool_id="simulated", name="simulated", epoch=1,
                        settings=Settings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
-                       tables=tables, shards=(shard,),
-                       partitions=(PartitionRange(0, 4096, SHARD),))
+                       tables=tables, shards=all_shards, partitions=dealt(shards))
 
     @property
     def pool_map(self) -> PoolMap:

@@ -39,11 +39,11 @@ COUNTED = ("writes", "reads", "cuts_made", "names", "sizes", "appends", "locks",
 
 
 class Scenario:
-    """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `only` (names of works): chosen by the seed where they
-    are not given."""
+    """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards`, `only` (kinds of work): chosen by the seed
+    where they are not given."""
 
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3, replicas: int | None = None,
-                 standbys: int | None = None, kinds: dict[str, int] | None = None, of: str = "",
+                 standbys: int | None = None, shards: int | None = None, kinds: dict[str, int] | None = None, of: str = "",
                  only: tuple[type[Work], ...] = ()) -> None:
         self._loop = loop
         self._seed = seed
@@ -54,14 +54,16 @@ class Scenario:
         targets, members = replicas + chance.choice((0, 1, 2)), chance.choice((0, 1, 1, 2))
         kinds = kinds or chance.choices((KINDS, KINDS_WITH_POWER, KINDS_WITH_FULL, KINDS_OF_ROT if replicas > 1 else KINDS),
                                         (10, 5, 2, 1))[0]
+        shards = chance.choice((1, 1, 2, 3)) if shards is None else shards
         self._pool = SimPool(loop, str(seed), targets=targets, replicas=replicas, options=OPTIONS,
                              standbys=members if standbys is None else standbys,
-                             durability="always" if "power" in kinds else "interval")
+                             shards=shards, durability="always" if "power" in kinds else "interval")
         self._aim = kinds, of
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
         told = loop, self.done, self._pool.power_losses
-        works = [Blocks(*told, cuts=chance.random() < 0.5), Naming(*told), Sizes(*told), Appends(*told), Locks(*told)]
+        works = [Blocks(*told, cuts=chance.random() < 0.5), Naming(*told, shards == 1), Sizes(*told), Appends(*told),
+                 Locks(*told)]
         self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
