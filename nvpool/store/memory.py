@@ -261,7 +261,7 @@ class MemoryChunkStore:
                       if (left := self._without(block, number, first, last))}
             if any(first < (number + 1) * BLOCK_BYTES and number * BLOCK_BYTES < last for number in chunk.blocks):
                 self._used -= len(chunk.blocks) - len(blocks)
-                self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version))
+                self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
         self._inodes[inode] = cut, floor
         self._forget_bad()
         await self.flush()

@@ -236,7 +236,8 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
                 # Zeros already, or damaged: another replica, where it is not, has changed it and counts that.
                 segments = [(0, store.index.segment(chunk, 0), 0, 0)]
             if segments:
-                head = Head(after_cut(version), chunk.cut, chunk.requests, chunk.table)
+                # Under this number from here on: a repetition, which some replicas get, must not count once more.
+                head = Head(after_cut(version), number, chunk.requests, chunk.table)
                 store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:
