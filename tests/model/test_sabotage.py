@@ -17,6 +17,7 @@ from nvpool.store import chain, resync, service, tenure
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.testing.sim import members, naming, works
 from nvpool.testing.sim import pool as sim_pool
+from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
 
 
@@ -41,7 +42,7 @@ def test_a_store_that_forgets_what_it_said_was_flushed(monkeypatch):
 
     monkeypatch.setattr(sim_pool, "MemoryChunkStore", Forgetful)
     monkeypatch.setattr(sim_pool.SimPool, "_died", died)
-    assert found(range(1, 13), replicas=1)
+    assert found(range(1, 41), replicas=1)
 
 
 def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
@@ -50,17 +51,17 @@ def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
         member._options.engine.floor._drive.lose_power(random.Random(1))
 
     monkeypatch.setattr(sim_pool, "bury", bury)
-    assert found(range(1, 13), standbys=0, kinds={"kill": 1}, of="meta")
+    assert found(range(1, 41), standbys=0, kinds={"kill": 1}, of="meta")
 
 
 def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
     monkeypatch.setattr(gate.Gate, "open", lambda self: not self.closed)
-    assert found(range(1, 13), standbys=1, kinds={"stop_asked": 1}, of="meta")
+    assert found(range(1, 41), standbys=1, kinds={"stop_asked": 1}, of="meta")
 
 
 def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
     monkeypatch.setattr(tenure.Tenure, "holds", lambda self: True)
-    assert found(range(1, 13), replicas=2, kinds={"isolate": 1}, of="target")
+    assert found(range(1, 41), replicas=2, kinds={"isolate": 1}, of="target")
 
 
 def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
@@ -70,20 +71,21 @@ def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
         self._settle()
 
     monkeypatch.setattr(shipping.Shipping, "_ship", ship)
-    assert found(range(1, 13), standbys=1, kinds={"fade": 1}, of="meta")
+    assert found(range(1, 41), standbys=1, kinds={"fade": 1}, of="meta")
 
 
 def test_a_slot_whose_record_is_not_kept(monkeypatch):
     monkeypatch.setattr(records, "encode_slot",
                         lambda sequence, waits_for, answer, before=records.encode_slot: before(0, waits_for, answer))
-    assert found(range(1, 13), standbys=0, kinds={"die": 1}, of="meta")
+    assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
 
 def test_a_store_that_does_not_compare_epochs(monkeypatch):
     monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
     monkeypatch.setattr(chain, "judge", lambda place, held, offer, before=chain.judge:
                         before(place, held, offer._replace(epoch=place.epoch) if place is not None else offer))
-    assert found(range(1, 13), replicas=2, of="target")
+    assert found(range(1, 41), replicas=2, standbys=0, shards=1, kinds=KINDS, of="target", only=(works.Blocks,), clients=6,
+                 seconds=60.0)
 
 
 def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
@@ -92,7 +94,7 @@ def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
         return copies[1:], removals
 
     monkeypatch.setattr(resync, "_differing", differing)
-    assert found(range(1, 13), replicas=2, of="target")
+    assert found(range(1, 41), replicas=2, of="target")
 
 
 def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch):
@@ -104,17 +106,17 @@ def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch
                 pass  # and tries the same map as the next one
 
     monkeypatch.setattr(embedded.EmbeddedCoordinator, "replace", replaced)
-    assert found(range(1, 13), standbys=2, replicas=2, kinds={"kill_node": 1})
+    assert found(range(1, 41), standbys=2, replicas=2, kinds={"kill_node": 1})
 
 
 def test_an_fsync_that_does_not_compare_verifiers(monkeypatch):
     monkeypatch.setattr(flushing.Flushing, "_lost", lambda self, chains, told, epoch: set())
-    assert found(range(1, 13), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
+    assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
 
 
 def test_an_engine_that_answers_before_it_has_synced(monkeypatch):
     monkeypatch.setattr(members._Journal, "sync_file", lambda self, descriptor: None)
-    assert found(range(1, 13), standbys=0, kinds={"power": 1}, only=(naming.Naming,))
+    assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(naming.Naming,))
 
 
 def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
@@ -123,15 +125,15 @@ def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
         return [(block, crc32c(block)) for block, _ in blocks], version
 
     monkeypatch.setattr(MemoryChunkStore, "_read", read)
-    assert found(range(1, 13), replicas=2, kinds={"rot": 1}, only=(works.Blocks,))
+    assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(works.Blocks,))
 
 
 def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
     monkeypatch.setattr(participant.Participant, "end",
                         lambda self, span, effects, before=participant.Participant.end: before(self, span, []))
-    assert found(range(1, 13), shards=2, kinds={"kill": 1}, only=(naming.Naming,))
+    assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(naming.Naming,))
 
 
 def test_a_shard_that_shows_what_a_change_holds(monkeypatch):
     monkeypatch.setattr(holds.Holds, "of", lambda self, key: None)
-    assert found(range(1, 13), shards=2, kinds={"cut": 1}, only=(naming.Naming,))
+    assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(naming.Naming,))
