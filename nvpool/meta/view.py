@@ -65,6 +65,8 @@ class View:
         self.inode_count = 0
         self.serves: Callable[[int], bool] = lambda partition: True
         """Whether what is here of the partition is ours, and not on its way to another shard."""
+        self.check_partition: Callable[[int], None] = lambda partition: None
+        """Raises where records of the partition are here and can not be read or written by requests: see Ranges."""
         self.cutting: dict[int, Any] = {}
         """Inodes whose truncation is decided and not yet done by all targets."""
         self.owners: tuple[int, ...] = ()
@@ -329,6 +331,7 @@ class Draft:
         if view.owners and view.is_elsewhere(partition):
             number = view.number_of_birth(partition)  # who holds it there counts it, too
         else:
+            view.check_partition(partition)  # nothing of it has been read: who makes a directory chooses any
             number = inode_number(partition, view.next_number)
             self.born = True
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)

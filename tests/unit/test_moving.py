@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from nvpool.base.ids import ROOT_INODE
+from nvpool.base.ids import ROOT_INODE, partition_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.logic import moves
 from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
+from nvpool.logic.partition import partition_of_directory
+from nvpool.meta.records import partition_of_key, prefix
 from nvpool.testing.pool import LocalPool
 
 ME = Caller(1000, 1000)
@@ -177,6 +179,26 @@ def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
         assert not waiting.done()
         await vfs.setlk(mine, 1, 0, 9, UNLOCKED, 1)
         await asyncio.wait_for(waiting, WAIT_S)
+    run(main)
+
+
+def test_a_directory_is_not_born_in_a_partition_that_is_closed():
+    """Its partition is chosen by its name, and nothing of it is read before."""
+    async def main(moving: Moving) -> None:
+        vfs, meta = moving.vfs, moving.pool.metas[1]
+        await vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
+        used = {partition_of_key(key) for key, _ in moving.pool.kvs[1].scan(prefix(0, 0), prefix(4096, 0), 1000)}
+        name, partition = next((name, partition) for name in map(str.encode, map(str, range(10_000))) if (
+            partition := partition_of_directory(meta._view.name_hash(ROOT_INODE, name))) not in used)
+        meta._ranges.close((partition,))
+        making = asyncio.create_task(vfs.mkdir(ROOT_INODE, name, 0o755, ME))
+        async with asyncio.timeout(WAIT_S):
+            while not meta._waits.tasks and not making.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not making.done() and not moving.pool.kvs[1].scan(prefix(partition, 0), prefix(partition + 1, 0), 1)
+        meta._ranges.open((partition,))
+        made = await asyncio.wait_for(making, WAIT_S)
+        assert partition_of(made.inode) == partition
     run(main)
 
 

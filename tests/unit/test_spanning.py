@@ -8,12 +8,17 @@ import stat
 
 import pytest
 
-from nvpool.base.errors import AlreadyExists, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
-from nvpool.base.ids import ROOT_INODE
+from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
+from nvpool.base.ids import ROOT_INODE, inode_number
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
+from nvpool.meta import records
+from nvpool.meta.spanning import participant
+from nvpool.meta.spanning.peers import id_message
+from nvpool.meta.spanning.records import SpanId, partition_of_held
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1 import meta_pb2 as pb
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -269,4 +274,42 @@ def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
         await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
         await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
         assert inode in told["second"] and inode not in told["first"]
+    run(main)
+
+
+def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):
+    """What is held when nothing was held there any more would stay behind, and what is decided about it be lost."""
+    async def main(names: Names) -> None:
+        await names.quiet()
+        meta = names.pool.metas[3]
+        holds, hold = meta._spanning.holds, meta._spanning.participant.hold
+        ours = [partition for partition in range(4096) if not meta._view.is_elsewhere(partition)]
+        going, staying = ours[:2], ours[2:4]
+
+        def request(number: int, partition: int) -> pb.HoldRequest:
+            return pb.HoldRequest(id=id_message(SpanId(1, 7, number)), order=number,
+                                  keys=[records.inode_key(inode_number(partition, number))])
+
+        await hold(request(1, staying[0]))
+        await hold(request(2, going[0]))
+        meta._ranges.close(going)
+        quiet = asyncio.create_task(holds.quiet(frozenset(going)))
+        with pytest.raises(Busy):
+            await hold(request(1, going[0]))
+        await hold(request(2, going[1]))
+        await hold(request(1, staying[1]))
+        assert not quiet.done() and len(holds.by_span) == 2
+        meta._spanning.participant.end(SpanId(1, 7, 2), [])
+        await asyncio.wait_for(quiet, 60)
+        with pytest.raises(Busy):
+            await hold(request(1, going[1]))
+        assert not any(partition_of_held(key) in going for one in holds.by_span.values() for key in one.keys)
+        another = asyncio.create_task(hold(request(3, going[1])))
+        await asyncio.sleep(0)
+        meta._ranges.open(going)
+        await asyncio.wait_for(another, 60)
+        await hold(request(1, going[0]))
+        for number in (1, 3):
+            meta._spanning.participant.end(SpanId(1, 7, number), [])
+    monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # the coordinator of these knows nothing of them
     run(main)

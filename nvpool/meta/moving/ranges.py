@@ -44,7 +44,7 @@ class Ranges:
         """Of which records are here that are not ours: coming, or gone."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
         self.changed: Callable[[], None] = lambda: None
-        view.serves, view.snapshot = self.serves, self.snapshot
+        view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
 
     def check(self, key: bytes) -> None:
         """Held, WrongShard; Unavailable where the map says already that we have what is coming."""

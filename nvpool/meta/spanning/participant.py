@@ -76,13 +76,16 @@ class Participant:
             hold.since_s -= ASK_AFTER_S
 
     async def hold(self, request: pb.HoldRequest) -> pb.HoldReply:
-        """Busy: an older change has one of the records. WrongShard: one of them is not ours. NoSpace, Fenced."""
+        """Busy: an older change has one of the records, or it is on its way to another shard: give back what is held, begin
+        again. WrongShard: one of them is not ours. NoSpace, Fenced."""
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
         while True:
             self._check(request)
-            if span not in self._holds.by_span and (closed := self._closed(request)) is not None:
+            if (closed := self._closed(request)) is not None and not self._is_waited_for(span):
+                if span in self._holds.by_span:
+                    raise Busy("what this change wants is on its way to another shard", retry_after_s=0.01)
                 await until_free(closed)
             elif self._kv.full:
                 await self._kv.room()
@@ -145,9 +148,15 @@ class Participant:
                 self._reads.check_partition(partition)
 
     def _closed(self, request: pb.HoldRequest) -> Hold | None:
-        """Partitions on their way to another shard are waited for; who holds something here already gets the rest first."""
+        """Partitions on their way to another shard."""
         return next((closed for partition in self._partitions(request)
                      if (closed := self._reads.closed(partition)) is not None), None)
+
+    def _is_waited_for(self, span: SpanId) -> bool:
+        """Whether the partitions do not go before this change has ended, since it holds something in them (`Holds.quiet`). Who
+        holds something elsewhere is not waited for: what it took now would be left behind, and its effects be lost."""
+        known = self._holds.by_span.get(span)
+        return known is not None and any(self._reads.closed(partition_of_held(key)) is not None for key in known.keys)
 
     async def settle(self, request: pb.SettleRequest) -> pb.SettleReply:
         span = id_of(request.id)
