@@ -12,6 +12,7 @@ from nvpool.base.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, 
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import RENAME_EXCHANGE, Caller
+from nvpool.logic import moves
 from nvpool.logic.partition import partition_of_name
 from nvpool.meta import records
 from nvpool.meta.dump import line_of, record_of
@@ -395,3 +396,60 @@ def test_a_dump_keeps_it_wide_and_whole_in_a_pool_of_any_number_of_shards(tmp_pa
 
     run(dumped)
     asyncio.run(loaded())
+
+
+def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_not_remove_it():
+    """It has an older map: somebody has come since and has made a name, of which the shards that it knows have nothing."""
+    async def main() -> None:
+        async with LocalPool(shards=2, tells_map=True) as pool:
+            vfs = (await pool.client("first", OPTIONS)).vfs
+            decides, wide, number = vfs.meta.shard_of(ROOT_INODE), 0, 0
+            while not wide or vfs.meta.shard_of(wide) != decides:  # it stays there: who is deaf gives nothing
+                number += 1
+                removed = b"wide-%d" % number
+                wide = (await vfs.mkdir(ROOT_INODE, removed, 0o755, ME, wide=True)).inode
+            pool.deaf.add(decides)
+            await pool.change_map(lambda now: moves.shard_added(now, pool.new_shard(3)))
+            await pool.start_shard(3)
+            async with asyncio.timeout(60):
+                while not pool.metas[3]._moving.taker.taken or pool.metas[3]._moving.counters()["partitions_coming"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            owners = pool.pool_map.shard_of_partition
+            assert 3 in owners and 3 not in pool.metas[decides]._view.shards
+            other = (await pool.client("second", OPTIONS)).vfs
+            await other.getattr(wide)
+            name = next(name for name in map(str.encode, map(str, range(100_000)))
+                        if owners[partition_of_name(wide, True, vfs.meta.name_hash(wide, name))] == 3)
+            _, handle = await other.create(wide, name, 0o644, os.O_RDWR | os.O_EXCL, ME)
+            await other.release(handle)
+            assert pool.kvs[3].scan(*records.part_range(), 1)
+            removing = asyncio.create_task(vfs.rmdir(ROOT_INODE, removed, ME))
+            while not removing.done() and not pool.metas[decides]._spanning.coordinator.begun_again:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert not removing.done()
+            pool.deaf.clear()
+            pool.metas[decides].update_map(pool.pool_map)
+            with pytest.raises(DirectoryNotEmpty):
+                await asyncio.wait_for(removing, 60)
+            assert (await vfs.lookup(wide, name)).inode
+    asyncio.run(main())
+
+
+def test_a_name_that_no_shard_sees_keeps_the_directory_because_it_is_counted():
+    """As one whose partition moves between the looks of those who have it one after the other."""
+    async def main(wide: Wide) -> None:
+        shard = next(shard for shard in SHARDS if shard != wide.home)
+        await wide.vfs.getattr(wide.inode)
+        name, = wide.names_at(shard, 1)
+        await wide.make(name)
+        name_hash = wide.vfs.meta.name_hash(wide.inode, name)
+        key = records.dentry_key(partition_of_name(wide.inode, True, name_hash), wide.inode, name_hash, name)
+        kv = wide.pool.kvs[shard]
+        raw = kv.get(key)
+        kv.apply([(key, None)])
+        with pytest.raises(DirectoryNotEmpty):
+            await wide.vfs.rmdir(ROOT_INODE, b"wide", ME)
+        kv.apply([(key, raw)])
+        await wide.vfs.unlink(wide.inode, name, ME)
+        await wide.vfs.rmdir(ROOT_INODE, b"wide", ME)
+    run(main)

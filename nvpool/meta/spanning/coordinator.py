@@ -204,6 +204,8 @@ class Coordinator:
     async def _hold(self, span: Span, shard: int, what: _Asked) -> None:
         request = pb.HoldRequest(id=id_message(span.id), order=span.order, keys=what.keys, looks=what.looks,
                                  births=what.births, identity=span.identity, named=what.named)
+        if any(map(records.is_part_key, what.keys)):
+            request.shards.extend(self._view.shards)
         for first, end, limit in what.ranges:
             request.ranges.add(first=first, end=end, limit=limit)
         span.shards.add(shard)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, WrongShard
+from nvpool.base.errors import Busy, InvalidRequest, NvpoolError, StaleEpoch, WrongShard
 from nvpool.base.ids import inode_number
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Effect, Kv
@@ -77,7 +77,7 @@ class Participant:
 
     async def hold(self, request: pb.HoldRequest) -> pb.HoldReply:
         """Busy: an older change has one of the records, or it is on its way to another shard: give back what is held, begin
-        again. WrongShard: one of them is not ours. NoSpace, Fenced."""
+        again. WrongShard: one of them is not ours. StaleEpoch: others have parts of a directory, too. NoSpace, Fenced."""
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
@@ -139,8 +139,12 @@ class Participant:
         return partitions.union(request.births)
 
     def _check(self, request: pb.HoldRequest) -> None:
-        if any(records.is_part_key(key) and records.part_of_key(key)[1] != self._view.shard for key in request.keys):
+        parts = [records.part_of_key(key) for key in request.keys if records.is_part_key(key)]
+        if any(shard != self._view.shard for _, shard in parts):
             raise WrongShard(f"this is shard {self._view.shard}, which keeps no parts of others")
+        if parts and (others := set(self._view.shards).difference(request.shards)):
+            # Whoever has given them partitions knows them, so one of us who are asked does: they may have parts, too.
+            raise StaleEpoch(f"the pool has the shards {sorted(others)}, too")
         for partition in self._partitions(request):
             if self._view.is_elsewhere(partition):
                 raise WrongShard(f"partition {partition} belongs to another shard than {self._view.shard}")

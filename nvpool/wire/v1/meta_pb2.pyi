@@ -1077,7 +1077,7 @@ class SpanRecord(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., put: _Optional[bool] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class HoldRequest(_message.Message):
-    __slots__ = ("id", "order", "keys", "looks", "ranges", "births", "identity", "authority", "named")
+    __slots__ = ("id", "order", "keys", "looks", "ranges", "births", "identity", "authority", "named", "shards")
     ID_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -1087,6 +1087,7 @@ class HoldRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     id: SpanId
     order: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -1096,7 +1097,8 @@ class HoldRequest(_message.Message):
     identity: int
     authority: bytes
     named: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., order: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., looks: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[SpanRange, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., identity: _Optional[int] = ..., authority: _Optional[bytes] = ..., named: _Optional[_Iterable[int]] = ...) -> None: ...
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[_Union[SpanId, _Mapping]] = ..., order: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., looks: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[SpanRange, _Mapping]]] = ..., births: _Optional[_Iterable[int]] = ..., identity: _Optional[int] = ..., authority: _Optional[bytes] = ..., named: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpanScan(_message.Message):
     __slots__ = ("pairs",)
