@@ -60,6 +60,10 @@ CHUNK_BLOCKS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES
 _REQUESTS_MAX = 16
 TABLE_MAX = 8
 """Chain tables that a chunk can be of."""
+LOST_CHECKSUM = 0x74736F6C
+"""Instead of its own, of a block that did not fit it when a cut had to keep a part of it. Of the bytes that are left nobody here
+can tell the checksum; and its old one would let what the cut has taken away come back from a member that has not cut yet. So
+only the chunk's version says who has the block. A block that truly has this checksum is treated as well, only that."""
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
 
@@ -331,8 +335,8 @@ class ChunkStore(Protocol):
 
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
         """The file ends at `size`, or has a hole from there to `end`: nothing of that is ever read again, not from a partial
-        block either; writes that knew a smaller cut are refused from now on. Durable on return. May be repeated; works on a
-        full drive. Returns the bytes of the blocks that this call freed.
+        block either; writes that knew a smaller cut are refused from now on. Of a damaged block at an edge the rest is given
+        up: it stays bad, see LOST_CHECKSUM. Durable on return. May be repeated; works on a full drive. Returns the bytes of the blocks that this call freed.
 
         StaleCut: a later cut is known here, nothing was done.
         """
@@ -405,9 +409,12 @@ class ChunkStore(Protocol):
     def table_of(self, inode: int, index: int) -> int:
         """The chain table that is kept with the chunk, 0 where there is none."""
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
-        """Write a block of the chunk anew with these bytes, if they fit the checksum that it has; whether they did. The chunk's
-        version stays. Survives what an install survives. NoSpace, Busy, DriveFailed: nothing was done."""
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
+                   version: int = 0) -> bool:
+        """Write a block of the chunk anew with these bytes, if they fit the checksum that it has; whether they did. Where that
+        is LOST_CHECKSUM: if `version`, which the chunk had where they come from, is the chunk's, and they fit `checksum`, which
+        they had there; no content then: a hole. The chunk's version stays. Survives what an install survives. NoSpace, Busy,
+        DriveFailed: nothing was done."""
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
         """Know these cuts, where they are newer than what is known; for writes that were not told of them."""

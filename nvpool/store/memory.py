@@ -30,6 +30,7 @@ from nvpool.logic.replication import after_cut
 from nvpool.store.chunkstore import (
     ALL_INODES,
     CHUNK_BLOCKS_MAX,
+    LOST_CHECKSUM,
     READ_BATCH_BYTES_MAX,
     UNCHECKED,
     BadBlock,
@@ -259,9 +260,11 @@ class MemoryChunkStore:
             last = CHUNK_BYTES_MAX if last == whole else last
             blocks = {number: left for number, block in chunk.blocks.items()
                       if (left := self._without(block, number, first, last))}
-            if any(first < (number + 1) * BLOCK_BYTES and number * BLOCK_BYTES < last for number in chunk.blocks):
-                self._used -= len(chunk.blocks) - len(blocks)
-                self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
+            self._used -= len(chunk.blocks) - len(blocks)
+            self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
+            for number, (_, checksum) in blocks.items():
+                if checksum == LOST_CHECKSUM:
+                    self._note_bad(*name, number, "did not fit its checksum when it was cut")
         self._inodes[inode] = cut, floor
         self._forget_bad()
         await self.flush()
@@ -275,7 +278,7 @@ class MemoryChunkStore:
             return block
         data, checksum = block
         if end - begin < BLOCK_BYTES and crc32c(data) != checksum:
-            return block  # nobody will ever see it
+            return data, LOST_CHECKSUM
         zeroed = data[:begin] + ZERO_BLOCK[begin:end] + data[end:]
         return None if zeroed == ZERO_BLOCK else (zeroed, crc32c(zeroed))
 
@@ -465,14 +468,27 @@ class MemoryChunkStore:
         chunk = self._chunks.get((inode, index))
         return chunk.table if chunk else 0
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
+                   version: int = 0) -> bool:
         self._refuse_when_fenced()
         chunk = self._chunks.get((inode, index))
-        if chunk is None or block not in chunk.blocks or crc32c(content) != chunk.blocks[block][1]:
+        if chunk is None or block not in chunk.blocks:
+            return False
+        wanted = chunk.blocks[block][1]
+        if wanted == LOST_CHECKSUM:
+            if version != chunk.version:
+                return False
+            wanted = int.from_bytes(checksum, "little")
+        elif not len(content):
+            return False
+        if len(content) and (len(content) != BLOCK_BYTES or crc32c(content) != wanted):
             return False
         if self.fail_writes:
             raise self.fail_writes.pop(0)
-        blocks = {**chunk.blocks, block: (bytes(content), chunk.blocks[block][1])}
+        blocks = {number: one for number, one in chunk.blocks.items() if number != block}
+        if len(content):
+            blocks[block] = bytes(content), wanted
+        self._used -= len(chunk.blocks) - len(blocks)
         self._chunks[inode, index] = chunk._replace(blocks=blocks)
         self._bad.pop((inode, index, block), None)
         return True

@@ -1,8 +1,10 @@
 """Blocks that do not fit their checksums any more are fetched from another member of their chain and written anew; and chunks
 of which a record can not be read, as a whole.
 
-The checksum that this store has for the block decides, not a version: bytes that fit it are the block. Readers go to another
-target meanwhile; the block is never shown. What no other member has either stays bad, and is asked for again later and later.
+The checksum that this store has for the block decides, not a version: bytes that fit it are the block. Only where a cut went
+through the block while it was bad, and so nobody here knows the checksum of what is left, the block of who has the same version
+is taken: two members never have one version with different bytes. Readers go to another target meanwhile; the block is never
+shown. What no other member has either stays bad, and is asked for again later and later.
 
 Made by store/upkeep; woken by the quarantine, whoever found the block: a scrub, a reader, a copy.
 """
@@ -145,9 +147,10 @@ class Repair:
                      one.index, one.inode, target, error)
             return False
         copy = fetched.copy
-        if fetched.damage is not None or copy.bad or copy.runs != ((one.block, 1),):
+        if fetched.damage is not None or copy.bad or copy.runs not in ((), ((one.block, 1),)):
             return False
-        if not await self._store.mend(one.inode, one.index, one.block, copy.content):
+        if not await self._store.mend(one.inode, one.index, one.block, copy.content, checksum=bytes(copy.checksums),
+                                      version=copy.version):
             return False
         self.repaired_blocks += 1
         log.warning("target %d: block %d of chunk %d of inode %d is good again, by a copy of target %d", self._target,

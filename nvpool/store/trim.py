@@ -22,7 +22,7 @@ from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect
 from nvpool.logic.replication import after_cut
 from nvpool.store.allocator import Transaction, Waiting
-from nvpool.store.chunkstore import MustWait
+from nvpool.store.chunkstore import LOST_CHECKSUM, MustWait
 from nvpool.store.index import SEGMENTS_MAX
 from nvpool.store.records import (
     SEGMENT_BITS,
@@ -49,6 +49,7 @@ STEP_RUNS = 2048
 _TRIES_MAX = 1000
 CHUNK_INDEX_MAX = 0xFFFFFFFF
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+_LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 
 
 async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0) -> int:
@@ -214,7 +215,7 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
         transaction = Transaction()
         try:
             edges = _zeroed_edges(store, chunk, begin, end)
-            written = [block for block in edges.values() if block is not None]
+            written = [block for block in edges.values() if block]
             runs = store.allocator.allocate(transaction, len(written), grows=False) if written else []
         except Waiting:
             await store.make_room()
@@ -227,18 +228,19 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
                 # On the drive before it is named: after a loss of power the old block must not come back for it.
                 store.room.with_reserve(partial(store.write_runs, runs, written))
                 await store.sync_data()
+            if b"" in edges.values():
+                await store.flush()  # else a replay rejects the change that wrote the damaged block, and its old place stands
+            if edges:
                 if store.index.chunk(inode, index) is not chunk or chunk.version != version or store.kv.full:
                     store.allocator.drop(transaction)
                     continue
             whole = range(begin + BLOCK_BYTES - 1 >> 12, end >> 12)
             segments, gone = _cut_segments(store, chunk, whole, edges, runs, transaction)
-            if not segments and any(store.index.places(chunk, begin >> 12, (end + BLOCK_BYTES - 1 >> 12) - (begin >> 12))):
-                # Zeros already, or damaged: another replica, where it is not, has changed it and counts that.
-                segments = [(0, store.index.segment(chunk, 0), 0, 0)]
-            if segments:
-                # Under this number from here on: a repetition, which some replicas get, must not count once more.
-                head = Head(after_cut(version), number, chunk.requests, chunk.table)
-                store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
+            # Counted where nothing goes too: another replica may have something there, damaged, where this one has a hole.
+            segments = segments or [(0, store.index.segment(chunk, 0), 0, 0)]
+            # Under this number from here on: a repetition, which some replicas get, must not count once more.
+            head = Head(after_cut(version), number, chunk.requests, chunk.table)
+            store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)
             return gone
         except BaseException:
             store.allocator.drop(transaction)
@@ -247,8 +249,8 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
 
 
 def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int) -> dict[int, bytes | None]:
-    """The blocks in which `begin` and `end` lie, with zeros between the two; None for one of which nothing is left but zeros.
-    Those that need not change are not named."""
+    """The blocks in which `begin` and `end` lie, with zeros between the two; None for one of which nothing is left but zeros,
+    nothing (b"") for a damaged one. Those that need not change are not named."""
     edges: dict[int, bytes | None] = {}
     for number in {begin >> 12: 0, end >> 12: 0}:
         first, last = max(begin - (number << 12), 0), min(end - (number << 12), BLOCK_BYTES)
@@ -256,7 +258,8 @@ def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int) -> dict[i
             continue  # the end of one whole block and the beginning of another
         try:
             old = store.merger.old_block(chunk, number)
-        except ChecksumMismatch:  # it is never returned as it is, so nothing of it can be seen again
+        except ChecksumMismatch:
+            edges[number] = b""
             continue
         zeroed = b"".join((old[:first], ZERO_BLOCK[first:last], old[last:]))
         if zeroed == ZERO_BLOCK:
@@ -271,7 +274,7 @@ def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, 
     """The segments that change, as apply_segments wants them, and how many blocks go; what they no longer name is freed in the
     transaction. The blocks of a segment that are written have only holes between them."""
     places = iter([place for run, count in runs for place in range(run, run + count)])
-    new = {block: (next(places) if content is not None else 0, content) for block, content in sorted(edges.items())}
+    new = {block: (next(places) if content else 0, content) for block, content in sorted(edges.items())}
     changed = []
     gone = 0
     low, high = (min([whole.start, *edges]), max([whole.stop, *(block + 1 for block in edges)]))
@@ -285,8 +288,13 @@ def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, 
         disk, crcs = segment.disk[begin:end], bytearray(segment.crcs[begin * 4:end * 4])
         fresh: list[int] = []
         freed = array("Q")
+        is_lost = False
         for at in range(len(disk)):
             block = base + begin + at
+            if edges.get(block) == b"":
+                crcs[at * 4:at * 4 + 4] = _LOST_CRC
+                is_lost = True
+                continue
             place, content = new.get(block, (0, None)) if block in new or block in whole else (disk[at], None)
             if place == disk[at]:
                 continue
@@ -297,7 +305,7 @@ def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, 
                 fresh.append(begin + at)
             else:
                 gone += 1
-        if freed or fresh:
+        if freed or fresh or is_lost:
             transaction.free_places(freed)
             changed.append((number, replaced(segment, begin, disk, bytes(crcs)), fresh[0] if fresh else 0,
                             fresh[-1] + 1 - fresh[0] if fresh else 0))

@@ -23,6 +23,7 @@ from nvpool.store import rebuild, trim
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import (
     CHUNK_BLOCKS_MAX,
+    LOST_CHECKSUM,
     ChunkCopy,
     ChunkState,
     ChunkVersion,
@@ -55,6 +56,7 @@ STEP_RECORDS = 512
 _SCAN_RECORDS = 256
 _TRIES_MAX = 1000
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
+_LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 _LAST_INDEX = 0xFFFFFFFF
 
 
@@ -314,32 +316,43 @@ class WholeChunks:
     def on_bad(self, told: Callable[[], None] | None) -> None:
         self.quarantine.on_bad = told
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview) -> bool:
+    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
+                   version: int = 0) -> bool:
+        given, is_hole = checksum, not len(content)
         for _ in range(_TRIES_MAX):
             self.refuse_when_fenced()
             if self.kv.full:
                 await self.kv.room()
             chunk = self.index.chunk(inode, index)
-            version, places = chunk.version, self.index.places(chunk, block, 1)
+            now, places = chunk.version, self.index.places(chunk, block, 1)
             within = (block & SEGMENT_BLOCKS - 1) * 4
             checksum = self.index.segment(chunk, block >> SEGMENT_BITS).crcs[within:within + 4]
-            if not version or not places[0] or len(content) != BLOCK_BYTES or first_bad_block(content, checksum) >= 0:
+            if not now or not places[0]:
+                return False
+            if checksum == _LOST_CRC:
+                if version != now:
+                    return False
+                checksum = _ZERO_CRC if is_hole else given
+            elif is_hole:
+                return False
+            if not is_hole and (len(content) != BLOCK_BYTES or len(checksum) != 4 or first_bad_block(content, checksum) >= 0):
                 return False
             transaction = Transaction()
             try:
-                runs = self.allocator.allocate(transaction, 1, grows=False)
+                runs = self.allocator.allocate(transaction, 1, grows=False) if not is_hole else [(0, 1)]
             except Waiting:
                 await self.make_room()
                 continue
             try:
-                self.write_runs(runs, [content])
-                await self.sync_data()  # it must not be lost, and the bad one come back for it
-                if self.index.chunk(inode, index) is not chunk or chunk.version != version or self.kv.full or \
+                if not is_hole:
+                    self.write_runs(runs, [content])
+                    await self.sync_data()  # it must not be lost, and the bad one come back for it
+                if self.index.chunk(inode, index) is not chunk or chunk.version != now or self.kv.full or \
                         self.index.places(chunk, block, 1) != places:
                     self.allocator.drop(transaction)
                     continue
                 transaction.free_places(places)
-                head = Head(version, chunk.cut, chunk.requests, chunk.table)
+                head = Head(now, chunk.cut, chunk.requests, chunk.table)
                 segments = self.segments_at(chunk, block, array("Q", [runs[0][0]]), checksum)
                 self.apply_segments(transaction, chunk, segments, head, range(block, block + 1))
             except BaseException:

@@ -441,6 +441,27 @@ async def test_a_part_of_a_block_that_is_damaged_everywhere_is_not_written(tmp_p
         assert await read_all(vfs, inode, 20_000) == b"x" * 4096 + b"w" * 4096 + b"x" * (20_000 - 8192)
 
 
+@pytest.mark.parametrize("where", ["first", "last", "all but one"])
+@in_loop
+async def test_a_damaged_block_that_is_cut_is_made_anew_as_the_others_cut_it(tmp_path, where):
+    async with made(tmp_path, 3) as (pool, vfs):
+        content = bytearray(random.Random(3).randbytes(100_000))
+        handle = await written(vfs, b"file", content)
+        inode = handle.file.inode
+        chain = pool.pool_map.table_by_id[3].chains[chain_of(inode, 0)].targets
+        for target in {"first": chain[:1], "last": chain[2:], "all but one": chain[:2]}[where]:
+            spoil(pool, target, inode, 0, 5)
+        await vfs.setattr(inode, caller=ME, size=21_000, handle=handle)
+        await vfs.write(handle, 22_000, b"!")  # a part of the same block, whoever has mended it
+        await vfs.fsync(handle, False)
+        content[21_000:] = bytes(1000) + b"!"
+        assert await read_all(vfs, inode, len(content)) == content
+        await pool.until(lambda: not any(service.store.bad_blocks() for service in pool.stores.values()))
+        copies = [await service.store.fetch(inode, 0) for service in pool.stores.values()]
+        assert len({(copy.version, copy.checksums, bytes(copy.content)) for copy in copies}) == 1
+        assert bytes(copies[0].content) == content.ljust(24_576, b"\0") and not copies[0].bad
+
+
 def lose_record(pool: LocalPool, target: int, inode: int, index: int) -> None:
     """The record of a chunk can not be read any more: it has no head."""
     store = pool.stores[target].store

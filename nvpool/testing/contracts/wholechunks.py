@@ -112,7 +112,7 @@ async def a_chunk_is_the_same_in_the_store_that_it_is_copied_to(subject: Subject
     request = RequestId(9, 3, 77)
     await put(store, 1, 0, 5000, some_bytes(70_000), epoch=3, request=request, cut=2, table=2)
     await put(store, 1, 0, 700 * KIB, some_bytes(4096, 2), epoch=3, request=RequestId(9, 3, 78), cut=2)
-    await store.cut(1, 800 * KIB, 5, 20)
+    await store.cut(1, MIB, 5, 20)
     copy = await store.fetch(1, 0)
     assert (copy.version, copy.table, copy.cut) == (version(3, 2), 2, 2) and not copy.bad and not copy.more
     assert copy.requests == ((9, 3, 78),) and copy.known[:3] == (1, 5, 0)
@@ -331,3 +331,96 @@ async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(
         assert copy.requests == (tuple(request),) and copy.table == 2
         await is_sound(store)
         await subject.lose_power()
+
+
+async def two_replicas(subject: Subject, data: bytes, bad: tuple[int, ...], before: tuple[int, ...] = (1, 2)) -> None:
+    """Chunks of two inodes, as if of two stores; of the first one some blocks are bad."""
+    for inode in before:
+        await put(subject.store, inode, 0, 0, data, epoch=4)
+    await subject.store.flush()
+    for block in bad:
+        subject.flip(1, 0, block)
+
+
+async def mended_by_the_other(store: ChunkStore, block: int) -> bool:
+    copy = await store.fetch(2, 0, block, 1)
+    return await store.mend(1, 0, block, copy.content, checksum=bytes(copy.checksums), version=copy.version)
+
+
+def what_it_is(copy: ChunkCopy) -> tuple:
+    blocks = [block for first, count in copy.runs for block in range(first, first + count)]
+    return copy.version, copy.cut, blocks, bytes(copy.checksums), bytes(copy.content), copy.bad
+
+
+@check
+async def a_bad_block_that_is_cut_is_good_again_by_who_has_cut_it_too(subject: Subject) -> None:
+    zeros_first = some_bytes(3 * BLOCK_BYTES) + bytes(2000) + some_bytes(40_960, 2)
+    for size, end, data, bad, rounds in (
+            (3 * BLOCK_BYTES + 1000, 0, some_bytes(40_960), (3,), 1),
+            (3 * BLOCK_BYTES + 1000, 3 * BLOCK_BYTES + 2000, some_bytes(40_960), (3,), 2),
+            (2 * BLOCK_BYTES + 5, 5 * BLOCK_BYTES + 9, some_bytes(40_960), (2, 5), 1),
+            (62 * BLOCK_BYTES + 5, 70 * BLOCK_BYTES + 9, some_bytes(400_000), (62, 64, 70), 1),
+            (3 * BLOCK_BYTES + 1000, 0, zeros_first, (3,), 3)):
+        await two_replicas(subject, data, bad)
+        uncut = {block: await subject.store.fetch(2, 0, block, 1) for block in bad}
+        for number in range(1, rounds + 1):
+            for inode in (1, 2):
+                await subject.store.cut(inode, size, number, 20, end)
+        edges = [block for block in bad if block != 64]
+        for _ in range(2):
+            store = subject.store
+            assert {one[:3] for one in store.bad_blocks()} == {(1, 0, block) for block in edges}
+            ours = store.state(1, 0).version
+            assert ours == store.state(2, 0).version
+            for block in edges:
+                assert (await get(store, 1, 0, block * BLOCK_BYTES, BLOCK_BYTES, verify=True)).status == \
+                    errors.ChecksumMismatch.wire_code
+                old = uncut[block]
+                assert not await store.mend(1, 0, block, old.content)
+                assert not await store.mend(1, 0, block, old.content, checksum=bytes(old.checksums), version=old.version)
+                assert not await store.mend(1, 0, block, old.content, checksum=bytes(4), version=ours)
+            await subject.lose_power()
+        store = subject.store
+        for block in edges:
+            assert await mended_by_the_other(store, block)
+        await store.flush()
+        for _ in range(2):
+            store = subject.store
+            assert not store.bad_blocks()
+            assert what_it_is(await store.fetch(1, 0)) == what_it_is(await store.fetch(2, 0))
+            whole = bytearray(data.ljust(MIB, b"\0"))
+            whole[size:end or MIB] = bytes((end or MIB) - size)
+            assert await content(store, 1, 0, MIB) == whole
+            await is_sound(store)
+            await subject.lose_power()
+        await subject.store.remove([1, 2])
+
+
+@check
+async def a_block_that_is_bad_after_a_cut_is_mended_as_any_other(subject: Subject) -> None:
+    await two_replicas(subject, some_bytes(40_960), ())
+    for inode in (1, 2):
+        await subject.store.cut(inode, 3 * BLOCK_BYTES + 1000, 1, 20)
+    subject.flip(1, 0, 3)
+    assert (await get(subject.store, 1, 0, verify=True)).status == errors.ChecksumMismatch.wire_code
+    assert await mended_by_the_other(subject.store, 3)
+    assert what_it_is(await subject.store.fetch(1, 0)) == what_it_is(await subject.store.fetch(2, 0))
+
+
+@check
+async def a_bad_block_that_is_cut_can_only_be_written_as_a_whole(subject: Subject) -> None:
+    data = some_bytes(40_960)
+    await two_replicas(subject, data, (3,), (1,))
+    await subject.store.cut(1, 3 * BLOCK_BYTES + 1000, 1, 20)
+    for _ in range(2):
+        store = subject.store
+        await refused(errors.ChecksumMismatch, put(store, 1, 0, 3 * BLOCK_BYTES + 500, b"part", cut=1))
+        assert (await get(store, 1, 0, 3 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).status == errors.ChecksumMismatch.wire_code
+        copy = await store.fetch(1, 0)
+        assert copy.bad == (3,) and copy.content[3 * BLOCK_BYTES:] == bytes(BLOCK_BYTES)
+        await subject.lose_power()
+    store = subject.store
+    await put(store, 1, 0, 3 * BLOCK_BYTES, data[:BLOCK_BYTES], cut=1)
+    assert not store.bad_blocks() and await content(store, 1, 0, MIB) == (data[:3 * BLOCK_BYTES] + data[:BLOCK_BYTES]).ljust(
+        MIB, b"\0")
+    await is_sound(store)
