@@ -61,9 +61,9 @@ _REQUESTS_MAX = 16
 TABLE_MAX = 8
 """Chain tables that a chunk can be of."""
 LOST_CHECKSUM = 0x74736F6C
-"""Instead of its own, of a block that did not fit it when a cut had to keep a part of it. Of the bytes that are left nobody here
-can tell the checksum; and its old one would let what the cut has taken away come back from a member that has not cut yet. So
-only the chunk's version says who has the block. A block that truly has this checksum is treated as well, only that."""
+"""Of a block that did not fit its own when a cut had to keep a part of it. Of the bytes that are left nobody here can tell the
+checksum; and the old one would let what the cut has taken away come back from a member that has not cut yet. So the chunk's
+version alone says who has the block. Also where bytes have this checksum by chance: then it is only harder to mend."""
 UNCHECKED = 1
 """Flag of a read's result: the store has not compared block and checksum itself."""
 
@@ -336,7 +336,8 @@ class ChunkStore(Protocol):
     async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0) -> int:
         """The file ends at `size`, or has a hole from there to `end`: nothing of that is ever read again, not from a partial
         block either; writes that knew a smaller cut are refused from now on. Of a damaged block at an edge the rest is given
-        up: it stays bad, see LOST_CHECKSUM. Durable on return. May be repeated; works on a full drive. Returns the bytes of the blocks that this call freed.
+        up: it stays bad, see LOST_CHECKSUM. Durable on return. May be repeated; works on a full drive. Returns the bytes of
+        the blocks that this call freed.
 
         StaleCut: a later cut is known here, nothing was done.
         """

@@ -1,7 +1,8 @@
 """Making whole blocks of a write that begins or ends within one: the old block is read, checked and overlaid.
 
 The reading never waits: what is not in memory is fetched by `MustWait.until` and kept, under its place and checksum, for the
-repetition. A bad old block is never merged into a good one. Called by the block store and by trim.
+repetition. A bad old block, as is one that the drive does not give, is never merged into a good one. Called by the block store
+and by trim.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ class Merger:
             found = self._device.buffer(BLOCK_BYTES)
             if self._device.read_now([place << 12], [BLOCK_BYTES], [0], found):
                 raise MustWait(partial(self._warm_up, place, checksum))
-        if crc32c(found) != int.from_bytes(checksum, "little"):
-            self._note_bad(chunk.inode, chunk.index, block, "does not fit its checksum when merged with a write")
+        if not len(found) or crc32c(found) != int.from_bytes(checksum, "little"):
+            text = "does not fit its checksum" if len(found) else "can not be read"
+            self._note_bad(chunk.inode, chunk.index, block, f"{text} when merged with a write")
             error = ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
             error.damaged = chunk.inode, chunk.index, block
             raise error
@@ -97,8 +99,6 @@ class Merger:
         into = self._device.buffer(BLOCK_BYTES)
         with self._readings.held():
             error, = await self._device.read([place << 12], [BLOCK_BYTES], [0], into)
-        if error is not None:
-            raise error
         while len(self._warm) >= _WARM_MAX:
             del self._warm[next(iter(self._warm))]
-        self._warm[place, checksum] = bytes(into)
+        self._warm[place, checksum] = bytes(into) if error is None else b""

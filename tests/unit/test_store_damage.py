@@ -96,6 +96,25 @@ def test_what_is_damaged_can_be_removed(segments, caplog):
 
 
 @on_a_store
+async def test_a_block_that_the_drive_does_not_give_is_cut_as_a_damaged_one_and_written_as_a_whole(store):
+    data = some_bytes(20_000)
+    for inode in (1, 2):
+        await put(store, inode, 0, 0, data)
+    place, = store.index.places(store.index.chunk(1, 0), 2, 1)
+    store.device.fail_reads = {place}
+    with pytest.raises(errors.ChecksumMismatch) as raised:
+        await put(store, 1, 0, 9000, b"part")
+    assert raised.value.damaged == (1, 0, 2) and [one[:3] for one in store.bad_blocks()] == [(1, 0, 2)]
+    for inode in (1, 2):
+        await store.cut(inode, 10_000, 1, 20)
+    assert (await get(store, 1, 0, 0, 1 << 14)).status in (errors.DriveFailed.wire_code, errors.ChecksumMismatch.wire_code)
+    copy = await store.fetch(2, 0, 2, 1)
+    assert await store.mend(1, 0, 2, copy.content, checksum=bytes(copy.checksums), version=copy.version)
+    assert await content(store, 1, 0, 20_000) == data[:10_000] + bytes(10_000) and not store.bad_blocks()
+    await is_sound(store)
+
+
+@on_a_store
 async def test_a_scrub_compares_index_and_free_map_both_ways(store):
     await put(store, 1, 0, 0, some_bytes(20_000))
     await put(store, 2, 0, 0, some_bytes(20_000))
