@@ -103,7 +103,9 @@ def daemons_of(pool, program=""):
             if not any(word.startswith("nvpool.run." + program) for word in words):
                 continue
             stands = os.readlink(f"/proc/{pid}/cwd")
-            if any(os.path.realpath(os.path.join(stands, word)) == pool for word in words if word):
+            # Only what has its name is looked at: another word may be a mount point whose mount does not answer.
+            if any(os.path.basename(word.rstrip("/")) == os.path.basename(pool)
+                   and os.path.realpath(os.path.join(stands, word)) == pool for word in words):
                 found.append(int(pid))
         except OSError:
             continue  # it ended meanwhile, or is not ours to look at

@@ -24,6 +24,7 @@ from nvpool.base.errors import CorruptRecord, Disconnected, InUse, NotFound, Nvp
 from nvpool.base.ids import partition_of
 from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
+from nvpool.logic.poolmap import Chain
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.describe import chunks_on
 from nvpool.sdk.lost import lost_files
@@ -223,7 +224,7 @@ class _Check:
             self._checkup.chunks += 1
             where = f"target {target}, chunk {chunk.index} of inode {inode}"
             chain = table.chains[chain_of(inode, chunk.index)] if table is not None else None
-            if chain is None or target not in (*chain.targets, *chain.joining):
+            if chain is None or not _is_looked_for(target, chain, table.id):
                 self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
                 # A truncate may be under way: the shard's record is newer by now.
@@ -300,3 +301,8 @@ class _Check:
                 path = paths.get(problem.inode)
                 told = "no name of it can be found" if path is None else f"file {printable(path)}" if path else "without a name"
                 self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({told})")
+
+
+def _is_looked_for(target: int, chain: Chain, replicas: int) -> bool:
+    """Whether the target has part in the chain, or may soon: where targets are missing the one that was away comes back."""
+    return target in (*chain.targets, *chain.joining, *chain.goal) or len(chain.targets) + len(chain.joining) < replicas

@@ -126,3 +126,9 @@ def test_links_in_the_documents_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
             if "://" not in target and not target.startswith("mailto:"):
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_no_two_files_of_tests_have_one_name():
+    # They are modules without a package: of two with one name pytest collects one, and ends.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
