@@ -81,9 +81,8 @@ def moving_of(one: dict[str, Any]) -> str:
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
     """Return the status when nothing of the drive, or of the pool, is to be moved any more. The pool may be away for a while;
     any error that is not of that kind ends it."""
-    from nvpool.base.errors import Unavailable
     from nvpool.cli.progress import Look, shown
-    from nvpool.cli.reach import status_of
+    from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
     most = 0
 
@@ -92,17 +91,10 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
 
     async def watch() -> dict[str, Any]:
         nonlocal seen, most
-        while True:
-            try:
-                seen = await status_of(pool, 30.0)
-            except Unavailable as error:
-                say(f"the pool does not answer at the moment: {error}")
-                await asyncio.sleep(1.0)
-                continue
+        async for seen in statuses(pool):
             most = max(most, left())
             if not left():
                 return seen
-            await asyncio.sleep(0.5)
 
     def look() -> Look:
         if not seen:

@@ -200,10 +200,9 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str)
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
     """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
-    from nvpool.base.errors import Unavailable
     from nvpool.cli.drive import time_left
     from nvpool.cli.progress import Look, shown
-    from nvpool.cli.reach import status_of
+    from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
     one: dict[str, Any] = {}
     most = 0
@@ -217,20 +216,13 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
 
     async def watch() -> dict[str, Any]:
         nonlocal seen, one, most
-        while True:
-            try:
-                seen = await status_of(pool, 30.0)
-            except Unavailable as error:
-                say(f"the pool does not answer at the moment: {error}")
-                await asyncio.sleep(1.0)
-                continue
+        async for seen in statuses(pool):
             one = next((node for node in seen["nodes"] if node["node"] == number), {})
             if not one:
                 return {"node": number, "wish": "removed"}
             most = max(most, left())
             if not left():
                 return one
-            await asyncio.sleep(0.5)
 
     def look() -> Look:
         if not one:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nvpool.base.errors import (
     Unreachable,
     from_os_error,
 )
+from nvpool.cli.render import say
 from nvpool.logic.poolmap import decode_map
 
 REACH_S = 10.0
@@ -127,6 +129,20 @@ async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     from nvpool.wire.v1 import pool_pb2, wire_pb2
     reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s)
     return json.loads(reply.status)
+
+
+async def statuses(pool: str) -> AsyncIterator[dict[str, Any]]:
+    """The status, again and again, until the caller breaks off. A pool that is away is told of and waited for; any error that
+    is not of that kind ends it."""
+    while True:
+        try:
+            seen = await status_of(pool, 30.0)
+        except Unavailable as error:
+            say(f"the pool does not answer at the moment: {error}")
+            await asyncio.sleep(1.0)
+        else:
+            yield seen
+            await asyncio.sleep(0.5)
 
 
 async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float = 180.0) -> dict[str, Any]:

@@ -120,23 +120,16 @@ def _order(pool: str, order: str, drive: str | None, target: int | None, as_json
 
 async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[str, Any]]:
     """What those targets say when none of them is under way any more. The pool may be away for a while."""
-    from nvpool.base.errors import Unavailable
     from nvpool.cli.progress import Look, shown
-    from nvpool.cli.reach import status_of
+    from nvpool.cli.reach import statuses
     found: list[dict[str, Any]] = []
 
     async def watch() -> list[dict[str, Any]]:
         nonlocal found
-        while True:
-            try:
-                found = [one for one in _of(await status_of(pool, 30.0)) if one["target"] in targets]
-            except Unavailable as error:
-                say(f"the pool does not answer at the moment: {error}")
-                await asyncio.sleep(1.0)
-                continue
+        async for seen in statuses(pool):
+            found = [one for one in _of(seen) if one["target"] in targets]
             if all(one["state"] == "idle" for one in found):
                 return found
-            await asyncio.sleep(0.5)
 
     def look() -> Look:
         under_way = [one for one in found if one["state"] in ("running", "paused")]

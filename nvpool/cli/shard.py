@@ -60,9 +60,8 @@ def moving_of(one: dict[str, Any]) -> str:
 async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None) -> list[dict[str, Any]]:
     """Return the shards when no partition is to move any more and shard `gone` is not there. The pool may be away for a while;
     any error that is not of that kind ends it."""
-    from nvpool.base.errors import Unavailable
     from nvpool.cli.progress import Look, shown
-    from nvpool.cli.reach import status_of
+    from nvpool.cli.reach import statuses
     shards: list[dict[str, Any]] | None = None
     most = 0
 
@@ -71,17 +70,11 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None)
 
     async def watch() -> list[dict[str, Any]]:
         nonlocal shards, most
-        while True:
-            try:
-                shards = (await status_of(pool, 30.0))["shards"]
-            except Unavailable as error:
-                say(f"the pool does not answer at the moment: {error}")
-                await asyncio.sleep(1.0)
-                continue
+        async for seen in statuses(pool):
+            shards = seen["shards"]
             most = max(most, left())
             if not left() and gone not in {one["shard"] for one in shards}:
                 return shards
-            await asyncio.sleep(0.3)
 
     def look() -> Look:
         if shards is None:
