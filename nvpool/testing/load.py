@@ -116,9 +116,9 @@ class _Load:
 class _Changing(_Worker):
     """Changes files of its own in every way, and knows what they must hold."""
 
-    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int) -> None:
+    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, without: tuple[str, ...]) -> None:
         super().__init__(f"load-{seed}", seed, stop)
-        self.top, self.file_bytes_max = top, file_bytes_max
+        self.top, self.file_bytes_max, self.without = top, file_bytes_max, without
         self.files: dict[str, bytearray] = {}
         self.counter = 0
 
@@ -130,6 +130,7 @@ class _Changing(_Worker):
                    "punch": 2, "copy": 2}
         if len(self.files) > 60:
             weights |= {"create": 0, "unlink": 8}
+        weights |= dict.fromkeys(self.without, 0)
         kinds = list(weights) if self.files else ["create"]
         kind = self.chance.choices(kinds, [weights[k] for k in kinds])[0]
         name = self.chance.choice(list(self.files)) if self.files else ""
@@ -250,11 +251,13 @@ class _Changing(_Worker):
 
 
 class CheckingLoad(_Load):
-    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`."""
+    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `without`: what it does not do, by its name here."""
 
-    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20) -> None:
+    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
+                 without: tuple[str, ...] = ()) -> None:
         stop = threading.Event()
-        super().__init__([_Changing(Path(directory) / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max)
+        top = Path(directory)
+        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, without)
                           for number in range(threads)], stop)
 
 

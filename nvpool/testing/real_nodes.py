@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from nvpool.base.directory import PoolDirectory
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import Certificates
+from nvpool.cluster.manager import change
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import changed
 from nvpool.run.keeping import read_keeping
@@ -42,10 +43,13 @@ async def main():
     pool_map = read_map(directory)
     coordinator = await EtcdCoordinator.open(read_keeping(directory).members, pool_map.pool_id,
                                              certificates=None if sys.argv[2] == "plain" else certificates)
-    now = coordinator.pool_map
-    table = build_table(now.targets, 1)
-    chains = tuple(replace(new, epoch=old.epoch + 1) for new, old in zip(table.chains, now.tables[0].chains))
-    await coordinator.replace(changed(now, tables=(replace(table, chains=chains),)))
+
+    def spread(now):
+        table = build_table(now.targets, 1)
+        chains = tuple(replace(new, epoch=old.epoch + 1) for new, old in zip(table.chains, now.tables[0].chains))
+        return changed(now, tables=(replace(table, chains=chains),))
+
+    await change(coordinator, spread)
     await coordinator.close()
 
 asyncio.run(main())

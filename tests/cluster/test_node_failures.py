@@ -104,7 +104,8 @@ class Under:
     def __init__(self, pool: Three, seed: int):
         self.directory = pool.mount / f"run-{seed}"
         self.directory.mkdir()
-        self.load = CheckingLoad(self.directory, threads=2, seed=seed, file_bytes_max=1 << 20)
+        # A copy that is under way to a node that falls silent may end with ETIMEDOUT: see ARCHITECTURE, known gaps.
+        self.load = CheckingLoad(self.directory, threads=2, seed=seed, file_bytes_max=1 << 20, without=("copy",))
         self.pause = Pauses(self.directory)
 
     def __enter__(self):
