@@ -251,7 +251,7 @@ class _Changing(_Worker):
 
 
 class CheckingLoad(_Load):
-    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `without`: what it leaves out, by its name here."""
+    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `without`: names of what it leaves out."""
 
     def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
                  without: tuple[str, ...] = ()) -> None:
