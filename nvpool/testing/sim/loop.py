@@ -12,6 +12,7 @@ import asyncio
 import heapq
 import random
 import selectors
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
@@ -121,21 +122,26 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 class VirtualThread:
     """An executor for one process: what it is given is done on the loop, one after the other, each some time later, unless the
-    process has ended by then (`lives`); then it is never done."""
+    process has ended by then (`lives`); then it is never done. `shutdown` waits, as an executor's does, by doing it at once."""
 
     def __init__(self, loop: VirtualLoop, waits_s: Callable[[], float], lives: Callable[[], bool]) -> None:
         self._loop = loop
         self._waits_s = waits_s
         self._lives = lives
         self._last_s = 0.0
+        self._waiting: deque[tuple[asyncio.Future, Callable, tuple]] = deque()
 
     def submit(self, work: Callable, *arguments) -> asyncio.Future:
         done = self._loop.create_future()
         self._last_s = max(self._last_s + 1e-6, self._loop.time() + self._waits_s())
-        self._loop.call_at(self._last_s, self._do, done, work, arguments)
+        self._waiting.append((done, work, arguments))
+        self._loop.call_at(self._last_s, self._do_next)
         return done
 
-    def _do(self, done: asyncio.Future, work: Callable, arguments: tuple) -> None:
+    def _do_next(self) -> None:
+        if not self._waiting:  # done by `shutdown`
+            return
+        done, work, arguments = self._waiting.popleft()
         if not self._lives():
             return
         try:
@@ -150,7 +156,8 @@ class VirtualThread:
                 done.set_result(result)
 
     def shutdown(self) -> None:
-        pass
+        while self._waiting:
+            self._do_next()
 
 
 class _Jumping(selectors.SelectSelector):
