@@ -10,8 +10,13 @@ from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, PoolMap, Settings, Target
 from nvpool.meta.cuts import Cuts
-from nvpool.meta.records import Intent
+from nvpool.meta.locks import LockTable
+from nvpool.meta.moving.ranges import Ranges
+from nvpool.meta.records import Identity, Inode, Intent, decode_inode, encode_inode, inode_key
+from nvpool.meta.spanning.holds import Holds
+from nvpool.meta.spanning.records import SpanId
 from nvpool.meta.targets import Targets
+from nvpool.meta.view import View
 from nvpool.wire.v1 import data_pb2
 
 
@@ -74,3 +79,22 @@ def test_who_left_and_came_back_after_it_was_told_is_told_again():
 
     order = asyncio.run(main())
     assert set(order[:2]) == {1, 2} and order[-1] == 2 and order.count(2) >= 2
+
+
+def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_change():
+    """A hand-over waits for it. What the view refuses is no failure of the service."""
+    async def main() -> int:
+        clock, kv, told = ManualClock(), MemoryKv(), Told(pool_map(7, Chain(1, (1, 2))))
+        view = View(kv, Identity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
+        kv.apply([(inode_key(5), encode_inode(Inode(5, 0o100644, size=1 << 20, blocks=8)))])
+        ranges = Ranges(kv, view)
+        holds = Holds(ranges, view, clock.boottime_s)
+        ranges.changed = holds.look_through
+        ranges.close((0,))
+        holds.take(SpanId(2, 1, 1), 1, [inode_key(5)])
+        cuts = Cuts(kv, view, told.targets, asyncio.ensure_future)
+        await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=1 << 20, table=1)), 60)
+        assert not view.cutting
+        return decode_inode(5, kv.get(inode_key(5))).blocks
+
+    assert asyncio.run(main()) < 8
