@@ -12,6 +12,8 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.logic import moves
+from nvpool.logic.partition import partition_of_directory
+from nvpool.meta.service import MetaOptions
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.pool import LocalPool
 
@@ -144,4 +146,38 @@ def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_ro
             pool.metas[2].update_map(pool.pool_map)
             await until_at_rest(pool)
             await load.check((await pool.client("another", OPTIONS)).vfs)
+    asyncio.run(main())
+
+
+def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_dies_before_the_map_changes(tmp_path):
+    """Who has it open was told to the process that died; the client has a lease to tell the next one."""
+    async def main() -> None:
+        async with LocalPool(tmp_path, tells_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
+            client = await pool.client("client", OPTIONS)
+            vfs, new = client.vfs, pool.new_shard(2)
+            _, going = moves.next_batch(moves.shard_added(pool.pool_map, new), 1)
+            name_hash = pool.meta._view.name_hash
+            name = next(b"%d" % number for number in range(1_000_000)
+                        if partition_of_directory(name_hash(ROOT_INODE, b"%d" % number)) in going)
+            directory = (await vfs.mkdir(ROOT_INODE, name, 0o755, ME)).inode
+            attr, handle = await vfs.create(directory, b"f", 0o644, os.O_RDWR, ME)
+            await vfs.write(handle, 0, b"bytes")
+            await vfs.fsync(handle, False)
+            await vfs.unlink(directory, b"f", ME)
+            asked = asyncio.Event()
+            pool.loses_moved = lambda: asked.set() or "question"
+            await pool.change_map(lambda now: moves.shard_added(now, new))
+            await pool.start_shard(2)
+            await asyncio.wait_for(asked.wait(), WAIT_S)
+            await kill(pool, 2)
+            pool.loses_moved = lambda: ""
+            meta = pool.metas[2]
+            async with asyncio.timeout(WAIT_S):
+                while not meta._moving.taker.taken:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            await meta.run_once()
+            assert attr.inode in meta._collector.orphans
+            await until_at_rest(pool)
+            assert bytes(await vfs.read(handle, 0, 100)) == b"bytes"
+            await vfs.release(handle)
     asyncio.run(main())

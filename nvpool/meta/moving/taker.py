@@ -240,10 +240,11 @@ class Taker:
                     if number not in inside.sessions.by_number]
         kv.apply(effects, reclaims=True)
         inside.view.inode_count += coming.inodes
-        opened = self._opened.pop(giver, {})
+        # Where a process before us was told what is open and how long orphans wait, clients have a lease to say it again.
+        opened, wait_s = self._opened.pop(giver, {}), self._waits_s.pop(giver, inside.sessions.lease_s)
         for number, record in sessions.items():
             inside.sessions.arrive(number, record, opened.get(number, ()), inside.clock.boottime_s())
-        inside.collector.take(coming.partitions, self._waits_s.pop(giver, 0.0))
+        inside.collector.take(coming.partitions, wait_s)
         inside.cuts.resume(list(coming.partitions))
         inside.locks.load(coming.partitions, inside.sessions.by_number)
         del self._coming[giver]
