@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+from types import SimpleNamespace
 
-from nvpool.base.ids import ROOT_INODE, partition_of
+from nvpool.base.clock import ManualClock
+from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
+from nvpool.base.units import PARTITION_COUNT
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
+from nvpool.kv.memory import MemoryKv
 from nvpool.logic import moves
 from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
 from nvpool.logic.partition import partition_of_directory
-from nvpool.meta.records import partition_of_key, prefix
+from nvpool.logic.poolmap import MAP_FORMAT, PartitionRange, PoolMap, Settings
+from nvpool.meta.locks import LockTable
+from nvpool.meta.moving.leaving import Leaving
+from nvpool.meta.moving.ranges import Ranges
+from nvpool.meta.moving.sessions import sessions_to_move
+from nvpool.meta.records import Identity, Inode, encode_inode, inode_key, partition_of_key, prefix
+from nvpool.meta.view import View
 from nvpool.testing.pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0)
 WAIT_S = 120.0
+
+
+class FullKv(MemoryKv):
+    """Of which it can be said that it is full, until it `has_room`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_room = asyncio.Event()
+
+    async def room(self) -> None:
+        await self.has_room.wait()
 
 
 class Moving:
@@ -245,3 +266,45 @@ def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
         meta = moving.pool.metas[2]
         assert meta._view.inode_count == 10 + len(moving.files) + len(meta._collector.orphans)
     run(main)
+
+
+def test_sessions_come_and_go_between_two_messages_about_those_that_move():
+    async def main(moving: Moving) -> None:
+        for number in range(3):
+            vfs = (await moving.pool.client(f"client {number}", OPTIONS)).vfs
+            await vfs.create(ROOT_INODE, b"%d" % number, 0o644, os.O_RDWR, ME)
+        inside = moving.pool.meta._moving._inside
+        told = sessions_to_move(inside, frozenset(range(PARTITION_COUNT)))
+        numbers = {next(told).session}
+        another = (await moving.pool.client("another", OPTIONS)).vfs
+        await another.lookup(ROOT_INODE, b"0")
+        assert len({*numbers, *(session.session for session in told)}) == 3
+    run(main)
+
+
+def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
+    async def main() -> None:
+        clock, kv = ManualClock(), FullKv()
+        view = View(kv, Identity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
+        ranges = Ranges(kv, view)
+        leaving = Leaving(SimpleNamespace(shard=1, kv=kv, view=view, ranges=ranges))
+        key = inode_key(inode_number(9, 1))
+        kv.apply([(key, encode_inode(Inode(inode_number(9, 1), 0o100644)))])
+        view.inode_count = 2
+        leaving.begin(PoolMap(MAP_FORMAT, "p", "p", 7, Settings(), (), partitions=(PartitionRange(0, PARTITION_COUNT, 2),)), ())
+
+        async def take() -> None:
+            """As a taker begins, and lays the first that comes."""
+            await leaving.remove(9)
+            ranges.set_strange((9,), True)
+            kv.apply([(key, b"come")])
+
+        await leaving._mark()
+        kv.full = True
+        working = [asyncio.ensure_future(take()), asyncio.ensure_future(leaving.run_once())]
+        await asyncio.sleep(0)
+        kv.full = False
+        kv.has_room.set()
+        await asyncio.gather(*working)
+        assert kv.get(key) == b"come" and 9 in ranges.strange and not leaving.waiting
+    asyncio.run(main())

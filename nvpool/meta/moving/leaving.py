@@ -90,10 +90,10 @@ class Leaving:
         kv = self._inside.kv
         while kv.full:
             await kv.room()
-        marked, self._unmarked = self._unmarked, set()
-        kv.apply([*((gone_key(partition), GONE_VALUE) for partition in sorted(marked)), seen_effect(kv, self._epoch)],
+        kv.apply([*((gone_key(partition), GONE_VALUE) for partition in sorted(self._unmarked)), seen_effect(kv, self._epoch)],
                  reclaims=True)
-        self._gone |= marked
+        self._gone |= self._unmarked
+        self._unmarked = set()
 
     async def remove(self, partition: int) -> int:
         """Remove what is left of a partition that has gone; nothing where it has not."""
@@ -103,8 +103,9 @@ class Leaving:
         kv = inside.kv
         first, end = records.prefix(partition, 0), records.prefix(partition + 1, 0)
         while partition in self._gone:
-            while kv.full:
+            if kv.full:
                 await kv.room()
+                continue  # somebody else may have removed it, and it may be coming again
             # From here to the apply nothing may wait: the count is the shard's.
             pairs = kv.scan(first, end, STEP_KEYS)
             effects: list[Effect] = [(key, None) for key, _ in pairs]

@@ -20,9 +20,9 @@ OPENS_MAX = 16_384
 
 def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[MovedSession]:
     """The sessions that have files of these partitions open or locked, with what they have open; one with many open files
-    comes several times."""
+    comes several times. Others may come and go between two of them."""
     locking = inside.locks.sessions_in(partitions)
-    for session in inside.sessions.by_number.values():
+    for session in list(inside.sessions.by_number.values()):
         opened = [inode for inode, count in session.opens.items() if partition_of(inode) in partitions for _ in range(count)]
         if not opened and session.number not in locking:
             continue
