@@ -104,7 +104,7 @@ class MetaService(Answers, SessionAnswers):
             self._state = "loading"
         else:
             await self._take_up()
-        for work in (self._run_leases(), self._run_parts(), self._run_collector(), self._run_sweeps()):
+        for work in (self._run_leases(), self._run_holds(), self._run_parts(), self._run_collector(), self._run_sweeps()):
             self._own(work)
 
     def _assemble(self) -> records.Identity:
@@ -211,6 +211,12 @@ class MetaService(Answers, SessionAnswers):
             self._collector.grace_until_s += stood_still_s
             if self._state == "serving":
                 await self.end_leases()
+
+    async def _run_holds(self) -> None:
+        """Beside the leases: another shard that is silent is waited for here."""
+        while True:
+            await asyncio.sleep(self._options.tick_s)
+            if self._state == "serving":
                 await self._spanning.run_once()
 
     async def _run_collector(self) -> None:

@@ -14,11 +14,13 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.meta import records
+from nvpool.meta.options import MetaOptions
 from nvpool.meta.spanning import participant
 from nvpool.meta.spanning.peers import id_message
 from nvpool.meta.spanning.records import SpanId, partition_of_held
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -246,6 +248,19 @@ def test_paths_of_inodes_are_found_over_all_shards():
     run(main)
 
 
+def test_what_was_refused_after_others_were_asked_is_remembered_by_nobody():
+    async def main(names: Names) -> None:
+        vfs = names.vfs
+        full = await names.directory(2, names.at[1], b"full")
+        await names.file(full, b"name")
+        (name,) = (name for name, inode in (await names.names(names.at[1])).items() if inode == full)
+        for _ in range(3):
+            with pytest.raises(DirectoryNotEmpty):
+                await vfs.rmdir(names.at[1], name, ME)
+        assert not any(meta._spanning.coordinator._active for meta in names.pool.metas.values())
+    run(main)
+
+
 def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
     async def main(names: Names) -> None:
         vfs, at, pool = names.vfs, names.at, names.pool
@@ -275,6 +290,32 @@ def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
         await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
         assert inode in told["second"] and inode not in told["first"]
     run(main)
+
+
+def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_change(monkeypatch):
+    async def main(names: Names) -> None:
+        await names.file(names.at[3], b"f")
+        await names.quiet()
+        pool, meta = names.pool, names.pool.metas[3]
+        (session,) = meta._sessions.by_number.values()
+        asked: list = []
+        outcome = pool.metas[2]._routes[wire.META_OUTCOME]
+        pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
+        span = SpanId(2, 7, 1)
+        await meta._spanning.participant.hold(pb.HoldRequest(id=id_message(span), order=1,
+                                                             keys=[records.inode_key(names.at[3])]))
+        async with asyncio.timeout(60):
+            while not asked:  # noqa: ASYNC110 (nobody is told)
+                await asyncio.sleep(0.01)
+            session.expires_s = 0.0
+            while session.number in meta._sessions.by_number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pool.metas[2]._routes[wire.META_OUTCOME] = outcome
+        for call in asked:
+            outcome(call)
+    monkeypatch.setattr(participant, "ASK_AFTER_S", 0.05)
+    monkeypatch.setattr(participant, "ASK_S", 120.0)
+    run(main, meta_options=MetaOptions(tick_s=0.05))
 
 
 def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):

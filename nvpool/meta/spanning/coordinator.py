@@ -115,9 +115,9 @@ class Coordinator:
 
     def end(self, span: Span) -> None:
         """Where it was not decided it never will be, and everybody who holds for it is told so, as far as he can be reached."""
-        self._active.discard(span.id)
         if not span.decided:
             self._give_back(span)
+        self._active.discard(span.id)
 
     async def decide(self, span: Span, decide: Decide, request: Any) -> Draft:
         """A draft for which all that it needs of others is held. Nothing has waited since it was decided: who goes on at once
