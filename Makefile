@@ -10,7 +10,7 @@ KEEP ?= build/scale
 SEEDS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint clean
+.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -28,6 +28,7 @@ help:
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
+	@echo '  make install                nvpool in /opt/nvpool, commands on the PATH, units for systemd (root; sh tools/install.sh --remove)'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
 
 setup:
@@ -65,6 +66,9 @@ bench-nodes: setup
 # Databases of an earlier run are measured again.
 bench-scale: setup
 	@$(PYTHON_IN_VENV) bench/scale.py --keep "$(KEEP)" --results bench/results --write
+
+install:
+	@sh tools/install.sh
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -31,6 +31,8 @@ class Log(msgspec.Struct, frozen=True):
         description="least important messages that are kept")] = "info"
     to: Annotated[Literal["file", "stderr"], Meta(
         description="file: one file per process in log/ of the pool directory")] = "file"
+    format: Annotated[Literal["text", "json"], Meta(
+        description="json: an object a line, with time, level, process, pid, logger, message and error")] = "text"
 
 
 class Network(msgspec.Struct, frozen=True):

@@ -10,10 +10,8 @@ a lock descriptor never reaches a program that is started, unless it is passed o
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
-import logging.handlers
 import os
 import resource
 import signal
@@ -22,13 +20,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import uvloop
 
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.version import VERSION
+from nvpool.run.logs import follow_settings
 
 EXIT_OK = 0
 EXIT_REFUSED = 1
@@ -55,6 +53,13 @@ class Stop:
         self.hurry = asyncio.Event()
         self.on_signal: dict[int, Callable[[], None]] = {}
 
+    def signalled(self, number: int) -> None:
+        """SIGHUP or SIGUSR1 came."""
+        if number == signal.SIGHUP:
+            follow_settings()
+        if number in self.on_signal:
+            self.on_signal[number]()
+
     def ask(self, why: str) -> None:
         if self.asked.is_set():
             self.hurry.set()
@@ -69,22 +74,6 @@ def exit_code(error: BaseException) -> int:
         if isinstance(error, family):
             return code
     return EXIT_BUG
-
-
-def start_log(name: str, level: str, path: Path | None) -> None:
-    """All log goes to `path` (opened anew when it was moved away), or to stderr; so does what a crash of Python itself says."""
-    if path is not None:
-        kept: logging.Handler = logging.handlers.WatchedFileHandler(path)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-    else:
-        kept = logging.StreamHandler()
-    kept.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s",
-                                        "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[kept], force=True)
-    faulthandler.enable()
 
 
 def raise_descriptor_limit() -> int:
@@ -113,6 +102,18 @@ def notify_ready(text: str = "READY=1") -> None:
         log.warning("systemd could not be told %s: %s", text, error)
 
 
+async def keep_alive() -> None:
+    """Tell systemd that this loop turns, as often as WatchdogSec= of the unit asks; returns at once where it does not.
+
+    A loop that stands is ended by SIGABRT, which writes where it stood into the log, and the daemon is begun again."""
+    wanted, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not wanted.isdigit() or (pid and pid != str(os.getpid())):
+        return
+    while True:
+        notify_ready("WATCHDOG=1")
+        await asyncio.sleep(int(wanted) / 3e6)
+
+
 def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     """Run `main` on uvloop until it returns; the exit code. `main` drains and returns after `stop.asked`."""
     if (limit := raise_descriptor_limit()) < DESCRIPTORS_MIN:
@@ -127,7 +128,7 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.ask, signal.Signals(number).name)
         for number in (signal.SIGHUP, signal.SIGUSR1):
-            loop.add_signal_handler(number, lambda number=number: stop.on_signal.get(number, _nothing)())
+            loop.add_signal_handler(number, stop.signalled, number)
         log.info("nvpool %s starts", VERSION)
         # What is there now stays, so collections need not look at it; what requests leave behind dies by its reference
         # count, so they need not come after every 700 objects.
@@ -159,9 +160,6 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     log.info("stopped")
     return EXIT_OK
 
-
-def _nothing() -> None:
-    """Signals that have no meaning here (the log file is opened anew by itself) do not end the program."""
 
 
 def _first(group: BaseException) -> BaseException:

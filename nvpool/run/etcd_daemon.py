@@ -15,8 +15,9 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import BadConfiguration, InUse, NvpoolError
-from nvpool.run.daemon import EXIT_IN_USE, exit_code, start_log
+from nvpool.run.daemon import EXIT_IN_USE, exit_code
 from nvpool.run.keeping import OwnMember, read_keeping
+from nvpool.run.logs import start_log
 from nvpool.run.revoking import REVOKED_FILE
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE
 

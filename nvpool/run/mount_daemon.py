@@ -38,9 +38,9 @@ from nvpool.fuse.noticing import ByProcess
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
-from nvpool.run.daemon import Stop, exit_code, notify_ready, run, start_log
+from nvpool.run.daemon import Stop, exit_code, notify_ready, run
 from nvpool.run.held import Held, hand_to_holder
-from nvpool.run.mount_words import client_options, configured_pool, given, parse_words
+from nvpool.run.mount_words import client_options, configured_pool, given, parse_words, start_mount_log
 from nvpool.run.readers import Readers, Waiting, fork_readers
 from nvpool.wire.endpoint import parse_endpoint
 
@@ -56,7 +56,7 @@ log = logging.getLogger("nvpool.run.mount")
 
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
-    start_log("mount", arguments.log_level, arguments.log)
+    start_mount_log("mount", arguments)
     try:
         directory, config = configured_pool(arguments)
         engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
                                  "without --workers, or by engine kernel on Linux 6.9 and newer")
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
         if with_holder:
-            hand_to_holder(words)
+            hand_to_holder([*words, f"--log-format={arguments.log_format or config.log.format}"])
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
 def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket) -> int:
     """In a process that was forked for it (run/mount_zygote); its exit code. `notices`: to one that writes them for us."""
     held.here()
-    start_log("mount", arguments.log_level, arguments.log)
+    start_mount_log("mount", arguments)
     try:
         directory, config = configured_pool(arguments)
         place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import logging.handlers
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.run.logs import start_log
 
 QUICK_DEATHS_MAX = 3
 """Serving processes that die before they serve are started again at once so often; after that with a pause that grows."""
@@ -321,16 +322,15 @@ def _notify(text: str) -> None:
 
 def _start_log(words: list[str]) -> None:
     """Where the serving process writes too."""
-    path = ""
+    path, form = "", "text"
     for number, word in enumerate(words):
         if word.startswith("--log="):
             path = word[6:]
         elif word == "--log" and number + 1 < len(words):
             path = words[number + 1]
-    handler = logging.handlers.WatchedFileHandler(path) if path else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s holder[%(process)d] %(message)s",
-                                           "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level="INFO", handlers=[handler])
+        elif word.startswith("--log-format="):
+            form = word.partition("=")[2]
+    start_log("holder", "info", Path(path) if path else None, form=form)
 
 
 def main(words: list[str]) -> int:

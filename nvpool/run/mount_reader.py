@@ -20,8 +20,8 @@ from nvpool.fuse.passing import Channel
 from nvpool.fuse.reader_engine import ReaderEngine
 from nvpool.fuse.reader_ops import LOOK_S, ReaderOps
 from nvpool.run.awake import Awake
-from nvpool.run.daemon import run, start_log
-from nvpool.run.mount_words import client_options
+from nvpool.run.daemon import run
+from nvpool.run.mount_words import client_options, start_mount_log
 
 LEAVE_S = 0.5
 """For what is in work. What is left the kernel hands out again, where the mount goes on."""
@@ -67,7 +67,7 @@ async def _close_old(ops: ReaderOps) -> None:
 
 def wait_and_read(arguments: argparse.Namespace, config: Config, connection: socket.socket) -> int:
     """The exit code. Reads nothing before the serving process says so."""
-    start_log("reader", arguments.log_level, arguments.log)
+    start_mount_log("reader", arguments)
     said, descriptors, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
     if not said:
         return 0

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from nvpool.base.config import WORKERS_MAX, ClientSection, Config, load
 from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import NvpoolError
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import ClientOptions, configured
 from nvpool.fuse.engine import ENGINES
+from nvpool.run.logs import start_log
 
 DESCRIPTION = "Show a pool at a mount point."
 
@@ -59,7 +61,9 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
                         help="of mount(8): noexec, suid, dev, …")
     parser.add_argument("--log", type=Path, help="file to log to (stderr)")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"],
+                        help="least important messages that are kept (as node.toml says, info)")
+    parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
     return parser.parse_args(words)
 
 
@@ -70,6 +74,16 @@ def configured_pool(arguments: argparse.Namespace) -> tuple[PoolDirectory | None
     directory = PoolDirectory(arguments.pool)
     directory.check()
     return directory, load(directory.node_toml)
+
+
+def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
+    """As the words say, else as the pool's directory does; what is wrong with that is said elsewhere."""
+    try:
+        directory, config = configured_pool(arguments)
+    except NvpoolError:
+        directory, config = None, Config()
+    start_log(name, arguments.log_level or config.log.level, arguments.log, form=arguments.log_format or config.log.format,
+              node_toml=directory.node_toml if directory is not None and arguments.log_level is None else None)
 
 
 def given(value: float | None, otherwise: float) -> float:

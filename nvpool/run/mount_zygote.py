@@ -22,12 +22,11 @@ from functools import partial
 
 from nvpool.base.errors import NvpoolError
 from nvpool.fuse.noticing import write_for
-from nvpool.run.daemon import start_log
 from nvpool.run.forking import fork
 from nvpool.run.held import Held
 from nvpool.run.mount_daemon import serve_held
 from nvpool.run.mount_holder import DESCRIPTORS_MAX
-from nvpool.run.mount_words import configured_pool, parse_words
+from nvpool.run.mount_words import configured_pool, parse_words, start_mount_log
 from nvpool.wire import registry
 
 LATER = ("nvpool.fuse.kernel_engine", "nvpool.fuse.attach")
@@ -44,7 +43,7 @@ def main(words: list[str]) -> int:
     os.dup2(nothing, 0)
     os.close(nothing)
     arguments = parse_words(words)
-    start_log("zygote", arguments.log_level, arguments.log)
+    start_mount_log("zygote", arguments)
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     for name in LATER:

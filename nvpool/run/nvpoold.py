@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     directory = PoolDirectory(arguments.directory)
     if arguments.inherit_lock is not None and os.fork():
         os._exit(0)  # our parent waits for this one only; the lock lives on in the child's descriptor
-    from nvpool.run import daemon  # heavy: after the fork
-    daemon.start_log("nvpoold", "info", None)
+    from nvpool.run import daemon, logs  # heavy: after the fork
+    logs.start_log("nvpoold", "info", None)
     try:
         directory.check()
         config = load(directory.node_toml)
@@ -50,10 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     except NvpoolError as error:
         log.error("%s", error)
         return daemon.exit_code(error)
-    if (arguments.log or ("stderr" if sys.stderr.isatty() else config.log.to)) == "file":
-        daemon.start_log("nvpoold", config.log.level, directory.log / "nvpoold.log")
-    else:
-        daemon.start_log("nvpoold", config.log.level, None)
+    to_file = (arguments.log or ("stderr" if sys.stderr.isatty() else config.log.to)) == "file"
+    logs.start_log("nvpoold", config.log.level, directory.log / "nvpoold.log" if to_file else None, form=config.log.format,
+                   node_toml=directory.node_toml)
     try:
         return daemon.run(lambda stop: _serve(directory, config, stop))
     finally:

@@ -23,7 +23,8 @@ from nvpool.base.identities import MEMBER_S
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.run.awake import Awake
-from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run, start_log
+from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
+from nvpool.run.logs import start_log
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
@@ -124,7 +125,8 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
     try:
         directory.check()
         config = load(directory.node_toml)
-        start_log(name, config.log.level, directory.log / f"{name}.log" if config.log.to == "file" else None)
+        start_log(name, config.log.level, directory.log / f"{name}.log" if config.log.to == "file" else None,
+                  form=config.log.format, node_toml=directory.node_toml)
         lock = Flock.take(directory.run / f"{name}.lock", name)
     except InUse as error:
         log.warning("%s", error)

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import json
 import logging
+import math
 import os
 import signal
 from collections.abc import Awaitable
@@ -39,7 +40,7 @@ from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, changed, encode_m
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
-from nvpool.run.daemon import Stop, command, notify_ready
+from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
 from nvpool.run.drives import Drives, Progress, drives_told
 from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
@@ -65,6 +66,8 @@ _ANSWER_S = 0.3
 _ANSWERS_MAX = 4096
 """Long polls and status questions in work at once; further ones are refused."""
 _LOOK_S = 5.0
+_TOLD_S = 10.0
+"""How often systemd hears that a start goes on."""
 _START_S = 15.0
 """For a store to be there when all begin: only then it is missed."""
 _DRAIN_S_MAX = 3600.0
@@ -125,6 +128,7 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow_map())
         renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
+        alive = asyncio.ensure_future(keep_alive())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
                     asyncio.ensure_future(self._shards.run()),
                     asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
@@ -150,7 +154,7 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, managing, renewing, *lastings, *self._keepers.values()):
+            for task in (asked, ready, alive, managing, renewing, *lastings, *self._keepers.values()):
                 task.cancel()
 
     async def _keep_renewed(self) -> None:
@@ -274,11 +278,16 @@ class Supervisor:
 
     def _pass_on(self, number: int) -> None:
         log.info("%s is passed on", signal.Signals(number).name)
-        for child in self._children.values():
-            child.signal(number)
+        for name, child in self._children.items():
+            if not name.startswith("etcd-"):  # which ends of a SIGHUP
+                child.signal(number)
 
     async def _tell_when_ready(self) -> None:
-        while not all(child.state == "serving" for child in self._children.values()):  # noqa: ASYNC110  (state files, no event)
+        told_s = -math.inf
+        while waiting := [name for name, child in self._children.items() if child.state != "serving"]:
+            if SYSTEM_CLOCK.boottime_s() > told_s + _TOLD_S:
+                told_s = SYSTEM_CLOCK.boottime_s()
+                notify_ready(f"EXTEND_TIMEOUT_USEC={round(6 * _TOLD_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}")
             await asyncio.sleep(0.05)
         log.info("all %d processes serve", len(self._children))
         notify_ready(f"READY=1\nSTATUS=serving, {len(self._children)} processes")

@@ -103,7 +103,7 @@ def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
     directory.log.mkdir()
     says = f"""if True:
         import os, sys
-        from nvpool.run.daemon import start_log, log
+        from nvpool.run.logs import start_log, log
         from pathlib import Path
         start_log("meta-1", "info", Path({str(directory.log)!r}) / "meta-1.log")
         if not os.path.exists(sys.argv[1] + "/mended"):
