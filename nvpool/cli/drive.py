@@ -32,7 +32,8 @@ drive_argument = click.argument("drive", metavar="DRIVE")
 
 
 @click.group(epilog="""\b
-DRIVE is the number or the path that `nvpool drive ls` shows.
+DRIVE is the number or the path that `nvpool drive ls` shows; a path is one of the node whose pool directory POOL is, where
+that node has a drive there.
 
 \b
 examples:
@@ -60,8 +61,12 @@ def ls(pool: str, as_json: bool) -> None:
     if as_json:
         print_json(drives)
         return
-    print_table(("drive", "target", "state", "share", "moving", "used", "capacity", "path"), [
-        (one["drive"], one["target"], state_of(one), f"{100 * one['share']:.1f} %", moving_of(one),
+    print_drives(drives)
+
+
+def print_drives(drives: list[dict[str, Any]]) -> None:
+    print_table(("drive", "node", "target", "state", "share", "moving", "used", "capacity", "path"), [
+        (one["drive"], one["node"], one["target"], state_of(one), f"{100 * one['share']:.1f} %", moving_of(one),
          format_bytes(one["used_bytes"]) if one["used_bytes"] is not None else None, format_bytes(one["capacity_bytes"]),
          one["path"]) for one in drives])
 

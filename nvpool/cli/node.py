@@ -100,10 +100,18 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
         done |= entered("node", address, directory, token_text, replace(config, network=network), name, etcd_given(etcd))
         if not as_json:
             click.echo(f"joined the pool {done['name']} ({done['pool_id'][:8]}) as node {done['node']}, in {where.path}")
+    else:
+        _check_pool(where, token_text)
     if not no_start:
-        pool_life.start(where)
+        there = {os.path.realpath(place): one for one in pool_life.start(where)["drives"] if one["node"] == where.node
+                 for place in (one["path"], os.path.dirname(one["path"]))}
         for drive in drives:
             wanted = drive_of(drive)
+            if (one := there.get(os.path.realpath(wanted["path"]))) is not None:
+                done["drives"].append({name: one[name] for name in ("drive", "target", "path", "capacity_bytes")})
+                if not as_json:
+                    click.echo(f"drive {one['drive']} is in the pool already: {one['path']}")
+                continue
             added = asyncio.run(change(directory, "drive-add", wanted | {"force": False}))
             done["drives"].append(added)
             if not as_json:
@@ -111,6 +119,16 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
                            f"{format_bytes(added['capacity_bytes'])} at {added['path']}")
     if as_json:
         print_json(done)
+
+
+def _check_pool(directory: PoolDirectory, token_text: str) -> None:
+    """AlreadyExists where `directory` is one of another pool than the token is for."""
+    from nvpool.base.authority import fingerprint_of
+    from nvpool.base.errors import AlreadyExists
+    from nvpool.base.tokens import read_token
+    if fingerprint_of((directory.secret / "authority.crt").read_bytes()) != read_token(token_text).fingerprint:
+        raise AlreadyExists(f"{directory.path} belongs to another pool, which `nvpool status {directory.path}` shows; name "
+                            f"another directory with --dir")
 
 
 def _own_host(address: str) -> str:
@@ -134,6 +152,10 @@ def ls(pool: str, as_json: bool) -> None:
     if as_json:
         print_json(nodes)
         return
+    print_nodes(nodes)
+
+
+def print_nodes(nodes: list[dict[str, Any]]) -> None:
     print_table(("node", "name", "state", "rack", "drives", "roles", "address"), [
         (one["node"], one["name"], one["state"] + (f", {one['wish']}" if one["wish"] else ""), one["rack"], one["drives"],
          roles_of(one), one["address"]) for one in nodes])

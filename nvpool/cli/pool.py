@@ -173,9 +173,10 @@ def rebalance(pool: str, only_status: bool, pause: bool | None, limit_mib: float
         print_json(chains)
         return
     click.echo(chains_line(chains))
-    if chains["paused"] or chains["limit_bytes_s"]:
-        limit = f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive"
-        click.echo("moving is " + ("paused" if chains["paused"] else limit))
+    words = ["paused"] if chains["paused"] else []
+    words += [f"limited to {format_bytes(chains['limit_bytes_s'])}/s a drive"] if chains["limit_bytes_s"] else []
+    if words:
+        click.echo(f"moving is {' and '.join(words)}")
 
 
 def chains_line(chains: dict) -> str:

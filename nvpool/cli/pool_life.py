@@ -39,6 +39,7 @@ from nvpool.base.mounts import mounts_below
 from nvpool.cli.mounts import pause
 from nvpool.cli.reach import status_of
 from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.logic.shards import members, node_and_path
 
 START_S = 60.0
 _STARTS_MAX = 3
@@ -214,12 +215,14 @@ def remove(directory: PoolDirectory, lock: Flock) -> None:
 
 
 def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
-    """Remove the chunk stores that lie outside the pool directory; what was done, as sentences."""
+    """Remove what this node has outside the pool directory: chunk stores, and records of shards beside them; what was done, as
+    sentences."""
     done = []
-    inside = directory.path / "targets"
+    node, inside = directory.node, directory.path / "targets"
+    in_use = {target.drive for target in pool_map.targets if target.state != "gone"}
     for drive in pool_map.drives:
         place = Path(drive.path)
-        if not drive.path or place.parent == inside or not place.exists():
+        if drive.node != node or not drive.path or place.parent == inside or not place.exists():
             continue
         if place.is_dir():
             if not place.name.startswith(f"nvpool-{pool_map.pool_id[:8]}-target-"):
@@ -227,8 +230,18 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
             remove_tree(place)
             done.append(f"removed {place}")
         elif place.is_block_device():
-            make({"verb": "erase", "path": str(place), "pool_id": pool_map.pool_id})
+            try:
+                make({"verb": "erase", "path": str(place), "pool_id": pool_map.pool_id})
+            except Refused:
+                if drive.id in in_use:
+                    raise
+                continue  # it has left the pool, and is somebody else's by now
             done.append(f"erased the head of {place}")
         else:
             raise NotFound(f"{place} is neither a directory nor a block device; remove it by hand")
+    for shard in pool_map.shards:
+        for where, path in (node_and_path(shard, member) for member in members(shard)):
+            if where == node and path and not Path(path).is_relative_to(directory.path) and Path(path).is_dir():
+                remove_tree(Path(path))
+                done.append(f"removed {path}")
     return done

@@ -14,7 +14,8 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
 @click.command(epilog="""\b
 --json prints one object:
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
-  processes   role (supervisor, meta, store, mount, reader, holder), pid (0: it does not run), state (starting, serving,
+  processes   role (supervisor, meta, store, mount, reader, holder; of other nodes only meta and store), node, pid (0: it does
+              not run; null: of another node), state (starting, serving,
               restarting, draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
               to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect and,
               where it has standbys, member and in_map (primary; up: has everything; syncing: has not); of a target
@@ -22,7 +23,8 @@ from nvpool.cli.render import ago, json_option, print_json, print_table, say
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
               scrub (see nvpool scrub status --json); of a mount mountpoint, engine (kernel, pyfuse3)
-  drives      as `nvpool drive ls --json`
+  nodes, drives, shards    as `nvpool node ls --json`, `nvpool drive ls --json`, `nvpool shard ls --json`
+  members     who has a certificate of the pool
   chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
               serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
               paused, limit_bytes_s
@@ -40,7 +42,7 @@ examples:
 @click.option("--check", is_flag=True, help="Exit with 3 unless every process serves and there is no problem.")
 @json_option
 def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
-    """Show a pool: its processes, drives and problems.
+    """Show a pool: its processes, nodes, drives and problems.
 
     POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
     """
@@ -57,22 +59,23 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
 
 def _show(seen: dict[str, Any]) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
-    from nvpool.cli.drive import moving_of, state_of
+    from nvpool.cli.drive import print_drives
+    from nvpool.cli.node import print_nodes
     from nvpool.cli.pool import chains_line
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
     pool = seen["pool"]
     click.echo(f"pool {pool['name']} ({pool['id'][:8]}): {pool['state']}, map epoch {pool['epoch']}, "
                f"{format_bytes(pool['chunk_bytes'])} chunks, {pool['replicas']} replica{'s' if pool['replicas'] > 1 else ''}")
     click.echo()
-    print_table(("role", "name", "pid", "state", "for", "restarts", "what"), [
-        (process["role"], process.get("name"), process["pid"] or None, process["state"],
+    print_table(("role", "name", "node", "pid", "state", "for", "restarts", "what"), [
+        (process["role"], process.get("name"), process["node"], process["pid"] or None, process["state"],
          ago(process["since_ms"], now_ms) if process["since_ms"] else None, process.get("restarts"), _what(process))
         for process in seen["processes"]])
     click.echo()
-    print_table(("drive", "target", "state", "share", "moving", "used", "capacity", "path"), [
-        (drive["drive"], drive["target"], state_of(drive), f"{100 * drive['share']:.1f} %", moving_of(drive),
-         format_bytes(drive["used_bytes"]) if drive["used_bytes"] is not None else None, format_bytes(drive["capacity_bytes"]),
-         drive["path"]) for drive in seen["drives"]])
+    if len(seen["nodes"]) > 1:
+        print_nodes(seen["nodes"])
+        click.echo()
+    print_drives(seen["drives"])
     click.echo(f"\n{chains_line(seen['chains'])}")
     for problem in seen["problems"]:
         say(f"problem: {problem}")

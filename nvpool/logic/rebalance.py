@@ -16,9 +16,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from nvpool.base.errors import InvalidRequest
-from nvpool.base.units import format_bytes
+from nvpool.base.units import CHAINS_PER_TABLE, format_bytes
 from nvpool.logic.layout import chunk_hash
-from nvpool.logic.placement import Placing, usable
+from nvpool.logic.placement import Placing, Spread, usable
 from nvpool.logic.poolmap import Chain, PoolMap
 from nvpool.logic.transitions import ChainName, settled, with_chains, with_targets
 
@@ -134,14 +134,18 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
 
 def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     """InvalidRequest when what is stored has no room on the targets that shall hold it, or these are too few. `used_bytes` of
-    the targets that answered; each target keeps a tenth of its capacity free."""
+    the targets that answered; each target keeps a tenth of its capacity free. There is room until the first of them is full: of
+    two nodes that have a copy of everything the smaller one counts, twice."""
     here = usable(pool_map.targets)
     most = max((table.id for table in pool_map.tables), default=1)
     if len(here) < most:
         raise InvalidRequest(f"the pool keeps {most} cop{'y' if most == 1 else 'ies'} of each chunk and {len(here)} "
                              f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add")
     used = sum(used_bytes.values())
-    room = sum(target.capacity_bytes for target in here) * 9 // 10
+    replicas = pool_map.settings.replicas
+    quota = Spread(here, pool_map.nodes, replicas).quota
+    room = min(int(target.capacity_bytes * 0.9 * CHAINS_PER_TABLE * replicas / quota[target.id])
+               for target in here if quota[target.id])
     if used > room:
         raise InvalidRequest(f"{format_bytes(used)} are stored and the drives that would be left have room for "
                              f"{format_bytes(room)}; add a drive first: nvpool drive add")

@@ -65,7 +65,7 @@ class Drives:
         async with self._adding:
             pool_map = self._leading.pool_map
             _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
-            make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force)
+            make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
             await asyncio.to_thread(make, "check", 0, pool_map)
             pool_map, drive_id, target_id = await self._take_numbers()
             made = await asyncio.to_thread(make, "store", target_id, pool_map)
@@ -106,7 +106,7 @@ class Drives:
         cancel, used = bool(arguments.get("cancel", False)), await self._used()
 
         def decide(newest: PoolMap) -> PoolMap:
-            target = find(newest, arguments)
+            target = find(newest, arguments, self._node)
             if target.wish == "lost":
                 raise InvalidRequest(f"drive {target.drive} is lost; it is being taken out of the pool")
             if cancel:
@@ -124,7 +124,7 @@ class Drives:
             return await self._lose(arguments)
 
         def decide(newest: PoolMap) -> PoolMap:
-            target = find(newest, arguments, gone=True)
+            target = find(newest, arguments, self._node, gone=True)
             if target.state == "gone":
                 return newest
             if target.id in named(newest):
@@ -139,10 +139,10 @@ class Drives:
         used, give_up = await self._used(), bool(arguments.get("give_up", False))
 
         def decide(newest: PoolMap) -> PoolMap:
-            target = find(newest, arguments, gone=True)
+            target = find(newest, arguments, self._node, gone=True)
             return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used, give_up)
 
-        target = find(self._leading.pool_map, arguments, gone=True)
+        target = find(self._leading.pool_map, arguments, self._node, gone=True)
         decide(self._leading.pool_map)
         if target.node == self._node and target.state != "gone":
             await self._end(target.id)
@@ -175,7 +175,7 @@ class Drives:
     async def _replace(self, arguments: dict) -> dict:
         lost = bool(arguments.get("lost", False))
         new_drive = _drive_of(arguments, "drive-replace")
-        old = find(self._leading.pool_map, arguments)
+        old = find(self._leading.pool_map, arguments, self._node)
         if old.wish in ("remove", "lost"):
             raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive add")
         if lost:
@@ -184,7 +184,7 @@ class Drives:
             await self._end(old.id)
 
         def also(newest: PoolMap) -> PoolMap:
-            target = find(newest, {"drive": str(old.drive)})
+            target = find(newest, {"drive": str(old.drive)}, self._node)
             if lost and target.node == self._node:
                 newest = died(newest, {target.id})
             return wished(newest, target.id, "lost" if lost else "remove")
@@ -196,7 +196,7 @@ class Drives:
         return made | {"replaces": old.drive}
 
     def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
-        target = find(pool_map, arguments, gone=True)
+        target = find(pool_map, arguments, self._node, gone=True)
         return {"drive": target.drive, "target": target.id, "state": state_of(pool_map, target), "epoch": pool_map.epoch,
                 "chains": held(pool_map)[target.id], "chains_to_go": going(pool_map)[target.id]}
 
@@ -325,21 +325,32 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
     return told
 
 
-def find(pool_map: PoolMap, arguments: dict, *, gone: bool = False) -> Target:
-    """The target on the drive that `arguments` name by its number or path. NotFound; `gone`: also one that was removed."""
+def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -> Target:
+    """The target on the drive that `arguments` name by its number or path. A path is one of `node`, where we are; of another
+    node only where this one never had a drive there. NotFound; InvalidRequest where several others have one. `gone`: also a
+    drive that was removed."""
     name = str(arguments.get("drive", ""))
-    wanted = os.path.realpath(name) if os.path.isabs(name) else ""
-    found = None
-    for target in pool_map.targets:
-        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
-        if name == str(drive.id) or (wanted and drive.path and wanted in (os.path.realpath(drive.path),
-                                                           os.path.realpath(os.path.dirname(drive.path)))):
-            found = target  # of several at a path the last is the one that may be there still
-    if found is None:
+    paths = {drive.id: drive.path for drive in pool_map.drives}
+    found = [target for target in pool_map.targets if name == str(target.drive)]
+    if os.path.isabs(name):
+        here = {os.path.realpath(name)}
+        found = [target for target in pool_map.targets
+                 if target.node == node and here & {os.path.realpath(path) for path in _places(paths[target.drive])}]
+        found = found or [target for target in pool_map.targets
+                          if target.node != node and name in _places(paths[target.drive])]
+        if len({target.node for target in found}) > 1:
+            raise InvalidRequest(f"there are drives at {name} on several nodes and none on this one; give the drive's number")
+    if not found:
         raise NotFound(f"the pool has no drive {name!r}; `nvpool drive ls` lists them")
-    if found.state == "gone" and not gone:
-        raise NotFound(f"drive {found.drive} was removed from the pool")
-    return found
+    target = found[-1]  # of several at a path the last is the one that may be there still
+    if target.state == "gone" and not gone:
+        raise NotFound(f"drive {target.drive} was removed from the pool")
+    return target
+
+
+def _places(path: str) -> tuple[str, ...]:
+    """What a drive is called by: the path of its store, and the directory on it that the operator named."""
+    return (path, os.path.dirname(path)) if os.path.basename(path).startswith("nvpool-") else (path,)
 
 
 def _check_count(pool_map: PoolMap) -> None:
@@ -360,12 +371,12 @@ def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
     return path, capacity_bytes, force
 
 
-def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, verb: str, target: int,
+def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, node: int, verb: str, target: int,
                 pool_map: PoolMap) -> dict:
     """Run run/making as a program of its own, so that what it does to a drive can not hold up this one. `verb`: store, or
     check, which only refuses."""
     request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
-               "pool_id": pool_map.pool_id, "known": _in_use(pool_map), "force": force}
+               "pool_id": pool_map.pool_id, "known": _in_use(pool_map, node), "force": force}
     try:
         done = subprocess.run(command("making"), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
                               timeout=_MAKE_DEADLINE_S, check=False)
@@ -379,6 +390,7 @@ def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, ver
     return answer
 
 
-def _in_use(pool_map: PoolMap) -> list[str]:
+def _in_use(pool_map: PoolMap, node: int) -> list[str]:
+    """Where drives of this node are; others have theirs at the same paths."""
     drives = {target.drive for target in pool_map.targets if target.state != "gone"}
-    return [drive.path for drive in pool_map.drives if drive.id in drives]
+    return [drive.path for drive in pool_map.drives if drive.id in drives and drive.node == node]

@@ -21,7 +21,8 @@ _RIGHT_MS = 60_000
 
 
 class Scrubbing:
-    def __init__(self, pool_map: Callable[[], PoolMap], dialer: Dialer, secret: Callable[[], bytes]) -> None:
+    def __init__(self, node: int, pool_map: Callable[[], PoolMap], dialer: Dialer, secret: Callable[[], bytes]) -> None:
+        self._node = node
         self._pool_map = pool_map
         self._dialer = dialer
         self._secret = secret
@@ -31,7 +32,7 @@ class Scrubbing:
         pool_map = self._pool_map()
         targets = [target for target in pool_map.targets if not target.is_over]
         if arguments.get("drive"):
-            targets = [find(pool_map, {"drive": str(arguments["drive"])})]
+            targets = [find(pool_map, {"drive": str(arguments["drive"])}, self._node)]
         elif arguments.get("target"):
             targets = [target for target in targets if str(target.id) == str(arguments["target"])]
             if not targets:

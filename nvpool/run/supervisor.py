@@ -107,7 +107,7 @@ class Supervisor:
                                    end=self._end_child, again=self._begin_again)
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
                               end=self._end_target)
-        self._scrubbing = Scrubbing(lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
+        self._scrubbing = Scrubbing(node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
         self._losses = Losses(directory)
         self._shards = MetaShards(directory, config, node, self.leading, self._dialer, start=self._start_missing)
         self._progress = Progress()
@@ -424,7 +424,9 @@ class Supervisor:
         used = {store["target"]: store["used_bytes"] for store in stores if store["used_bytes"] is not None}
         chains = self._progress.told(pool_map, serving, used)
         drives = drives_told(pool_map, {store["target"]: store for store in stores})
-        problems = [f"{p['name']} is {p['state']}" + (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
+        several = len(pool_map.nodes) > 1
+        problems = [p["name"] + (f" on node {p['node']}" if several else "") + f" is {p['state']}" +
+                    (f": {p['reason']}" if p.get("reason") else "") for p in [*metas, *stores]
                     if p["state"] not in ("serving", "starting") or p.get("reason")]
         if chains["without"]:
             problems.append(f"{chains['without']} chains have no target that serves: what they hold can not be read or written "
@@ -451,8 +453,8 @@ class Supervisor:
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
                          "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
-                "processes": processes, "drives": drives, "shards": shards_told(pool_map, metas), "chains": chains,
-                "problems": problems}
+                "processes": [{"node": self._node} | process for process in processes], "drives": drives,
+                "shards": shards_told(pool_map, metas), "chains": chains, "problems": problems}
 
     def _endpoints_of_node(self, pool_map: PoolMap) -> tuple[str, ...]:
         return next((node.endpoints for node in pool_map.nodes if node.id == self._node), ())
@@ -463,9 +465,9 @@ class Supervisor:
             return {"role": role, "name": name, "node": node, "pid": None, "state": "serving", "restarts": None, "since_ms": 0,
                     "endpoints": endpoints, "counters": {}}  # unless it does not answer
         if child is None:
-            return {"role": role, "name": name, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
+            return {"role": role, "name": name, "node": node, "pid": 0, "state": "stopped", "restarts": 0, "since_ms": 0,
                     "endpoints": endpoints, "counters": {}}
-        return {"role": role, "name": name, "pid": child.pid, "state": child.state, "restarts": child.restarts,
+        return {"role": role, "name": name, "node": node, "pid": child.pid, "state": child.state, "restarts": child.restarts,
                 "since_ms": child.since_ms, "endpoints": endpoints, "adopted": child.adopted, "last_end": child.last_end,
                 "counters": {}} | ({"reason": child.reason} if child.reason else {})
 

@@ -107,7 +107,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "lost+found").mkdir()
     made = json.loads(nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M", "--drive", f"{tmp_path}/b:192M", "--name",
-                             "training", "--json").stdout)
+                             "training", "--standbys", "1", "--json").stdout)
     assert [Path(drive["path"]).parent.name for drive in made["drives"]] == ["a", "b"]
     assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
     assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr

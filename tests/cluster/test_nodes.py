@@ -96,8 +96,12 @@ def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
     client = first.json("client", "token", str(first.path))
     assert "lets in a client" in pool.join(third, client, check=False).stderr
     assert len(first.map().nodes) == 2
-    pool.join(third, first.json("node", "token", str(first.path)))
-    assert len(third.until_all_serve()["nodes"]) == 3
+    last = first.json("node", "token", str(first.path))
+    pool.join(third, last)
+    assert "is in the pool already" in pool.join(third, last).stdout, "interrupted, the same command goes on"
+    seen = third.until_all_serve()
+    assert len(seen["nodes"]) == 3 and [drive["node"] for drive in seen["drives"]] == [1, 2, 3]
+    assert "belongs to another pool" in pool.join(third, wrong, check=False).stderr
 
 
 def test_who_has_no_certificate_or_has_left_learns_nothing():

@@ -161,6 +161,17 @@ def test_too_few_targets_or_too_little_room_is_refused():
         check_room(wished(a_pool((4, 4), 1), 1, "drain"), {1: 2 * GIB, 2: 2 * GIB})
 
 
+def test_there_is_room_until_the_first_that_needs_a_copy_of_everything_is_full():
+    pool_map = a_pool((8, 8, 2), 2, nodes=3)
+    check_room(wished(pool_map, 2, "drain"), {1: GIB, 2: GIB, 3: GIB})
+    with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):  # what fits on node 3, twice
+        check_room(wished(pool_map, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+    racks = a_pool((8, 8, 2, 8), 2, nodes=4, racks=("a", "a", "b", "b"))
+    with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):
+        check_room(wished(racks, 4, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+    check_room(wished(racks, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+
+
 def test_what_is_drained_and_wanted_again_stays_where_it_is():
     pool_map = reached(with_goals(a_pool((4, 4, 4, 4), 2)))
     away = next_steps(with_goals(wished(pool_map, 2, "drain")))

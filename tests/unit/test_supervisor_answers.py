@@ -6,19 +6,22 @@ import os
 import resource
 import signal
 import sys
+from functools import partial
 
+import msgspec
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, Busy, Fenced, InvalidRequest, NvpoolError
+from nvpool.base.errors import Bug, Busy, Fenced, InvalidRequest, NvpoolError, Refused
 from nvpool.base.host import identity_of
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
-from nvpool.logic.poolmap import decode_map
+from nvpool.logic.poolmap import Drive, Node, Target, decode_map
 from nvpool.run import supervisor as room
 from nvpool.run.daemon import Stop
+from nvpool.run.making import CAPACITY_BYTES_MIN
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.transport import Peer
 from nvpool.wire.v1 import data_pb2, pool_pb2, wire_pb2
@@ -59,7 +62,7 @@ def scenario(tmp_path, monkeypatch, run):
     """`run(supervisor, stop, failed, directory)` beside a supervisor that runs; every program ends afterwards."""
     monkeypatch.setattr(room, "command", lambda module, *words: [sys.executable, "-c", SERVES, module, *words])
     directory = PoolDirectory(tmp_path)
-    directory.run.mkdir()
+    directory.run.mkdir(parents=True)
 
     async def whole():
         stop, failed = Stop(), asyncio.get_running_loop().create_future()
@@ -91,6 +94,39 @@ async def ask(supervisor, method, request) -> bytes:
     asked = Asked(method, request if isinstance(request, bytes) else request.SerializeToString())
     supervisor.handle(asked)
     return await asyncio.wait_for(asked.answer, 120)
+
+
+async def change(supervisor, verb, **arguments) -> dict:
+    request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
+    return json.loads(pool_pb2.PoolChangeReply.FromString(await ask(supervisor, wire_pb2.POOL_CHANGE, request)).result)
+
+
+def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monkeypatch):
+    here, there, both = (tmp_path / name for name in ("here", "there", "both"))
+    here.mkdir()
+
+    async def run(supervisor, stop, failed, directory, running):
+        def others(now):
+            places = ((3, 2, here), (4, 3, here), (5, 2, there), (6, 2, both), (7, 3, both))
+            unknown = partial(msgspec.structs.replace, endpoints=())
+            return msgspec.structs.replace(
+                now, nodes=(*map(unknown, now.nodes), *(Node(n, f"n{n}", f"host-{n}", ()) for n in (2, 3))),
+                shards=tuple(map(unknown, now.shards)),
+                drives=(*now.drives, *(Drive(n, node, f"{place}/nvpool-x-target-{n}", 1 << 30) for n, node, place in places)),
+                targets=(*map(unknown, now.targets), *(Target(n, n, node, 1 << 30, ()) for n, node, _ in places)))
+
+        await supervisor.leading.change(others)
+        added = await change(supervisor, "drive-add", path=str(here), capacity_bytes=CAPACITY_BYTES_MIN)
+        assert added["drive"] == 8, "drives of other nodes at this path are none of this one's business"
+        with pytest.raises(Refused, match="in the pool already"):
+            await change(supervisor, "drive-add", path=str(here), capacity_bytes=CAPACITY_BYTES_MIN)
+        assert (await change(supervisor, "drive-drain", drive=str(here)))["drive"] == 8
+        assert (await change(supervisor, "drive-drain", drive=added["path"]))["drive"] == 8
+        assert (await change(supervisor, "drive-drain", drive=str(there)))["drive"] == 5
+        with pytest.raises(InvalidRequest, match="on several nodes"):
+            await change(supervisor, "drive-drain", drive=str(both))
+        assert {target.id for target in supervisor._coordinator.pool_map.targets if target.wish == "drain"} == {5, 8}
+    scenario(tmp_path / "pool", monkeypatch, run)
 
 
 def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
