@@ -1,6 +1,6 @@
 """The coordinator of a pool of several machines: the pool map, who is there and who leads, in etcd.
 
-One stream follows all keys of the pool; it is begun anew, with a look at everything, when it breaks, is silent, or etcd has
+One stream follows these three; it is begun anew, with a look at all of them, when it breaks, is silent, or etcd has
 forgotten what we missed. What is known here may so be old where etcd can not be reached, and is never ahead of it. Changes are
 one transaction each, guarded by the map's revision in etcd and by the leader's key; one whose answer was lost is looked for.
 
@@ -167,12 +167,17 @@ class EtcdCoordinator:
             self._calls.elsewhere()
             await asyncio.sleep(pause_s)
 
+    def _ranges(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Of the keys that are known here. Not of the maps that were: they are too much for a look at each change."""
+        present = self._root + b"present/"
+        return (self._root + b"leader", self._root + b"map\0"), (present, _behind(present))
+
     async def _look(self) -> int:
         """At everything; the revision that was seen."""
-        found = await self._calls.range(rpc.RangeRequest(key=self._root, range_end=_behind(self._root)), CHANGE_S)
+        found = await self._calls.ranges(self._ranges(), CHANGE_S)
         self._heard_s = self._clock.boottime_s()
         present, leader = {}, None
-        for kv in found.kvs:
+        for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
             name = kv.key[len(self._root):]
             if name == b"map":
                 self._take_map(kv)
@@ -187,8 +192,9 @@ class EtcdCoordinator:
         stream = self._calls.watch()
         beating = None
         try:
-            await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
-                key=self._root, range_end=_behind(self._root), start_revision=revision)))
+            for first, behind in self._ranges():
+                await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
+                    key=first, range_end=behind, start_revision=revision)))
             beating = asyncio.get_running_loop().create_task(_beat(stream))
             while True:
                 async with asyncio.timeout(SILENCE_S):

@@ -22,7 +22,10 @@ CALL_S = 2.0
 PAUSE_S = 0.1
 """Between two tries."""
 
+_ANSWER_BYTES_MAX = 64 << 20
+"""Of a stream that was away for a while, which is told many maps at once; gRPC's own bound is 4 MiB."""
 _OPTIONS = (
+    ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
     ("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0),
 )
@@ -120,6 +123,11 @@ class EtcdCalls:
 
     async def range(self, request: rpc.RangeRequest, wait_s: float) -> rpc.RangeResponse:
         return await self._call("kv", "Range", request, wait_s)
+
+    async def ranges(self, ranges: Sequence[tuple[bytes, bytes]], wait_s: float) -> rpc.TxnResponse:
+        """What the keys from the first to the second, without it, hold, all of one moment."""
+        return await self._call("kv", "Txn", rpc.TxnRequest(success=[rpc.RequestOp(request_range=rpc.RangeRequest(
+            key=first, range_end=behind)) for first, behind in ranges]), wait_s)
 
     async def transact(self, request: rpc.TxnRequest, wait_s: float) -> rpc.TxnResponse:
         """After Unavailable, and also where it has not succeeded, it may have been carried out: look."""

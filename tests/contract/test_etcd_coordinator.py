@@ -9,7 +9,8 @@ import pytest
 from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, Unavailable
 from nvpool.cluster import etcd as etcd_module
 from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.logic.poolmap import changed
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import Drive, Target, changed, encode_map
 from nvpool.testing import real_etcd
 from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map
 
@@ -181,6 +182,35 @@ def test_each_map_is_published_and_a_bounded_number_is_kept(one, monkeypatch):
         assert [int(kv.key[-20:]) for kv in found.kvs] == [9, 10, 11, 12, 13]
         await mine.close()
         await other.close()
+
+    asyncio.run(run())
+
+
+def test_maps_of_a_large_pool_are_changed_and_followed_however_many_are_kept(one):
+    async def run():
+        targets = tuple(Target(n, n, 1, 1 << 30, (f"inproc://target-{n}",)) for n in range(1, 7))
+        tables = tuple(build_table(targets, replicas) for replicas in (1, 2, 3))
+        large = msgspec.structs.replace(a_pool(), targets=targets, tables=tables, drives=tuple(
+            Drive(n, 1, f"/drive/{n}", 1 << 30) for n in range(1, 7)))
+        assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC takes in one answer"
+        mine, other = await pair(one, large)
+        other._following.cancel()
+        began = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
+        for number in range(etcd_module.KEPT_MAPS):
+            await mine.replace(changed(mine.pool_map, name=f"map-{number}"))
+        stream = asyncio.ensure_future(other._follow_stream(began + 1))  # it is told all of it at once
+        await asyncio.wait_for(reached(other, mine.pool_map.epoch), 120)
+        assert not stream.done()
+        stream.cancel()
+        late = await EtcdCoordinator.open(one.members, large.pool_id)
+        await late.replace(changed(late.pool_map, name="late"))
+        await asyncio.wait_for(reached(mine, late.pool_map.epoch), 120)
+        for coordinator in (mine, other, late):
+            await coordinator.close()
+
+    async def reached(coordinator, epoch):
+        while coordinator.pool_map.epoch < epoch:
+            await coordinator.watch(coordinator.pool_map.epoch, 60)
 
     asyncio.run(run())
 
