@@ -35,7 +35,7 @@ async def look_after(*parts: Callable[[], Awaitable[None]]) -> None:
             try:
                 await part()
                 said[at] = ""
-            except NvpoolError as error:
+            except (NvpoolError, OSError) as error:
                 if str(error) != said[at]:
                     log.warning("what the map wishes is not done yet: %s", error)
                 said[at] = str(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, sync_directory
-from nvpool.base.errors import Busy, InvalidRequest, NotFound, from_os_error
+from nvpool.base.errors import Busy, InvalidRequest, NotFound, NvpoolError, from_os_error
 from nvpool.logic import metaplaces
 from nvpool.logic.poolmap import PoolMap, Shard, Standby
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name, shard_of, standby_made, standbys_wanted
@@ -50,13 +50,17 @@ class ShardPlaces:
         self.verbs = {"shard-standbys": self._wish_standbys}
 
     async def run_once(self) -> None:
-        """Do what can be done now; called again and again. What the map and the drive say."""
-        pool_map = self._leading.pool_map
+        """Do what can be done now; called again and again. What the map and the drive say: of a place that can not be made at
+        last, when all else is done."""
+        pool_map, failed = self._leading.pool_map, None
         await self._leave(pool_map)
         for shard in pool_map.shards:
             for standby in shard.standbys:
                 if standby.node == self._node and not standby.endpoints:
-                    await self._make(shard, standby)
+                    try:
+                        await self._make(shard, standby)
+                    except NvpoolError as error:
+                        failed = error
         self._start()
         self._hand_over(self._leading.pool_map)
         manager = self._leading.manager
@@ -64,6 +68,8 @@ class ShardPlaces:
             serving = manager.serving()
             if metaplaces.next_step(self._leading.pool_map, serving) is not self._leading.pool_map:
                 await self._leading.change_as_leader(lambda newest: metaplaces.next_step(newest, serving))
+        if failed is not None:
+            raise failed
 
     async def _make(self, shard: Shard, standby: Standby) -> None:
         """A directory, ports, and a word in the map; then its process is started. An interrupted one is begun anew."""
