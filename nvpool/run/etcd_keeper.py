@@ -31,6 +31,7 @@ from nvpool.run.elsewhere import ASK_S, away, newest_elsewhere
 from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
 from nvpool.run.served import read_grant_key
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import AUTHORITY_KEY_FILE, ETCD_SECRET
 from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -82,7 +83,10 @@ class EtcdKeeper:
                 says = json.dumps({"able": shutil.which("etcd") is not None, "answers": self._answers}).encode()
                 self._keeper.show_certificates()  # as they were renewed
                 if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
+                    before = lease
                     lease, said = await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S), says
+                    if before is not None:
+                        await before.release()
             except NvpoolError as error:
                 log.debug("others can not be told that this node is there: %s", error)
             await asyncio.sleep(_LOOK_S)
@@ -192,10 +196,10 @@ class EtcdKeeper:
             try:
                 reply = await self._dialer.call(away(node.endpoints), wire_pb2.POOL_KEYS, request,
                                                 deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+                keys = decoded(pool_pb2.KeysReply, reply.message)
             except NvpoolError as error:
                 told = str(error)
                 continue
-            keys = pool_pb2.KeysReply.FromString(bytes(reply.message))
             for path, key in zip(self._key_files(), (keys.authority, keys.etcd_authority), strict=True):
                 write_whole(path, key, 0o600)
             log.info("this node has the keys of the pool's authorities now, and lets others in")
