@@ -93,6 +93,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
     """The supervisor's answer, at `endpoints` where they are known better than from `pool`. Unavailable, with the remedy, when
     it gives none within `wait_s`."""
     from nvpool.base.host import host_id
+    from nvpool.wire.codec import decoded
     from nvpool.wire.dial import Dialer
     from nvpool.wire.transport import Greeting
     endpoints = endpoints or endpoints_of(pool)
@@ -103,7 +104,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
         while True:
             try:
                 reply = await dialer.call(endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
-                return reply_type.FromString(bytes(reply.message))
+                return decoded(reply_type, reply.message)
             except Unavailable as error:
                 nobody = nobody or isinstance(error, Unreachable)
                 if isinstance(error, DeadlineExceeded) or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:

@@ -1,18 +1,10 @@
-"""Answers of daemons, decoded: what can not be read is CorruptFrame, never an exception of protobuf. And what is told where no
-answer came in time. Called by metaclient and chunkclient, at the door where bytes of another process come in."""
+"""Answers of daemons, and what is told where no answer came in time. Called by metaclient and chunkclient, at the door where
+bytes of another process come in."""
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
-
-from nvpool.base.errors import CorruptFrame, DeadlineExceeded, NvpoolError, Unavailable
-
-
-def decoded(reply_type, raw):
-    try:
-        return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
-    except DecodeError:
-        raise CorruptFrame(f"an answer is no {reply_type.DESCRIPTOR.name}") from None
+from nvpool.base.errors import DeadlineExceeded, NvpoolError, Unavailable
+from nvpool.wire.codec import decoded
 
 
 def reason_of(error: NvpoolError, before: NvpoolError | None) -> NvpoolError:
@@ -26,3 +18,6 @@ def at_the_deadline(error: NvpoolError, reason: NvpoolError, uncertain: bool = F
     family = type(error) if isinstance(error, Unavailable) else DeadlineExceeded
     return family(f"{error}" if reason is error else f"{error}; last: {reason}",
                   may_be_applied=uncertain or error.may_be_applied or reason.may_be_applied)
+
+
+__all__ = ["at_the_deadline", "decoded", "reason_of"]

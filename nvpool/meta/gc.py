@@ -27,6 +27,7 @@ from nvpool.meta import records
 from nvpool.meta.changes.xattr import XATTRS_MAX
 from nvpool.meta.targets import Targets
 from nvpool.meta.view import View
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 _log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ class Collector:
         bound, after, swept = self._view.next_number, 0, 0
         while True:
             answer = await self._targets.ask(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(after=after, limit=BATCH))
-            reply = data_pb2.ListReply.FromString(bytes(answer.message))
+            reply = decoded(data_pb2.ListReply, answer.message)
             listed = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
             gone = [inode for inode in listed if self._is_gone(inode, bound)]
             if gone:

@@ -33,6 +33,7 @@ from nvpool.meta.gate import Gate
 from nvpool.meta.service import MetaService
 from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.shipwire import StandbyDoor, WireStandby
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -273,7 +274,7 @@ class ShardMember:
         request.shard, request.authority = self._options.shard, self._authority()
         reply = await self._dialer.call(self._map.node_by_id[self._options.node].endpoints, method, request.SerializeToString(),
                                         deadline_s=self._clock.boottime_s() + wait_s)
-        return reply_type.FromString(bytes(reply.message))
+        return decoded(reply_type, reply.message)
 
     async def _ask_to_begin(self) -> None:
         """Be given a term to serve in, or learn who is the primary."""

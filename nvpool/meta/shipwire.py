@@ -17,6 +17,7 @@ from nvpool.base.errors import CorruptFrame, Disconnected, InvalidRequest, Nvpoo
 from nvpool.kv.history import Position, Run, Tail
 from nvpool.kv.standby import Done, Group, StandbyKv
 from nvpool.meta.service_right import AuthorityCheck
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Connection
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -48,10 +49,7 @@ class WireStandby:
                                    sequence_term=sequence_term, authority=self._authority())
         reply = await connection.call(wire.META_FOLLOW, request.SerializeToString(),
                                       deadline_s=self._clock.boottime_s() + FOLLOW_S)
-        try:
-            return pb.FollowReply.FromString(bytes(reply.message))
-        except DecodeError:
-            raise CorruptFrame("an answer is no FollowReply") from None
+        return decoded(pb.FollowReply, reply.message)
 
     async def begin(self, term: int) -> Tail:
         self._connection = await self._dialer.connect(self._endpoints(), self._clock.boottime_s() + SHIP_S)
@@ -81,9 +79,9 @@ class WireStandby:
                 done(None, error)
                 return
             try:
-                sequence = pb.ShipReply.FromString(bytes(reply.message)).sequence
-            except DecodeError:
-                done(None, CorruptFrame("an answer is no ShipReply"))
+                sequence = decoded(pb.ShipReply, reply.message).sequence
+            except CorruptFrame as error:
+                done(None, error)
             else:
                 done(sequence, None)
 

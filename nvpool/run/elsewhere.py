@@ -11,6 +11,7 @@ import logging
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NvpoolError
 from nvpool.logic.poolmap import Node, PoolMap, decode_map
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -39,7 +40,7 @@ async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | None:
     try:
         reply = await dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
                                   deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
-        raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
+        raw = decoded(pool_pb2.MapReply, reply.message).map
         return decode_map(raw) if raw else None
     except NvpoolError as error:
         log.debug("node %d has no newer map for us: %s", node.id, error)

@@ -24,6 +24,7 @@ from nvpool.base.tokens import Token, read_token
 from nvpool.logic.poolmap import decode_map
 from nvpool.run.external_etcd import External, check, external, keep
 from nvpool.run.keeping import Keeping, write_keeping
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import (
     AUTHORITY_FILE,
@@ -110,7 +111,7 @@ async def _call(address: str, identity: Identity, method: int, request, reply_ty
     try:
         reply = await dialer.call((address,), method, request.SerializeToString(),
                                   deadline_s=SYSTEM_CLOCK.boottime_s() + JOIN_S)
-        return reply_type.FromString(bytes(reply.message))
+        return decoded(reply_type, reply.message)
     finally:
         await dialer.close()
 

@@ -26,6 +26,7 @@ from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports, make_standby_place
 from nvpool.run.shardplaces import members_told
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
@@ -130,26 +131,26 @@ class MetaShards:
             if self._leading.manager is None:
                 self._empty_since_s.clear()
                 continue
-            try:
-                await self.run_once()
-            except NvpoolError as error:
-                log.info("a shard can not leave the pool yet: %s", error)
+            await self.run_once()
 
     async def run_once(self) -> None:
         pool_map, now_s = self._leading.pool_map, self._clock.boottime_s()
         empty = {shard.id: shard for shard in pool_map.shards if shard.wish == "remove" and moves.is_empty(pool_map, shard.id)}
         self._empty_since_s = {number: self._empty_since_s.get(number, now_s) for number in empty}
         for number, shard in empty.items():
-            if await self._may_go(shard, now_s - self._empty_since_s[number]):
-                await self._leading.change_as_leader(lambda newest, number=number: moves.shard_removed(newest, number))
-                log.info("shard %d has left the pool", number)
+            try:
+                if await self._may_go(shard, now_s - self._empty_since_s[number]):
+                    await self._leading.change_as_leader(lambda newest, number=number: moves.shard_removed(newest, number))
+                    log.info("shard %d has left the pool", number)
+            except NvpoolError as error:
+                log.info("shard %d can not leave the pool yet: %s", number, error)
 
     async def _may_go(self, shard: Shard, empty_s: float) -> bool:
         """It knows of no change that others have not heard of, and clients have left it, or had their time."""
         request = meta_pb2.MetaStatusRequest().SerializeToString()
         reply = await self._dialer.call(shard.endpoints, wire_pb2.META_STATUS, request,
                                         deadline_s=self._clock.boottime_s() + ASK_S)
-        status = meta_pb2.MetaStatusReply.FromString(bytes(reply.message))
+        status = decoded(meta_pb2.MetaStatusReply, reply.message)
         if status.state != "serving" or any(status.counters[name] for name in ("spans_to_tell", "held", "cutting", "parts")):
             return False
         return not status.sessions or empty_s > EMPTY_S

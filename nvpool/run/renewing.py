@@ -19,6 +19,7 @@ from nvpool.base.errors import AccessDenied, NvpoolError, Unavailable
 from nvpool.base.identities import MEMBER_S, RENEW_S
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.tokens import hosts_of, read_authority
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, Identity
 from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -70,7 +71,7 @@ async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) 
         try:
             reply = await dialer.call(away, wire_pb2.POOL_RENEW, pool_pb2.RenewRequest(request=request).SerializeToString(),
                                       deadline_s=clock.boottime_s() + _ASK_S)
-            return pool_pb2.RenewReply.FromString(bytes(reply.message))
+            return decoded(pool_pb2.RenewReply, reply.message)
         except NvpoolError as error:
-            told = str(error)
+            told = f"node {node.id}: {error}"
     raise Unavailable(f"no node that has the authority's key signs a new certificate: {told}")

@@ -56,6 +56,7 @@ from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces
 from nvpool.run.tokens import address_of
+from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call, Greeting
 from nvpool.wire.v1 import data_pb2, meta_pb2, pool_pb2, wire_pb2
@@ -126,7 +127,6 @@ class Supervisor:
         managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
         following = asyncio.ensure_future(self._follow_map())
-        renewing = asyncio.ensure_future(self._keep_renewed())
         ready = asyncio.ensure_future(self._tell_when_ready())
         alive = asyncio.ensure_future(keep_alive())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
@@ -134,6 +134,9 @@ class Supervisor:
                     asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
+        if self._identity is not None and self._identity.secured:
+            lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
+                                                               lambda: self._coordinator.pool_map, self._dialer)))
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is waited for from the next round on.
@@ -142,7 +145,7 @@ class Supervisor:
                 for lasting in lastings:
                     if lasting.done():
                         lasting.result()
-                        raise Bug("nobody follows the map, or watches over shards and etcd, any more")
+                        raise Bug("nobody follows the map, renews certificates, or watches over shards and etcd, any more")
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
@@ -154,12 +157,8 @@ class Supervisor:
             notify_ready("STOPPING=1")
             await self._end_children()
         finally:
-            for task in (asked, ready, alive, managing, renewing, *lastings, *self._keepers.values()):
+            for task in (asked, ready, alive, managing, *lastings, *self._keepers.values()):
                 task.cancel()
-
-    async def _keep_renewed(self) -> None:
-        if self._identity is not None and self._identity.secured:
-            await keep_renewed(self._directory, self._identity, lambda: self._coordinator.pool_map, self._dialer)
 
     async def _follow_map(self) -> None:
         """What a new map means for this process."""
@@ -522,7 +521,7 @@ class Supervisor:
         try:
             reply = await self._dialer.call(seen["endpoints"], method, request.SerializeToString(),
                                             deadline_s=SYSTEM_CLOCK.boottime_s() + _STATUS_DEADLINE_S)
-            return reply_type.FromString(bytes(reply.message))
+            return decoded(reply_type, reply.message)
         except NvpoolError as error:
             seen["state"], seen["reason"] = "silent", str(error)
             return None

@@ -11,6 +11,7 @@ from typing import Any
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound
+from nvpool.wire.codec import decoded
 
 STEP_S = 60.0
 """For one step: the longest reads 64 MiB from a drive that also serves others."""
@@ -43,4 +44,4 @@ class Asking:
         deadline_s = SYSTEM_CLOCK.boottime_s() + STEP_S
         reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), payload,
                                                deadline_s=deadline_s)
-        return reply_type.FromString(bytes(reply.message)), reply.payload
+        return decoded(reply_type, reply.message), reply.payload

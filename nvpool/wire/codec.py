@@ -83,6 +83,14 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
     return request.map_epoch, request.target, request.grants, request.reads, request.verify
 
 
+def decoded(reply_type, raw: Buffer):
+    """An answer of another process. CorruptFrame when it is none of that type: never an exception of protobuf."""
+    try:
+        return reply_type.FromString(raw if type(raw) is bytes else bytes(raw))
+    except DecodeError:
+        raise CorruptFrame(f"an answer is no {reply_type.DESCRIPTOR.name}") from None
+
+
 def encode_read_reply(epoch: int, results: bytes | bytearray, checksums: bytes) -> bytes:
     if len(results) == 16 and len(checksums) == 4 and epoch:
         return _READ_REPLY.pack(0x09, epoch, 0x12, 16, results, 0x1A, 4, checksums)

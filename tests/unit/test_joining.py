@@ -19,7 +19,10 @@ from nvpool.logic.joining import REVOKED_S, joined, node_removed, token_for, tok
 from nvpool.logic.poolmap import EtcdMember, JoinToken, Node, Revoked, decode_map, encode_map
 from nvpool.run.renewing import renew_once
 from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.dial import Dialer
 from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Greeting
 
 POOL = "0123456789abcdef" * 2
 
@@ -136,6 +139,25 @@ def test_who_has_not_the_authoritys_key_and_reaches_nobody_says_so(secret):
     identity = Identity.load(secret.secret, POOL)
     with pytest.raises(Unavailable, match="no node"):
         asyncio.run(renew_once(secret, identity, replace(first_map(), pool_id=POOL, nodes=()), None))
+
+
+def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
+    os.unlink(secret.secret / AUTHORITY_KEY_FILE)
+    identity = Identity.load(secret.secret, POOL)
+
+    async def run() -> None:
+        greeting = Greeting("test", "")
+        listener = await listen("inproc://renewing", greeting, lambda call: call.reply(b"\xff"))
+        dialer = Dialer(greeting)
+        try:
+            there = replace(first_map(), pool_id=POOL, nodes=(Node(1, "here", "host", ("inproc://renewing",)),))
+            with pytest.raises(Unavailable, match="RenewReply"):
+                await renew_once(secret, identity, there, dialer)
+        finally:
+            await dialer.close()
+            await listener.close(0.0)
+
+    asyncio.run(run())
 
 
 def test_a_process_shows_what_another_has_renewed(secret):

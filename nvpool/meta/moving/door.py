@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from nvpool.base.clock import Clock
-from nvpool.base.errors import CorruptFrame, Unreachable, WrongShard
+from nvpool.base.errors import Unreachable, WrongShard
 from nvpool.logic.poolmap import PoolMap, decode_map
 from nvpool.meta.moving.giver import Giver, packed
 from nvpool.meta.moving.inside import Inside
@@ -23,6 +21,7 @@ from nvpool.meta.service_right import AuthorityCheck, ServiceRight
 from nvpool.meta.targets import Dialer
 from nvpool.meta.upkeep import Runs
 from nvpool.meta.waits import Waits
+from nvpool.wire.codec import decoded
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import moving_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -115,10 +114,7 @@ class Moving:
         request.authority = self._authority()
         reply = await self._dialer.call(tuple(endpoints), method, request.SerializeToString(), (payload,) if payload else (),
                                         deadline_s=self._clock.boottime_s() + wait_s)
-        try:
-            return reply_type.FromString(bytes(reply.message))
-        except DecodeError:
-            raise CorruptFrame(f"an answer is no {reply_type.__name__}") from None
+        return decoded(reply_type, reply.message)
 
     @property
     def leaving(self) -> int:

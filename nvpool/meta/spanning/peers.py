@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from nvpool.base.clock import Clock
-from nvpool.base.errors import CorruptFrame, Unreachable, WrongShard
+from nvpool.base.errors import Unreachable, WrongShard
 from nvpool.kv.contract import Effect
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.spanning.records import SpanId
 from nvpool.meta.targets import Dialer
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2 as pb
 
 
@@ -41,10 +40,7 @@ class Peers:
         request.authority = self._right()
         reply = await self._dialer.call(known.endpoints, method, request.SerializeToString(),
                                         deadline_s=self._clock.boottime_s() + wait_s)
-        try:
-            return reply_type.FromString(bytes(reply.message))
-        except DecodeError:
-            raise CorruptFrame(f"an answer of shard {shard} is no {reply_type.__name__}") from None
+        return decoded(reply_type, reply.message)
 
 
 def id_message(span: SpanId) -> pb.SpanId:
