@@ -137,13 +137,13 @@ class Rounds:
     # -- the work ----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        if not self._store.note():
-            self._save()
         while True:
             self._wake.clear()
             wait_s: float | None = None
             kept = self.kept
             try:
+                if not self._store.note():  # the first time here
+                    self._save()
                 if kept.now is None and not kept.paused and self._is_due():
                     self._begin()
                     self._save()

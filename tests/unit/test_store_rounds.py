@@ -8,7 +8,7 @@ import random
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import InvalidRequest
+from nvpool.base.errors import InvalidRequest, NoSpace
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client.options import ClientOptions
@@ -83,6 +83,28 @@ def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
             rounds.order("start")
             rounds.order("stop")
             assert rounds.told().state == "idle" and rounds.told().last_blocks == 2048 and not rounds.told().began_ms
+    run(main())
+
+
+def test_a_store_that_can_not_keep_where_a_round_is_is_asked_again(monkeypatch):
+    class Full(MemoryChunkStore):
+        refusals = 2
+
+        def keep_note(self, raw: bytes) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise NoSpace("full")
+            super().keep_note(raw)
+
+    async def main():
+        store, failed = Full(), []
+        await put(store, 1, 0, 0, some_bytes(9000))
+        rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1, on_fail=failed.append)
+        rounds.start()
+        await until(lambda: rounds.told().last_ended_ms)
+        assert store.note() and not failed
+        await rounds.close()
+    monkeypatch.setattr("nvpool.store.rounds._RETRY_S", 0.01)
     run(main())
 
 
