@@ -7,19 +7,22 @@ import os
 import stat
 
 import pytest
+from msgspec.structs import replace
 
-from nvpool.base.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, WouldLoop
+from nvpool.base.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, Unavailable, WouldLoop
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import RENAME_EXCHANGE, Caller
 from nvpool.logic import moves
 from nvpool.logic.partition import partition_of_name
+from nvpool.logic.poolmap import changed
 from nvpool.meta import records
 from nvpool.meta.dump import line_of, record_of
 from nvpool.meta.parts import Counts, decode_part, encode_part, part_of
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.sdk.dumpfile import dump, load
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1 import wire_pb2
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
@@ -101,6 +104,29 @@ def run(main, **options) -> None:
             await main(wide)
             await wide.quiet()
     asyncio.run(whole())
+
+
+def test_a_shard_that_leaves_while_it_is_asked_for_its_part_has_none():
+    async def main(wide: Wide) -> None:
+        vfs, meta = wide.vfs, wide.pool.metas[wide.home % 3 + 1]
+        for shard in SHARDS:
+            await wide.make(wide.names_at(shard, 1)[0])
+        await vfs.getattr(wide.inode)
+        asked: list = []
+        for method in (wire_pb2.META_PARTS, wire_pb2.META_SYNC):
+            meta._routes[method] = asked.append
+        calls = [asyncio.create_task(call) for call in (vfs._fetch_attr(wide.inode), vfs.fsyncdir(wide.inode))]
+        async with asyncio.timeout(60):
+            while len(asked) < len(calls):  # noqa: ASYNC110 (nobody is told)
+                await asyncio.sleep(0.01)
+        now = vfs.view.map
+        vfs.view.offer(changed(now, shards=tuple(shard for shard in now.shards if shard.id != meta._shard), partitions=tuple(
+            replace(part, shard=wide.home) if part.shard == meta._shard else part for part in now.partitions)))
+        for call in asked:
+            call.fail(Unavailable("it has left"))
+        attr, _ = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        assert attr.size == 2  # what the other two know
+    run(main)
 
 
 def test_names_go_to_the_shard_of_their_partition_in_one_change_and_files_are_born_there():

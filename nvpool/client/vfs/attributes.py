@@ -6,16 +6,7 @@ import asyncio
 import os
 import stat
 
-from nvpool.base.errors import (
-    AccessDenied,
-    InvalidRequest,
-    LockLost,
-    NoAttribute,
-    RangeTooSmall,
-    TooBig,
-    Unavailable,
-    WrongShard,
-)
+from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
 from nvpool.base.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -202,15 +193,8 @@ class Attributes(Core):
             # chunks spread evenly over the chains, so the pool is full when its first target is
             available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
         replicas = max(1, pool_map.settings.replicas)
-        files = files_max = 0
-        for shard in pool_map.shards:
-            try:
-                reply = await self.meta.ask_shard(shard.id, wire_pb2.META_STATFS, meta_pb2.StatFsRequest(),
-                                                  meta_pb2.StatFsReply)
-            except WrongShard:
-                continue  # it has left the pool meanwhile
-            files += reply.files
-            files_max += reply.files_max
+        replies = await self._ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
+        files, files_max = sum(reply.files for reply in replies), sum(reply.files_max for reply in replies)
         found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
                        available // BLOCK_BYTES, BLOCK_BYTES, max(files_max, files), max(0, files_max - files), NAME_BYTES_MAX)
         self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
-from nvpool.base.errors import LockLost, NotFound, Unavailable
+from nvpool.base.errors import LockLost, NotFound, Unavailable, WrongShard
 from nvpool.base.grants import READ, allows
 from nvpool.base.kept import KeptMemory
 from nvpool.client.batchread import BatchReader
@@ -58,8 +58,8 @@ class Core:
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.ranges = Ranges(self.chunks, dialer, clock)
         self._renewals: set[asyncio.Task] = set()
-        self.on_lost: Callable[[int], None] = lambda inode: None
         self.meta.on_restart = self._shard_restarted
+        self.on_lost: Callable[[int], None] = lambda inode: None
         """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
         self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
         """Set by who keeps what he was told beyond a call: others change these inodes when it returns. It has to, soon."""
@@ -228,10 +228,8 @@ class Core:
         its own record did not change, since what changes that takes the parts into it."""
         inode = request.inode
         for _ in range(PARTS_TRIES_MAX):
-            inodes = pack_inodes((inode,))
-            replies = await asyncio.gather(*(
-                self.meta.ask_shard(shard.id, wire_pb2.META_PARTS, meta_pb2.PartsRequest(inodes=inodes), meta_pb2.PartsReply)
-                for shard in self.view.map.shards))
+            replies = await self._ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
+                                          lambda: meta_pb2.PartsRequest(inodes=pack_inodes((inode,))))
             before = entry.attr.change
             entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
             if not entry.attr.flags & DIVIDED_FLAG:
@@ -250,6 +248,19 @@ class Core:
         if not self.leases.is_news(inode, sent_s):  # we have changed it since
             self.cache.grow_old(inode)
         return attr
+
+    async def _ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
+        """The answers of all shards; of one that has left the pool meanwhile there is none."""
+        async def ask(shard: int):
+            try:
+                return await self.meta.ask_shard(shard, method, make_request(), reply_type)
+            except WrongShard:
+                if shard in self.view.map.shard_by_id:
+                    raise
+                return None
+
+        replies = await asyncio.gather(*(ask(shard.id) for shard in self.view.map.shards))
+        return [reply for reply in replies if reply is not None]
 
     async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
         return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True)

@@ -56,5 +56,4 @@ class Listing(Names):
         if not await self._is_spread(inode):
             await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
             return
-        await asyncio.gather(*(self.meta.ask_shard(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
-                               for shard in self.view.map.shards))
+        await self._ask_all(wire_pb2.META_SYNC, meta_pb2.SyncReply, meta_pb2.SyncRequest)
