@@ -337,19 +337,23 @@ class LockTable:
     def waiters_in(self, partitions: frozenset[int]) -> list[Waiter]:
         return [waiter for waiter in self._waiters.values() if partition_of(waiter.inode) in partitions]
 
-    def rename_session(self, old: int, new: int) -> list[tuple[bytes, bytes | None]]:
-        """All that the one holds the other holds from here on: they are the same client's. The effects that make it so."""
+    def renaming(self, old: int, new: int) -> list[tuple[bytes, bytes | None]]:
+        """The effects of `rename_session`."""
         effects: list[tuple[bytes, bytes | None]] = []
-        for inode, owner in list(self._of_session.get(old, ())):
-            spans = list(self.files[inode].spans[owner])
+        for inode, owner in self._of_session.get(old, ()):
             heir = owner._replace(session=new)
-            for span in spans:
+            for span in self.files[inode].spans[owner]:
                 effects += [(records.lock_key(inode, *owner, span.start), None),
                             (records.lock_key(inode, *heir, span.start), records.encode_lock(span.end, span.mode, span.pid))]
+        return effects
+
+    def rename_session(self, old: int, new: int) -> None:
+        """All that the one holds the other holds from here on: they are the same client's. The records say so already."""
+        for inode, owner in list(self._of_session.get(old, ())):
+            spans = list(self.files[inode].spans[owner])
             self._change(inode, owner, Change(0, len(spans), []))
             for span in spans:
-                self.load(inode, heir, span)
-        return effects
+                self.load(inode, owner._replace(session=new), span)
 
     def end_session(self, session: int, hold_s: float | None = None) -> int:
         """The session is over: nobody waits for it, its locks are given on after `hold_s` (see `ended`). How many it has."""

@@ -73,9 +73,13 @@ class LockWaits:
         """Those that hold locks on inodes of these partitions."""
         return self._table.sessions_in(partitions)
 
-    def bring(self, arrived: int, session: int) -> list[Effect]:
-        """What the session holds that has arrived is the other's of the same client. The effects that make it so."""
-        return self._table.rename_session(arrived, session)
+    def bringing(self, arrived: int, session: int) -> list[Effect]:
+        """The effects by which what the session holds that has arrived is the other's of the same client."""
+        return self._table.renaming(arrived, session)
+
+    def bring(self, arrived: int, session: int) -> None:
+        """These effects are made."""
+        self._table.rename_session(arrived, session)
 
     def forget(self, partitions: frozenset[int]) -> None:
         """These partitions are another shard's: who waits for a lock there asks again, and is told where."""

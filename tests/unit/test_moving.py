@@ -6,21 +6,35 @@ import asyncio
 import os
 from types import SimpleNamespace
 
+import pytest
+
 from nvpool.base.clock import ManualClock
+from nvpool.base.errors import Busy
 from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic import moves
-from nvpool.logic.lockranges import EXCLUSIVE, SHARED, UNLOCKED
+from nvpool.logic.lockranges import EXCLUSIVE, RECORD, SHARED, UNLOCKED
 from nvpool.logic.partition import partition_of_directory
 from nvpool.logic.poolmap import MAP_FORMAT, PartitionRange, PoolMap, Settings
-from nvpool.meta.locks import LockTable
+from nvpool.meta.leases import Sessions
+from nvpool.meta.locks import LockTable, Owner
+from nvpool.meta.lockwaits import LockWaits
 from nvpool.meta.moving.leaving import Leaving
 from nvpool.meta.moving.ranges import Ranges
-from nvpool.meta.moving.sessions import sessions_to_move
-from nvpool.meta.records import Identity, Inode, encode_inode, inode_key, partition_of_key, prefix
+from nvpool.meta.moving.sessions import bring_all, sessions_to_move
+from nvpool.meta.records import (
+    Identity,
+    Inode,
+    SessionRecord,
+    encode_inode,
+    inode_key,
+    lock_key,
+    partition_of_key,
+    prefix,
+)
 from nvpool.meta.view import View
 from nvpool.testing.pool import LocalPool
 
@@ -38,6 +52,11 @@ class FullKv(MemoryKv):
 
     async def room(self) -> None:
         await self.has_room.wait()
+
+    def apply(self, effects, *, reclaims: bool = False) -> int:
+        if self.full:
+            raise Busy("full")
+        return super().apply(effects, reclaims=reclaims)
 
 
 class Moving:
@@ -280,6 +299,29 @@ def test_sessions_come_and_go_between_two_messages_about_those_that_move():
         await another.lookup(ROOT_INODE, b"0")
         assert len({*numbers, *(session.session for session in told)}) == 3
     run(main)
+
+
+def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
+    async def main() -> None:
+        clock, kv = ManualClock(), FullKv()
+        table, sessions = LockTable(clock, 60.0), Sessions(kv, 60.0, shard=2)
+        locks = LockWaits(kv, table, clock)
+        inode = inode_number(9, 1)
+        ours, theirs = (sessions.arrive(number, SessionRecord(bytes(16), 1, "client", True, 77), (), 0.0)
+                        for number in (2 << 48 | 1, 1 << 48 | 1))
+        step = table.decide(inode, Owner(RECORD, theirs.number, 5), 0, 9, EXCLUSIVE)
+        kv.apply(step.effects)
+        table.commit(step)
+        inside = SimpleNamespace(kv=kv, sessions=sessions, locks=locks)
+        kv.full = True
+        with pytest.raises(Busy):
+            bring_all(inside)
+        kv.full = False
+        bring_all(inside)
+        assert list(sessions.by_number) == [ours.number] and list(table.counts) == [ours.number]
+        ((key, _),) = kv.scan(prefix(9, 0), prefix(10, 0), 10)
+        assert key == lock_key(inode, RECORD, ours.number, 5, 0)
+    asyncio.run(main())
 
 
 def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():

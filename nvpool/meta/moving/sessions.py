@@ -33,9 +33,10 @@ def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[Mov
 
 
 def bring_all(inside: Inside) -> None:
-    """What came with sessions of other shards is that of ours of the same clients. May be repeated. Busy: the engine is
-    full."""
+    """What came with sessions of other shards is that of ours of the same clients. Busy: the engine is full, some are not
+    brought yet; repeat."""
     for arrived, session in inside.sessions.strangers():
-        effects = inside.locks.bring(arrived.number, session.number)
+        effects = inside.locks.bringing(arrived.number, session.number)
         inside.kv.apply([*effects, *inside.sessions.ending(arrived)], reclaims=True)
+        inside.locks.bring(arrived.number, session.number)
         inside.sessions.bring(session, arrived)

@@ -42,6 +42,7 @@ from nvpool.wire.v1.moving_pb2 import MoveReply, MoveRequest
 GIVERS_MAX = 1000
 STEP_KEYS = 500
 SESSIONS_MAX = 100_000
+RETRY_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +85,20 @@ class Taker:
         while True:
             await self._woken.wait()
             self._woken.clear()
-            await self.run_once()
+            try:
+                await self.run_once()
+            except Busy as error:
+                log.info("what has come is not taken up yet: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._woken.set()
 
     async def run_once(self) -> None:
-        """What the map says by now of what has come. Waits for the engine only."""
+        """What the map says by now of what has come. Waits for the engine only. Busy: repeat."""
         for giver in list(self._coming):
             async with self._lock(giver):
                 if giver in self._coming and (self._is_ours(self._coming[giver]) or not self._is_wanted(giver)):
                     await self._settle(giver)
+        bring_all(self._inside)
 
     def _lock(self, giver: int) -> asyncio.Lock:
         return self._at_work.setdefault(giver, asyncio.Lock())
@@ -249,10 +256,13 @@ class Taker:
         inside.locks.load(coming.partitions, inside.sessions.by_number)
         del self._coming[giver]
         inside.ranges.set_strange(coming.partitions, False)
-        bring_all(inside)
         self.taken += len(coming.partitions)
         log.info("%d partitions from %d on have come from shard %d, with %d inodes and %d sessions", len(coming.partitions),
                  coming.partitions[0], giver, coming.inodes, len(sessions))
+        try:
+            bring_all(inside)
+        except Busy:
+            self._woken.set()
 
     async def _remove(self, giver: int) -> None:
         """What has come is not to stay. The record of it goes last: so it is gone on with after a crash."""
