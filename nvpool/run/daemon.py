@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.base.errors import BadConfiguration, Bug, Damaged, InUse, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.version import VERSION
 from nvpool.run.logs import follow_settings
 
@@ -41,6 +41,8 @@ DESCRIPTORS_MIN = 128
 """Below it a daemon would fail in the middle of its work instead of at its start."""
 
 _HEIR_DELAY_S_MAX = 10.0
+_SYSTEMD_S = 15.0
+"""RestartSec= of the unit, and a machine that is busy."""
 
 log = logging.getLogger("nvpool.run")
 
@@ -190,9 +192,9 @@ def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
     """Wait, in a thread, until nobody holds the pool directory's lock any more: then start a supervisor that inherits it.
 
     The waiting is the blocking flock itself: the kernel wakes exactly one process when the supervisor has ended in whatever
-    way, also
-    when that supervisor had only adopted us. The lock is handed on inside its open file description, which the heir has
-    before we close ours: at no moment is it free, so at no moment are there two supervisors.
+    way, also when that supervisor had only adopted us. The lock is handed on inside its open file description, which the heir
+    has before we close ours: at no moment is it free, so at no moment are there two supervisors. Where systemd started the
+    supervisor, it has some seconds to start the next one, which adopts us, so that its unit stays what it watches over.
     """
     threading.Thread(target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True).start()
 
@@ -200,9 +202,18 @@ def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
 def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
     pause = threading.Event()
     delay = 0.0
+    left_to_systemd = False
     while not stop.asked.is_set():
         try:
-            lock = Flock.take(directory.lock, "the pool", wait=True)
+            lock = Flock.take(directory.lock, "the pool", wait=not left_to_systemd)
+            if os.environ.get("NOTIFY_SOCKET") and not left_to_systemd:
+                lock.release()
+                left_to_systemd = True
+                pause.wait(_SYSTEMD_S)
+                continue
+        except InUse:
+            left_to_systemd = False
+            continue
         except NvpoolError as error:
             log.warning("the supervisor can not be watched any more: %s", error)
             return

@@ -79,6 +79,18 @@ def test_systemd_hears_when_it_serves_that_it_goes_on_and_when_it_ends_and_needs
         until_told(told, "STOPPING=1")
 
 
+def test_a_supervisor_that_dies_is_begun_again_by_systemd_and_takes_over_what_serves(tmp_path, told):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        serving = {process["pid"] for process in pool.status()["processes"]} - {pool.pid("supervisor")}
+        os.kill(pool.pid("supervisor"), signal.SIGKILL)
+        pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})  # as Restart= does
+        assert {process["pid"] for process in pool.status()["processes"]} - {pool.pid("supervisor")} == serving
+        assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
+        write_and_read(pool)
+
+
 def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
     with RealPool(tmp_path / "pool", config=JSON_LOG) as pool:
         pool.make()
