@@ -44,7 +44,7 @@ from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
-from nvpool.client.flushing import PATIENCE_S, Flushing, Proof, Stored, WrittenAt
+from nvpool.client.flushing import PATIENCE_S, Flushing, Stored, WrittenAt
 from nvpool.client.hedging import Hedging, Sent
 from nvpool.client.lanes import Lane, Read, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
@@ -512,7 +512,7 @@ class ChunkClient:
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
                 self.short.forget_chunk(file, index)
-                return self.replicas.stored(file, index, chain.epoch, answer.verifiers, cut)
+                return self.replicas.stored(file, index, chain.epoch, cut)
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
@@ -538,7 +538,7 @@ class ChunkClient:
         finally:
             asked.cancel()
 
-    async def flush(self, places: Mapping[WrittenAt, Proof | None]) -> set[WrittenAt]:
+    async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
         """See Flushing.flush."""
         return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 

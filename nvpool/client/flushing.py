@@ -2,8 +2,8 @@
 
 What was written is remembered by its chain, and flushed by who are its targets, or join it, when it is flushed: who came since
 has copied it and flushes that before it counts, and who is gone is not waited for. Whether the chain still has it is told by
-the verifiers of those that had it (store/verifier), and where one of them has changed, by whether somebody was there all the
-time (`Chain.intact`): a chain loses what was not flushed only when the last target that is left does. Called by chunkclient.
+the map (`Chain.intact`): a chain loses what was not flushed only when the last target that is left does, and that one answers
+nothing before the map says so. So a map as new as the answers tells of all that was lost before them. Called by chunkclient.
 """
 
 from __future__ import annotations
@@ -16,35 +16,18 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import DeadlineExceeded, Stale, Unavailable
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.poolview import PoolView
-from nvpool.wire.codec import pack_verifiers, unpack_verifiers
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 WrittenAt = tuple[int, int]
 """A chain: table and number."""
 
 
-class Proof(NamedTuple):
-    """By what one can tell later that what was written is still there: the chain's epoch before it was, and the verifiers of
-    those that have it, as they were told."""
-
-    epoch: int
-    verifiers: bytes
-
-
 class Stored(NamedTuple):
-    """`cut`: the file's cut number under which the bytes came to the store."""
+    """`epoch`: of the chain, before the bytes came to it; `cut`: the file's cut number under which they did."""
 
     place: WrittenAt
-    proof: Proof
+    epoch: int
     cut: int
-
-
-def of_both(one: Proof, other: Proof) -> Proof:
-    """A proof for what either of them is one for, or for less than that."""
-    verifiers = unpack_verifiers(one.verifiers)
-    for target, verifier in unpack_verifiers(other.verifiers).items():
-        verifiers[target] = verifier if verifiers.get(target, verifier) == verifier else 0
-    return Proof(min(one.epoch, other.epoch), pack_verifiers(verifiers))
 
 
 PATIENCE_S = 1.0
@@ -70,21 +53,18 @@ class Flushing:
                 found.update(chain.targets, chain.joining)
         return found
 
-    def _lost(self, chains: Mapping[WrittenAt, Proof | None], told: Mapping[int, int], epoch: int) -> set[WrittenAt] | None:
-        """Chains that do not have any more what was written to them; None where a map of `epoch` is needed to say that. `told`:
-        verifiers of their members by now."""
-        changed = {place: proof for place, proof in chains.items() if proof is not None and not all(
-            verifier and told.get(target) == verifier for target, verifier in unpack_verifiers(proof.verifiers).items())}
-        if changed and self._view.map.epoch < epoch:
+    def _lost(self, chains: Mapping[WrittenAt, int | None], epoch: int) -> set[WrittenAt] | None:
+        """Chains that do not have any more what was written to them; None where a map of `epoch` is needed to say that."""
+        if self._view.map.epoch < epoch:
             return None
         tables = self._view.map.table_by_id
-        return {place for place, proof in changed.items()
-                if place[0] in tables and tables[place[0]].chains[place[1]].intact > proof.epoch}
+        return {place for place, since in chains.items()
+                if since is not None and place[0] in tables and tables[place[0]].chains[place[1]].intact > since}
 
-    async def flush(self, chains: Mapping[WrittenAt, Proof | None], deadline_s: float) -> set[WrittenAt]:
-        """Return when everything that was written to these chains survives the loss of power, but for what has met that
-        already: the chains of which some is lost. Without a proof of what was written nothing is found to be. Unavailable at
-        the deadline."""
+    async def flush(self, chains: Mapping[WrittenAt, int | None], deadline_s: float) -> set[WrittenAt]:
+        """Return when everything that was written to these chains, since they had this epoch, survives the loss of power, but
+        for what has met that already: the chains of which some is lost. Where it is not known since when, nothing is found to
+        be. Unavailable at the deadline."""
         # one question a target, also where it is in many of the chains
         asked: dict[int, asyncio.Task] = {}
         tries, reason = 0, None
@@ -103,9 +83,7 @@ class Flushing:
                 failed = {target: asked[target].exception() for target in members
                           if asked[target].done() and asked[target].exception() is not None}
                 if not failed and not left:
-                    replies = {target: asked[target].result() for target in members}
-                    lost = self._lost(chains, {target: reply.verifier for target, reply in replies.items()},
-                                      max((reply.map_epoch for reply in replies.values()), default=0))
+                    lost = self._lost(chains, max((asked[target].result().map_epoch for target in members), default=0))
                     if lost is not None:
                         return lost
                     left_s = deadline_s - self._clock.boottime_s()

@@ -125,7 +125,7 @@ class Ranges:
                                                 deadline_s=deadline_s)
                 chunks.short.forget_chunk(file, index)
                 answer = decoded(data_pb2.CopyReply, reply.message)
-                return chunks.replicas.stored(file, index, chain.epoch, answer.verifiers, cut), answer.bytes
+                return chunks.replicas.stored(file, index, chain.epoch, cut), answer.bytes
             except StaleCut:
                 raise
             except (Stale, Unavailable, CorruptFrame) as error:

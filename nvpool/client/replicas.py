@@ -11,7 +11,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import StaleEpoch
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client.cache import OpenInode
-from nvpool.client.flushing import Proof, Stored, WrittenAt
+from nvpool.client.flushing import Stored, WrittenAt
 from nvpool.client.lanes import Lane
 from nvpool.client.poolview import PoolView
 from nvpool.logic.layout import chain_of
@@ -62,9 +62,9 @@ class Replicas:
         return found
 
     @staticmethod
-    def stored(file: OpenInode, index: int, epoch: int, verifiers: bytes, cut: int) -> Stored:
+    def stored(file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
         """What to flush after a write of the chunk under `cut`, whose chain had at least this epoch."""
-        return Stored((file.layout.table, chain_of(file.inode, index)), Proof(epoch, verifiers), cut)
+        return Stored((file.layout.table, chain_of(file.inode, index)), epoch, cut)
 
     def all_places(self) -> set[WrittenAt]:
         """What to flush after any write."""

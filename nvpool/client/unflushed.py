@@ -11,15 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from nvpool.base.errors import WritesLost
-from nvpool.client.flushing import Proof, Stored, WrittenAt, of_both
+from nvpool.client.flushing import Stored, WrittenAt
 
 INODES_MAX = 100_000
 PLACES_MAX = 400_000
 """Chains, over all inodes."""
 
 
-Noted = tuple[int, Proof | None]
-"""The number of the last write to a chain, and the proof of all."""
+Noted = tuple[int, int]
+"""The number of the last write to a chain, and the epoch that this had before the first."""
 
 
 class Unflushed:
@@ -54,23 +54,20 @@ class Unflushed:
         if places is None:
             places = self._recent[inode] = {}
             self._changed(True)
-        self._places += self._put(places, stored.place, self._noted, stored.proof)
+        self._places += self._put(places, stored.place, self._noted, stored.epoch)
         if len(self._recent) > INODES_MAX or self._places > PLACES_MAX:
             _, forgotten = self._recent.popitem(last=False)
             self._places -= len(forgotten)
-            for place, (number, proof) in forgotten.items():
-                self._put(self._nameless, place, number, proof)
+            for place, noted in forgotten.items():
+                self._put(self._nameless, place, *noted)
 
     @staticmethod
-    def _put(places: dict[WrittenAt, Noted], place: WrittenAt, number: int, proof: Proof | None) -> bool:
+    def _put(places: dict[WrittenAt, Noted], place: WrittenAt, number: int, epoch: int) -> bool:
         """Whether the place is new there."""
         known = places.get(place)
         if known is not None:
-            before = known[1]
-            if before != proof:
-                proof = of_both(before, proof) if before is not None and proof is not None else None
-            number = max(number, known[0])
-        places[place] = number, proof
+            number, epoch = max(number, known[0]), min(epoch, known[1])
+        places[place] = number, epoch
         return known is None
 
     async def flush(self, inode: int) -> None:
@@ -81,12 +78,12 @@ class Unflushed:
             before = {one: dict(places) for one, places in self._recent.items()}
         else:
             before = {inode: dict(self._recent.get(inode, ()))}
-        wanted: dict[WrittenAt, Proof | None] = dict.fromkeys(self._chunks.replicas.all_places() if unknown else ())
+        wanted: dict[WrittenAt, int | None] = dict.fromkeys(self._chunks.replicas.all_places() if unknown else ())
         merged: dict[WrittenAt, Noted] = {}
         for places in (nameless, *before.values()):
-            for place, (number, proof) in places.items():
-                self._put(merged, place, number, proof)
-        lost = await self._chunks.flush(wanted | {place: proof for place, (_, proof) in merged.items()})
+            for place, noted in places.items():
+                self._put(merged, place, *noted)
+        lost = await self._chunks.flush(wanted | {place: epoch for place, (_, epoch) in merged.items()})
         if unknown:
             self.unknown = False
         self._flushed(self._nameless, nameless)

@@ -52,7 +52,7 @@ log = logging.getLogger("nvpool.cluster.manager")
 class _Heard:
     """The last sign of life of a target."""
 
-    __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes")
+    __slots__ = ("at_s", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier")
 
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
@@ -61,6 +61,7 @@ class _Heard:
         self.equal: dict[ChainName, int] = {}
         self.copied_bytes = 0
         self.used_bytes: int | None = None
+        self.verifier = 0
 
 
 async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None) -> PoolMap:
@@ -105,7 +106,7 @@ class Manager:
         self._changed_at: dict[ChainName, int] = {}
         """Chain -> epoch of the map since when it is as it is, as far as it changed in our time."""
         self._news = asyncio.Event()
-        self._death = asyncio.Event()
+        self._urgent = asyncio.Event()
 
     # -- what comes in -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,10 @@ class Manager:
         if target.state == "down" or is_back or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map)):
             self._news.set()
         heard.at_s, heard.pid, heard.epoch = self._clock.boottime_s(), request.pid, request.epoch
-        heard.copied_bytes, heard.used_bytes = request.copied_bytes, request.used_bytes
+        heard.copied_bytes, heard.used_bytes, heard.verifier = request.copied_bytes, request.used_bytes, request.verifier
+        if heard.verifier != target.verifier and heard.verifier:  # it answers nobody until the map has it
+            self._urgent.set()
+            self._news.set()
         if request.equal:
             usable = min(len(request.equal) // EQUAL.size, _EQUAL_MAX) * EQUAL.size
             heard.equal = {(table, chain): epoch for table, chain, epoch in EQUAL.iter_unpack(request.equal[:usable])}
@@ -143,7 +147,7 @@ class Manager:
     def died(self, targets: Mapping[int, int]) -> None:
         """The processes (target -> pid) have certainly ended: their places are taken at once."""
         self._dead |= targets
-        self._death.set()
+        self._urgent.set()
         self._news.set()
 
     def look(self) -> None:
@@ -185,10 +189,10 @@ class Manager:
                 pool_map = self._coordinator.pool_map
                 if not self._silent(pool_map) and not self._away(pool_map):
                     continue
-            if not self._death.is_set():
-                await self._unless_death(_GATHER_S)
+            if not self._urgent.is_set():
+                await self._unless_urgent(_GATHER_S)
             self._news.clear()
-            self._death.clear()
+            self._urgent.clear()
             try:
                 made = await self.run_once()
             except NvpoolError as error:
@@ -197,11 +201,11 @@ class Manager:
                 await asyncio.sleep(_RETRY_S)
                 continue
             if made:
-                await self._unless_death(_PAUSE_S)
+                await self._unless_urgent(_PAUSE_S)
 
-    async def _unless_death(self, wait_s: float) -> None:
+    async def _unless_urgent(self, wait_s: float) -> None:
         try:
-            await asyncio.wait_for(self._death.wait(), wait_s)
+            await asyncio.wait_for(self._urgent.wait(), wait_s)
         except TimeoutError:
             pass
 
@@ -231,7 +235,11 @@ class Manager:
         self._observe()
         away = self._silent(now) | (self._dead.keys() & transitions.shared(now))
         self._withheld |= away
-        new = transitions.died(now, away)
+        new = now
+        for target, heard in self._heard.items():
+            if heard.verifier:
+                new = transitions.vouched(new, target, heard.verifier)
+        new = transitions.died(new, away)
         back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld
         new = transitions.returned(new, back)
         new = taken_back(new, back)

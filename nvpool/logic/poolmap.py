@@ -102,7 +102,8 @@ class Target(msgspec.Struct, frozen=True):
     `state` is down while it does not answer and others hold what it holds; gone for ever once it is removed (numbers are given
     once). `wish` is what the operator wants of it: its share of the chains; to hold none (drain), and to leave the pool then
     (remove); lost: what it held is not to be had any more, and is made again from others. away: not the operator's, it has been
-    away for so long that others make what it held; it gets its share again when it is back.
+    away for so long that others make what it held; it gets its share again when it is back. `verifier`: see store/verifier; 0
+    until it is told for the first time.
     """
 
     id: int
@@ -112,6 +113,7 @@ class Target(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...]
     state: TargetState = "up"
     wish: TargetWish = "share"
+    verifier: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -125,8 +127,8 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     the tail holds. `goal` is who shall hold the chain in the end; empty: who does. `leaving` are those of the targets that are
     not read from any more: they get each write until they, too, know that, and leave then. Never all of them. `epoch` grows
     with every change of targets, joining or leaving, a target's restart included. Whatever comes and goes, those that stay keep
-    their order: who stands before another has every pending write that the other has. `intact`: since this epoch some target
-    has been there all the time, whose process did not end; what the chain has answered since is there, flushed or not."""
+    their order: who stands before another has every pending write that the other has. `intact`: what the chain has answered
+    since it had this epoch is there, flushed or not."""
 
     epoch: int
     targets: tuple[int, ...]

@@ -93,12 +93,24 @@ def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
 
 def restarted(pool_map: PoolMap, target: int) -> PoolMap:
     """Target's process is started anew: it has left what others hold too, and each chain that is still its own has the next
-    epoch, and may have lost what was not flushed. What it gave versions to and forgot with a loss of power is never mistaken
-    for what it gives them to from now on. To be published before it serves."""
+    epoch. What it gave versions to and forgot with a loss of power is never mistaken for what it gives them to from now on. To
+    be published before it serves."""
     pool_map = died(pool_map, {target})
     return replace(pool_map, tables=tuple(replace(table, chains=tuple(
-        replace(chain, epoch=chain.epoch + 1, intact=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
+        replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
         for chain in table.chains)) for table in pool_map.tables))
+
+
+def vouched(pool_map: PoolMap, target: int, verifier: int) -> PoolMap:
+    """Target, started anew, has this verifier. Where it had another one, the chains that it still holds may have lost what was
+    not flushed; those that others went on with have not. To be published before it answers anybody."""
+    known = pool_map.target_by_id.get(target)
+    if known is None or known.verifier == verifier:
+        return pool_map
+    pool_map = with_targets(pool_map, {target}, verifier=verifier)
+    if not known.verifier:  # nobody was ever answered
+        return pool_map
+    return with_chains(pool_map, lambda _, chain: replace(chain, intact=chain.epoch) if target in chain.targets else chain)
 
 
 def begun(pool_map: PoolMap) -> PoolMap:

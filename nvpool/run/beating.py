@@ -64,7 +64,8 @@ class Beating:
         equal = upkeep.resync.equal if upkeep is not None else {}
         request = AliveRequest(target=tenure.target, pid=os.getpid(), epoch=tenure.epoch, used_bytes=self._used_bytes,
                                equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
-                               copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0)
+                               copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
+                               verifier=tenure.verifier)
         sent_s = self._clock.boottime_s()
         try:
             reply = await self._dialer.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),

@@ -85,7 +85,7 @@ async def _open(opened: Opened) -> StoreService:
                      handover_group=_group(configured.short_cut_group), dialer=opened.dialer,
                      resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
                      scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail,
-                     tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender))
+                     tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier))
     service.follow(opened)
     return service
 

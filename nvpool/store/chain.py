@@ -53,7 +53,6 @@ from nvpool.logic.replication import (
 )
 from nvpool.store.chunkstore import ChunkStore, MustWait, Placed
 from nvpool.store.peers import Name, Peers, Sending, Write
-from nvpool.wire.codec import unpack_verifiers
 from nvpool.wire.v1 import data_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Pending:
     """A write that is not decided here yet."""
 
     __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
-                 "sending", "behind")
+                 "sending")
 
     def __init__(self, write: Write, version: int, base: int, place: Place, decided: asyncio.Future):
         self.write = write
@@ -94,8 +93,6 @@ class Pending:
         """The version that was committed, or the error."""
         self.waiter: asyncio.Future | None = None
         self.sending: Sending | None = None
-        self.behind = b""
-        """Verifiers of those behind us, as the successor has told them."""
 
 
 class ChainWrites:
@@ -249,9 +246,7 @@ class ChainWrites:
         whole, place = place, until(place, offer.last)
         if answer is Answer.TAKE and place.is_last and not self._store.places_first(write.offset, len(write.buffer)):
             try:
-                version = self._write_now(write, offer.version, None)
-                write.verifiers = {self._target: self._store.verifier}
-                return version
+                return self._write_now(write, offer.version, None)
             except MustWait:
                 pass
             except ChecksumMismatch as error:
@@ -296,9 +291,6 @@ class ChainWrites:
         finally:
             if placed is not None:
                 self._store.drop_placed(placed)
-        behind = {} if pending.last else unpack_verifiers(pending.behind)
-        write.verifiers = {member: behind.get(member, 0) for member in pending.place.members[pending.place.number + 1:]}
-        write.verifiers[self._target] = self._store.verifier
         self._end(pending, version)
         return version
 
@@ -401,7 +393,6 @@ class ChainWrites:
         reply, error = outcome
         if error is not None:
             raise error
-        pending.behind = reply.verifiers
         if reply.status:
             refused = errors.BY_WIRE_CODE.get(reply.status, Busy)()
             if isinstance(refused, StaleVersion):

@@ -46,7 +46,7 @@ Name = tuple[int, int]
 class Write:
     """One write of a chunk, as its client has sent it."""
 
-    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request", "verifiers")
+    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request")
 
     def __init__(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, cut: int,
                  request: RequestId):
@@ -58,8 +58,6 @@ class Write:
         self.checksums = checksums
         self.cut = cut
         self.request = request
-        self.verifiers: dict[int, int] = {}
-        """Once it is committed: of this target and those behind it that committed it; 0 where it is not known."""
 
     @property
     def name(self) -> Name:

@@ -69,16 +69,14 @@ class Replica:
         return len(place.members) > 1 or (inode, index) in self.pending
 
     async def lead(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                   request: RequestId | None, deadline_s: float) -> tuple[int, dict[int, int]]:
-        """See ChainWrites.lead; and the verifiers of those that have it."""
+                   request: RequestId | None, deadline_s: float) -> int:
+        """See ChainWrites.lead."""
         if self.writes is None:
             raise NotSupported("this store does not reach the other targets of the chunk")
         if request is None:
             raise InvalidRequest("a write of a chunk with several replicas needs a name")
         write = Write(table or 1, inode, index, offset, buffer, checksums, cut, request)
-        version = await self.writes.lead(write, deadline_s)
-        place = self.place(table, inode, index)  # one that was done before: its members are not all known any more
-        return version, write.verifiers or dict.fromkeys(place.members if place is not None else (), 0)
+        return await self.writes.lead(write, deadline_s)
 
     def follow(self, offer: Offer, link: int, write: Write) -> int | asyncio.Future[int]:
         """See ChainWrites.follow."""

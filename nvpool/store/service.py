@@ -43,7 +43,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
-from nvpool.store.peers import Dialer, Write, peer_write
+from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
 from nvpool.store.rounds import INTERVAL_S, SCRUB_BYTES_PER_S
@@ -58,7 +58,6 @@ from nvpool.wire.codec import (
     SAME_VERSION,
     decode_read_request,
     encode_read_reply,
-    pack_verifiers,
 )
 from nvpool.wire.handover import Handover
 from nvpool.wire.transport import Call
@@ -205,6 +204,8 @@ class StoreService:
         method = self._methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
+        if not self.tenure.vouched and call.method != Method.DATA_STATUS:
+            raise Busy("the pool map does not say yet what this target may have lost", retry_after_s=0.05)
         if call.deadline_s < self.clock.boottime_s():
             raise DeadlineExceeded(may_be_applied=False)
         method(call)
@@ -424,14 +425,10 @@ class StoreService:
             work.drop_placed()
         self._answer_write(call, work)
 
-    def own_verifier(self) -> bytes:
-        return pack_verifiers({self.target: self.store.verifier})
-
     def _answer_write(self, call: Call, work: WriteBatch) -> None:
         if self.tenure.shared:
             self.tenure.check()
-        call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results),
-                                 verifiers=work.verifiers()).SerializeToString())
+        call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
 
     def _peer_write(self, call: Call) -> None:
         request = self._parse(pb.PeerWriteRequest, call)
@@ -443,20 +440,19 @@ class StoreService:
             self._answer_peer(call, error)
             return
         if isinstance(version, int):
-            self._peer_committed(call, write, version)
+            self._peer_committed(call, version)
         else:
-            version.add_done_callback(partial(self._peer_decided, call, write))
+            version.add_done_callback(partial(self._peer_decided, call))
 
-    def _peer_decided(self, call: Call, write: Write, decided: asyncio.Future[int]) -> None:
+    def _peer_decided(self, call: Call, decided: asyncio.Future[int]) -> None:
         error = decided.exception()
         if error is None:
-            self._peer_committed(call, write, decided.result())
+            self._peer_committed(call, decided.result())
         else:
             self._answer_peer(call, error)
 
-    def _peer_committed(self, call: Call, write: Write, version: int) -> None:
-        call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=version,
-                                     verifiers=pack_verifiers(write.verifiers)).SerializeToString())
+    def _peer_committed(self, call: Call, version: int) -> None:
+        call.reply(pb.PeerWriteReply(map_epoch=self._epoch, version=version).SerializeToString())
 
     def _answer_peer(self, call: Call, error: BaseException) -> None:
         if isinstance(error, StaleVersion):
@@ -473,7 +469,7 @@ class StoreService:
 
     async def _do_flush(self, call: Call) -> None:
         await self.store.flush()
-        call.reply(pb.FlushReply(map_epoch=self._epoch, verifier=self.store.verifier).SerializeToString())
+        call.reply(pb.FlushReply(map_epoch=self._epoch).SerializeToString())
 
     def _cut(self, call: Call) -> None:
         request = self._parse(pb.CutRequest, call)
@@ -547,8 +543,7 @@ class StoreService:
         source = request.from_inode, request.from_index, request.from_offset
         version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
                                                   cut=request.cut, request=name, given_up=given_up, table=table)
-        call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied,
-                                verifiers=self.own_verifier()).SerializeToString())
+        call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
 
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)

@@ -6,6 +6,9 @@ that was answered, on CLOCK_BOOTTIME. It is looked at after the work and before 
 between the two does not speak for the past. A target that was taken out and comes back has to know that first (`epoch_min`).
 Whoever holds its chains alone needs no lease: nobody can take its place.
 
+A target that may have lost what it had not flushed (store/verifier) answers nobody, not even who would copy from it, before the
+map says so: whoever asks later whether a chain still has what was written to it is told by the map.
+
 Made by run/store_daemon, which sends the signs of life; asked by store/service.
 """
 
@@ -25,10 +28,13 @@ class Tenure:
     """`shared`: whether any of the target's chains has another member, so that its time counts. Not before there is a map."""
 
     def __init__(self, target: int, clock: Clock = SYSTEM_CLOCK, lender: Lender | None = None, *,
-                 until_s: float = -math.inf):
+                 until_s: float = -math.inf, verifier: int = 0):
         """The lender's table says the same to clients that read the drive themselves. `until_s` inf: for a pool in which nobody
-        is replaced."""
+        is replaced. `verifier`: the store's; 0: nobody tells the map of it."""
         self.target = target
+        self.verifier = verifier
+        self.vouched = not verifier
+        """Whether the map says what the target may have lost. Before that it answers nobody."""
         self.shared = False
         self.until_s = until_s
         self.changed: Callable[[], None] = lambda: None
@@ -46,6 +52,8 @@ class Tenure:
             self._lender.changing_all()
         self._readable = readable
         self._epoch = pool_map.epoch
+        known = pool_map.target_by_id.get(self.target)
+        self.vouched = not self.verifier or known is not None and known.verifier == self.verifier
         self.shared = self.target in shared(pool_map)
         self._tell()
         self.changed()

@@ -16,7 +16,6 @@ from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.store.chunkstore import MustWait, Placed
 from nvpool.store.reads import RESULT
-from nvpool.wire.codec import pack_verifiers
 from nvpool.wire.v1 import data_pb2 as pb
 
 if TYPE_CHECKING:
@@ -59,8 +58,6 @@ class WriteBatch:
         self._placed: Placed | None = None
         self._placed_for = -1
         self._led: tuple[int, int] = -1, 0  # number, version
-        self._verifiers: dict[int, int] = {}
-        self._own_verifier = service.own_verifier
         self._refused: dict[tuple[int, int], int] = {}
         self._session = request.session
         now_ms = service.clock.wall_ns() // 1_000_000
@@ -122,18 +119,12 @@ class WriteBatch:
         begin, end = self._places[number]
         first, last = self._pieces[number]
         try:
-            version, verifiers = await self._replica.lead(table, inode, index, offset, self._payload[begin:end],
-                                                       self._request.checksums[first:last], cut=cut, request=name,
-                                                       deadline_s=self._deadline_s)
+            version = await self._replica.lead(table, inode, index, offset, self._payload[begin:end],
+                                               self._request.checksums[first:last], cut=cut, request=name,
+                                               deadline_s=self._deadline_s)
             self._led = number, version
-            for target, verifier in verifiers.items():
-                self._verifiers[target] = verifier if self._verifiers.get(target, verifier) == verifier else 0
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
-
-    def verifiers(self) -> bytes:
-        """Of those that have what was written."""
-        return pack_verifiers(self._verifiers) if self._verifiers else self._own_verifier()
 
     def drop_placed(self) -> None:
         placed, self._placed = self._placed, None

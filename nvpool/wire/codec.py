@@ -7,7 +7,7 @@ answers), and never an exception of `struct`. Called by chunkclient and store/se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
 
 from google.protobuf.message import DecodeError
@@ -32,8 +32,6 @@ LOCATE_RESULT = Struct("<HHIIIIIQ")
 LENT = Struct("<QI4x16sd")
 """What a store says with its descriptors (wire/handover): target, slots of its table, token, CLOCK_BOOTTIME there"""
 INODE = Struct("<Q")
-VERIFIER = Struct("<IQ")
-"""target, verifier; see WriteReply"""
 
 BATCH_ENTRIES_MAX = 8192
 """8,192 reads of one block are the largest payload; more entries would be smaller than a block each."""
@@ -218,14 +216,3 @@ def _unpack(entry: Struct, raw, error: type[InvalidRequest] | type[CorruptFrame]
     if rest or not 0 < count <= BATCH_ENTRIES_MAX:
         raise error(f"{len(raw)} bytes are no batch of 1 to {BATCH_ENTRIES_MAX} entries of {entry.size} bytes")
     return list(entry.iter_unpack(raw))
-
-
-def pack_verifiers(verifiers: Mapping[int, int]) -> bytes:
-    return b"".join([VERIFIER.pack(*one) for one in verifiers.items()])
-
-
-def unpack_verifiers(raw: bytes) -> dict[int, int]:
-    """By target. CorruptFrame."""
-    if len(raw) % VERIFIER.size:
-        raise CorruptFrame(f"{len(raw)} bytes are no verifiers")
-    return dict(VERIFIER.iter_unpack(raw))

@@ -15,18 +15,17 @@ from nvpool.base.errors import NotFound, WritesLost
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import unflushed
-from nvpool.client.flushing import Proof, Stored, of_both
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
 from nvpool.kv.memory import MemoryKv
+from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import changed
-from nvpool.logic.transitions import died, joined, restarted, returned
+from nvpool.logic.transitions import died, joined, restarted, returned, vouched
 from nvpool.store import verifier
 from nvpool.store.block_chunkstore import BlockChunkStore
 from nvpool.store.chunkstore import StoreOptions
 from nvpool.store.device import MemoryDevice
 from nvpool.testing.pool import LocalPool
-from nvpool.wire.codec import pack_verifiers, unpack_verifiers
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
@@ -47,6 +46,8 @@ class Losing:
 
     async def __aenter__(self) -> Losing:
         await self.pool.__aenter__()
+        for target in self.pool.stores:
+            await self._vouch(target)
         self.vfs = (await self.pool.client("first", FAST)).vfs
         return self
 
@@ -63,13 +64,27 @@ class Losing:
     async def change(self, decide) -> None:
         await self.pool.change_map(lambda now: changed(now, tables=decide(now).tables, targets=decide(now).targets))
 
+    async def kill(self, target: int) -> None:
+        await self.pool.stop_store(target)
+        await self.change(lambda now: died(now, {target}))
+
     async def restart(self, target: int, *, power: bool) -> None:
-        """As a supervisor does."""
+        """As supervisor and manager do."""
         await self.pool.stop_store(target)
         if power:
             self.pool._memory["target", target].crash()
         await self.change(lambda now: restarted(now, target))
+        await self._vouch(target)
         await self.pool.start_store(target)
+
+    async def _vouch(self, target: int) -> None:
+        await self.change(lambda now: vouched(now, target, self.pool._memory["target", target].verifier))
+
+    def memory(self) -> list:
+        return [store for (role, _), store in self.pool._memory.items() if role == "target"]
+
+    def head_of(self, handle) -> int:
+        return self.pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
 
     async def rejoin(self, target: int) -> None:
         """The target has left its chains and takes part in all again."""
@@ -161,18 +176,61 @@ async def test_a_file_that_replaces_another_is_told_of_before_it_does():
         assert (await one.vfs.lookup(ROOT_INODE, b"name")).inode == old.inode
 
 
+@pytest.mark.parametrize("first", [1, 2])
 @in_loop
-async def test_the_answer_to_a_write_names_each_target_that_has_it():
-    async with Losing(3) as one:
-        told = []
-        write = one.vfs.chunks.write
+async def test_replicas_that_are_killed_one_after_the_other_before_the_first_is_back_lose_nothing(first):
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.kill(first)
+        await one.restart(3 - first, power=False)
+        await one.vfs.fsync(handle, False)
+        assert bytes(await one.vfs.read(handle, 0, 9000)) == b"x" * 9000
 
-        async def listened(*arguments):
-            told.append(await write(*arguments))
-            return told[-1]
-        one.vfs.chunks.write = listened
-        await one.file(b"file", b"x" * 9000)
-        assert unpack_verifiers(told[0].proof.verifiers) == {1: 1, 2: 1, 3: 1}
+
+@in_loop
+async def test_a_write_that_is_repeated_after_its_head_died_is_not_lost_when_the_other_is_killed():
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        head = one.head_of(handle)
+        one.pool.stores[head]._answer_write = lambda call, work: None  # it dies before it has answered
+        writing = asyncio.create_task(one.vfs.write(handle, 0, b"y" * 9000))
+        flushing = asyncio.create_task(one.vfs.flush(handle))
+        chunk = handle.inode, 0
+        async with asyncio.timeout(60):
+            while any(store._chunks[chunk].blocks[0][0][:1] != b"y" for store in one.memory()):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        await one.kill(head)
+        await one.restart(3 - head, power=False)
+        await writing
+        await flushing
+        await one.vfs.fsync(handle, False)
+        assert bytes(await one.vfs.read(handle, 0, 9000)) == b"y" * 9000
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@in_loop
+async def test_the_last_one_that_is_left_loses_what_the_other_still_has(first):
+    """It was not there when others read: what the last one has is what the chain has."""
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.restart(first, power=False)
+        await one.restart(3 - first, power=True)
+        await one.rejoin(first)
+        with pytest.raises(WritesLost):
+            await one.vfs.fsync(handle, False)
+
+
+@in_loop
+async def test_what_a_target_lost_that_has_left_since_is_told():
+    async with Losing(2) as one:
+        handle = await one.file(b"file", b"x" * 9000)
+        await one.restart(1, power=False)
+        await one.restart(2, power=True)
+        await one.rejoin(1)
+        await one.restart(2, power=False)
+        await one.rejoin(2)
+        with pytest.raises(WritesLost):
+            await one.vfs.fsync(handle, False)
 
 
 @in_loop
@@ -192,30 +250,26 @@ async def test_too_many_files_are_told_of_by_whoever_flushes(monkeypatch):
             await one.vfs.fsync(handles[3], False)
 
 
-def test_a_proof_for_both_is_none_where_a_target_changed_between():
-    one, other = (Proof(epoch, pack_verifiers({1: 5, 2: second})) for epoch, second in ((7, 6), (9, 8)))
-    both = of_both(one, other)
-    assert both.epoch == 7 and unpack_verifiers(both.verifiers) == {1: 5, 2: 0}
-    assert of_both(both, one) == both == of_both(other, one)
-    third = of_both(one, Proof(8, pack_verifiers({3: 4})))
-    assert third.epoch == 7 and unpack_verifiers(third.verifiers) == {1: 5, 2: 6, 3: 4}
-    assert Stored((1, 2), both, 0).place == (1, 2)
-
-
-def test_a_chain_is_intact_as_long_as_somebody_is_there():
+def test_a_chain_is_intact_as_long_as_its_last_target_loses_nothing():
     pool = LocalPool(capacities=(64 * MIB,) * 2, replicas=2)
     now = pool.pool_map
     for target in (1, 2):
-        now = restarted(now, target)
+        now = vouched(now, target, 7)
+    assert all(chain.intact == 0 for table in now.tables for chain in table.chains), "nobody was there before"
+    assert vouched(now, 1, 7) is now is vouched(now, 3, 7)
+    for target in (1, 2):
+        now = vouched(restarted(now, target), target, 8)
         now = returned(now, {target})
         now = joined(now, target, [(2, number, chain.epoch) for number, chain in enumerate(now.table_by_id[2].chains)])
         assert all(chain.intact == 0 and set(chain.targets) == {1, 2} for chain in now.table_by_id[2].chains)
     alone = [chain.targets for chain in now.table_by_id[1].chains]
-    assert all(chain.intact == 2 for chain in now.table_by_id[1].chains) and set(alone) == {(1,), (2,)}
-    now = restarted(died(now, {1, 2}), 1)
-    now = restarted(now, 2)
-    assert all(chain.intact in (0, chain.epoch) for chain in now.table_by_id[2].chains)
-    assert sum(chain.intact > 0 for chain in now.table_by_id[2].chains) == 1024
+    assert all(chain.intact == chain.epoch for chain in now.table_by_id[1].chains) and set(alone) == {(1,), (2,)}
+    now = vouched(restarted(died(now, {1, 2}), 1), 1, 9)
+    assert all(chain.intact == 0 and chain.targets == (2,) for chain in now.table_by_id[2].chains)
+    now = vouched(restarted(now, 2), 2, 8)
+    assert all(chain.intact == 0 for chain in now.table_by_id[2].chains), "it was killed"
+    now = vouched(restarted(now, 2), 2, 9)
+    assert all(chain.intact == chain.epoch for chain in now.table_by_id[2].chains)
     assert msgspec.json.decode(msgspec.json.encode(now), type=type(now)) == now
 
 

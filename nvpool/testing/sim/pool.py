@@ -274,7 +274,7 @@ class SimPool:
         store.on_fence = partial(self._ends, process)
         clock = self._clock(process.name)
         dialer = self._dialer(process, clock)
-        tenure = Tenure(number, clock)
+        tenure = Tenure(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
         asked = asyncio.Event()
         service = StoreService(Door(self.stores[number], process, STORE_STEPS, self._disk_s), target=number,
@@ -297,7 +297,7 @@ class SimPool:
         while True:
             sent_s = clock.boottime_s()
             equal = service.upkeep.resync.equal
-            request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch,
+            request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch, verifier=tenure.verifier,
                                             equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]))
             try:
                 reply = await dialer.call(MANAGER, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)

@@ -77,14 +77,12 @@ class WriteRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., writes: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteReply(_message.Message):
-    __slots__ = ("map_epoch", "results", "verifiers")
+    __slots__ = ("map_epoch", "results")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
-    VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     results: bytes
-    verifiers: bytes
-    def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., verifiers: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ...) -> None: ...
 
 class PeerWriteRequest(_message.Message):
     __slots__ = ("map_epoch", "target", "authority", "sender", "link", "table", "chain_epoch", "version", "base", "inode", "index", "offset", "cut", "session", "slot", "sequence", "checksums", "last")
@@ -127,16 +125,14 @@ class PeerWriteRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., sender: _Optional[int] = ..., link: _Optional[int] = ..., table: _Optional[int] = ..., chain_epoch: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., checksums: _Optional[bytes] = ..., last: _Optional[int] = ...) -> None: ...
 
 class PeerWriteReply(_message.Message):
-    __slots__ = ("map_epoch", "status", "version", "verifiers")
+    __slots__ = ("map_epoch", "status", "version")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     status: int
     version: int
-    verifiers: bytes
-    def __init__(self, map_epoch: _Optional[int] = ..., status: _Optional[int] = ..., version: _Optional[int] = ..., verifiers: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, map_epoch: _Optional[int] = ..., status: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("map_epoch", "target")
@@ -147,12 +143,10 @@ class FlushRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class FlushReply(_message.Message):
-    __slots__ = ("map_epoch", "verifier")
+    __slots__ = ("map_epoch",)
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    VERIFIER_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
-    verifier: int
-    def __init__(self, map_epoch: _Optional[int] = ..., verifier: _Optional[int] = ...) -> None: ...
+    def __init__(self, map_epoch: _Optional[int] = ...) -> None: ...
 
 class CutRequest(_message.Message):
     __slots__ = ("map_epoch", "target", "authority", "inode", "size", "cut", "chunk_bits", "end")
@@ -307,16 +301,14 @@ class CopyRequest(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., read_grant: _Optional[bytes] = ..., write_grant: _Optional[bytes] = ..., from_inode: _Optional[int] = ..., from_index: _Optional[int] = ..., from_offset: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., cut: _Optional[int] = ..., session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class CopyReply(_message.Message):
-    __slots__ = ("map_epoch", "version", "bytes", "verifiers")
+    __slots__ = ("map_epoch", "version", "bytes")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     version: int
     bytes: int
-    verifiers: bytes
-    def __init__(self, map_epoch: _Optional[int] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., verifiers: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, map_epoch: _Optional[int] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("target", "after", "limit", "map_epoch")

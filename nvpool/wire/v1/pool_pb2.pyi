@@ -121,20 +121,22 @@ class KeysReply(_message.Message):
     def __init__(self, authority: _Optional[bytes] = ..., etcd_authority: _Optional[bytes] = ...) -> None: ...
 
 class AliveRequest(_message.Message):
-    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes")
+    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EQUAL_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
     target: int
     pid: int
     epoch: int
     equal: bytes
     copied_bytes: int
     used_bytes: int
-    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+    verifier: int
+    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., verifier: _Optional[int] = ...) -> None: ...
 
 class AliveReply(_message.Message):
     __slots__ = ("lease_s", "epoch", "epoch_min")
