@@ -11,6 +11,7 @@ from nvpool.base.errors import StaleEpoch
 from nvpool.client import flushing
 from nvpool.cluster import embedded
 from nvpool.kv import shipping
+from nvpool.logic import transitions
 from nvpool.meta import gate, records
 from nvpool.meta.spanning import holds, participant
 from nvpool.store import chain, resync, service, tenure
@@ -109,9 +110,27 @@ def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch
     assert found(range(1, 41), standbys=2, replicas=2, kinds={"kill_node": 1})
 
 
-def test_an_fsync_that_does_not_compare_verifiers(monkeypatch):
-    monkeypatch.setattr(flushing.Flushing, "_lost", lambda self, chains, told, epoch: set())
+def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
+    monkeypatch.setattr(flushing.Flushing, "_lost", lambda self, chains, epoch: set())
     assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
+
+
+def test_a_target_that_answers_before_the_map_says_what_it_lost(monkeypatch):
+    def update_map(self, pool_map, before=tenure.Tenure.update_map):
+        before(self, pool_map)
+        self.vouched = True
+
+    monkeypatch.setattr(tenure.Tenure, "update_map", update_map)
+    assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
+
+
+def test_a_death_that_counts_as_a_loss(monkeypatch):
+    def restarted(pool_map, target, before=sim_pool.restarted):
+        return transitions.with_chains(before(pool_map, target), lambda _, chain: msgspec.structs.replace(
+            chain, intact=chain.epoch) if chain.targets == (target,) else chain)
+
+    monkeypatch.setattr(sim_pool, "restarted", restarted)
+    assert found(range(1, 41), replicas=2, kinds={"kill": 1, "die": 4}, of="target", only=(works.Blocks,))
 
 
 def test_an_engine_that_answers_before_it_has_synced(monkeypatch):

@@ -488,6 +488,11 @@ class SimPool:
         for store in self.stores.values():
             await store.scrub(b"", 1 << 30)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether any store has lost what it had not flushed."""
+        return any(store.verifier != 1 for store in self.stores.values())
+
     def is_whole(self) -> bool:
         """Whether each chain has all its copies, and nobody is on the way."""
         return all(len(chain.targets) == min(table.id, len(self.stores)) and not chain.joining and not chain.leaving

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from nvpool.base.errors import Bug, InvariantBroken, NvpoolError
+from nvpool.base.errors import Bug, InvariantBroken, NvpoolError, WritesLost
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.logic import chainset
@@ -111,7 +111,9 @@ class Scenario:
                 await worker.chance.choices([act for _, act in acts], [share for share, _ in acts])[0](worker)
             except (Bug, InvariantBroken):
                 raise
-            except NvpoolError:
+            except NvpoolError as error:
+                if isinstance(error, WritesLost) and not self._pool.has_lost:
+                    raise InvariantBroken("a client was told that writes were lost, and no drive has lost any") from error
                 self.done["unknown"] += 1
 
     # -- judging
