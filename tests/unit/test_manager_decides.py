@@ -30,8 +30,8 @@ def with_manager(run, pool_map=None, leader=False):
     asyncio.run(main())
 
 
-def beat(manager, target, epoch=1, pid=None, equal=()):
-    return manager.alive(AliveRequest(target=target, pid=pid or 100 + target, epoch=epoch,
+def beat(manager, target, epoch=1, pid=None, equal=(), verifier=0):
+    return manager.alive(AliveRequest(target=target, pid=pid or 100 + target, epoch=epoch, verifier=verifier,
                                       equal=b"".join(EQUAL.pack(*one) for one in equal)))
 
 
@@ -89,6 +89,29 @@ def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_wh
         beat(manager, 1, epoch=coordinator.pool_map.epoch)
         assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(7, (2, 3))
     with_manager(run, changed(a_pool((4, 4, 4), 2)))
+
+
+def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins_it():
+    def sole(pool_map):
+        chain = Chain(5, (1,), (3,), (1, 3))
+        return replace(pool_map, tables=(pool_map.tables[0], replace(pool_map.table_by_id[2], chains=(
+            chain, *pool_map.table_by_id[2].chains[1:]))), targets=tuple(replace(one, verifier=7) for one in pool_map.targets),
+            shards=(Shard(1, 1, ("inproc://m",)),), partitions=(PartitionRange(0, 4096, 1),))
+
+    async def run(coordinator, manager, clock):
+        for target in (1, 2, 3):
+            beat(manager, target, verifier=7)
+        assert not await manager.run_once()
+        beat(manager, 1, pid=9, verifier=8)
+        beat(manager, 3, verifier=7, equal=[(2, 0, 5)])
+        assert await manager.run_once()
+        now = coordinator.pool_map
+        assert [one.verifier for one in now.targets] == [8, 7, 7]
+        assert now.chain(2, 0) == Chain(6, (1, 3), intact=5)
+        assert all(chain.intact == (chain.epoch if 1 in chain.targets else 0) for chain in now.table_by_id[2].chains[1:])
+        beat(manager, 1, pid=9)  # of an older version
+        assert not await manager.run_once()
+    with_manager(run, sole(a_pool((4, 4, 4), 2)))
 
 
 def test_who_does_not_lead_any_more_gives_no_lease():

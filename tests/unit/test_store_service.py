@@ -4,8 +4,10 @@ import asyncio
 import math
 import random
 import struct
+from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base import errors, grants
 from nvpool.base.checksum import first_bad_block, piece_checksums
@@ -18,6 +20,7 @@ from nvpool.store.chunkstore import MustWait, create_chunk_store, open_chunk_sto
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.service import EXTENT, WRITE, StoreService
+from nvpool.store.tenure import Tenure
 from nvpool.testing.contracts.chunkstore import is_sound
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
@@ -331,6 +334,27 @@ async def test_a_newer_map_makes_the_store_ask_for_it(bench):
     await bench.read([(1, 0, 0, 4096)], epoch=6)
     await bench.read([(1, 0, 0, 4096)], epoch=6)
     assert asked == [1]
+
+
+@served
+async def test_before_the_map_says_what_the_store_may_have_lost_it_answers_nothing_but_its_status(bench):
+    bench.service.tenure = Tenure(1, bench.clock, until_s=math.inf, verifier=7)
+    pool_map = a_map()
+    for verifier, answers in ((0, False), (6, False), (7, True)):
+        pool_map = changed(pool_map, targets=tuple(replace(target, verifier=verifier) for target in pool_map.targets))
+        bench.service.update_map(pool_map)
+        await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply)
+        epoch = pool_map.epoch
+        for ask in (partial(bench.call, Method.DATA_FLUSH, pb.FlushRequest(target=1, map_epoch=epoch), b"", pb.FlushReply),
+                    partial(bench.write, [(1, 0, epoch, 0, 0, DATA)], epoch=epoch),
+                    partial(bench.call, Method.DATA_VERSIONS, pb.VersionsRequest(target=1, map_epoch=epoch,
+                                                                                authority=bench.authority()))):
+            try:
+                await ask()
+            except errors.Busy:
+                assert not answers
+            else:
+                assert answers
 
 
 @served
