@@ -301,8 +301,8 @@ class EtcdKeeper:
             return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
                     f"there ({where}; lost for good: nvpool node recover-etcd)"]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
-            return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what is there is served, "
-                    f"and changes wait until they are back" +
+            return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what has a single copy is "
+                    f"served, what has several (replicas, standbys) waits with all changes until they are back" +
                     ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd)")]
         if etcd is None:
             return []

@@ -420,4 +420,5 @@ def used_ports(pool_map: PoolMap) -> set[int]:
 
 
 def _no_etcd(members: tuple[str, ...]) -> str:
-    return f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what is there is served"
+    return (f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what has a single copy is "
+            f"served")

@@ -170,7 +170,7 @@ def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
         (made.path / "etcd").write_bytes(b"not a directory: etcd can not start")
         keeper = await _opened(made)
         assert keeper.relay.pool_map == pool_map
-        with pytest.raises(Unavailable, match="what is there is served"):
+        with pytest.raises(Unavailable, match="what has a single copy is served"):
             await keeper.relay.replace(changed(pool_map, name="x"))
         os.unlink(made.path / "etcd")
         os.rename(made.path / "away", made.path / "etcd")
