@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import NotFound
 from nvpool.base.units import format_bytes
 from nvpool.cli.drive import wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
@@ -89,12 +90,15 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     Makes the pool directory, whose key never leaves it, and gets it a certificate in exchange for the token; starts the daemons
     of this node in the background, and adds the drives. Interrupted, the same command goes on.
     """
-    from nvpool.cli import pool_life
     from nvpool.cli.reach import change
     config = configuration.load(config_file) if config_file else configuration.Config()
     network = replace(config.network, host=host or (config.network.host if config_file else _own_host(address)),
                       plain_text=plain_text or config.network.plain_text)
     where = PoolDirectory(directory)
+    wanted_drives = [drive_of(drive) for drive in drives]
+    for wanted in wanted_drives:  # what is wrong is said before the token is used
+        if not os.path.exists(wanted["path"]):
+            raise NotFound(f"drive {wanted['path']} does not exist; is it mounted? Make the directory first")
     done: dict[str, Any] = {"directory": str(where.path), "drives": []}
     if not where.exists() or (where.path / "being-joined").exists():
         done |= entered("node", address, directory, token_text, replace(config, network=network), name, etcd_given(etcd))
@@ -103,10 +107,9 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     else:
         _check_pool(where, token_text)
     if not no_start:
-        there = {os.path.realpath(place): one for one in pool_life.start(where)["drives"] if one["node"] == where.node
+        there = {os.path.realpath(place): one for one in _started(where)["drives"] if one["node"] == where.node
                  for place in (one["path"], os.path.dirname(one["path"]))}
-        for drive in drives:
-            wanted = drive_of(drive)
+        for wanted in wanted_drives:
             if (one := there.get(os.path.realpath(wanted["path"]))) is not None:
                 done["drives"].append({name: one[name] for name in ("drive", "target", "path", "capacity_bytes")})
                 if not as_json:
@@ -129,6 +132,17 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
     if fingerprint_of((directory.secret / "authority.crt").read_bytes()) != read_token(token_text).fingerprint:
         raise AlreadyExists(f"{directory.path} belongs to another pool, which `nvpool status {directory.path}` shows; name "
                             f"another directory with --dir")
+
+
+def _started(directory: PoolDirectory) -> dict[str, Any]:
+    """The status of the pool, once this node serves. AlreadyExists where the directory is of a node that has left it."""
+    from nvpool.base.errors import AlreadyExists, StaleIdentity
+    from nvpool.cli import pool_life
+    try:
+        return pool_life.start(directory)
+    except StaleIdentity as error:
+        raise AlreadyExists(f"{error}; {directory.path} is what is left of it: name another directory with --dir, or remove it "
+                            f"with: nvpool pool destroy {directory.path}") from None
 
 
 def _own_host(address: str) -> str:

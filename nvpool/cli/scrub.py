@@ -31,7 +31,7 @@ target_option = click.option("--target", type=click.IntRange(1), help="Only this
 
 
 @scrub.command(epilog="""\b
---json prints one object for each target: target, drive, path, state (idle, running, paused; null: it does not answer),
+--json prints one object for each target: target, drive, node, path, state (idle, running, paused; null: it does not answer),
 began_ms, blocks, blocks_total, bad, mended (of the round under way), seconds_left (-1: not known), next_ms (0: not by itself),
 last_began_ms, last_ended_ms (0: never), last_blocks, last_bad, last_mended
 
@@ -55,15 +55,16 @@ def _seen(pool: str) -> list[dict[str, Any]]:
 
 
 def _of(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"target": one["target"], "drive": one["drive"], "path": one["path"]} | (one.get("scrub") or {"state": None})
+    return [{name: one[name] for name in ("target", "drive", "node", "path")} | (one.get("scrub") or {"state": None})
             for one in seen["processes"] if one["role"] == "store"]
 
 
 def _show(found: list[dict[str, Any]]) -> None:
     from nvpool.base.clock import SYSTEM_CLOCK
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
-    print_table(("drive", "target", "state", "done", "bad", "mended", "left", "last ended", "last bad", "mended", "next"), [
-        (one["drive"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
+    columns = ("drive", "node", "target", "state", "done", "bad", "mended", "left", "last ended", "last bad", "mended", "next")
+    print_table(columns, [
+        (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
 
 
 def _line(one: dict[str, Any], now_ms: int) -> tuple:

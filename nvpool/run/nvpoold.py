@@ -16,7 +16,7 @@ import sys
 
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Fenced, NvpoolError, WrongFormat
+from nvpool.base.errors import Fenced, InvalidRequest, NvpoolError, WrongFormat
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -41,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     logs.start_log("nvpoold", "info", None)
     try:
         directory.check()
+        if directory.node == 0:
+            raise InvalidRequest(f"{directory.path} is a client's directory, which serves nothing; mount it with: nvpool mount "
+                                 f"{directory.path} MOUNTPOINT")
         config = load(directory.node_toml)
         if arguments.inherit_lock is not None:
             lock = Flock.inherited(arguments.inherit_lock, directory.lock)
