@@ -104,9 +104,16 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     def look() -> Look:
         if not seen:
             return Look(0, None, in_bytes=False)
-        return Look(most - left(), most, time_left(seen["chains"]), in_bytes=False)
+        return Look(most - left(), most, moving_on(seen), in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
+
+
+def moving_on(seen: dict[str, Any]) -> str:
+    """What is known of when all is moved, or of what keeps it."""
+    silent = [str(one["drive"]) for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
+    waits = f"waits for drive {', '.join(silent)} to serve again" if silent else ""
+    return ", ".join(word for word in (waits, time_left(seen["chains"])) if word)
 
 
 def time_left(chains: dict[str, Any]) -> str:

@@ -90,6 +90,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     Makes the pool directory, whose key never leaves it, and gets it a certificate in exchange for the token; starts the daemons
     of this node in the background, and adds the drives. Interrupted, the same command goes on.
     """
+    from nvpool.cli import pool_life
     from nvpool.cli.reach import change
     config = configuration.load(config_file) if config_file else configuration.Config()
     network = replace(config.network, host=host or (config.network.host if config_file else _own_host(address)),
@@ -107,7 +108,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     else:
         _check_pool(where, token_text)
     if not no_start:
-        there = {os.path.realpath(place): one for one in _started(where)["drives"] if one["node"] == where.node
+        there = {os.path.realpath(place): one for one in pool_life.start(where)["drives"] if one["node"] == where.node
                  for place in (one["path"], os.path.dirname(one["path"]))}
         for wanted in wanted_drives:
             if (one := there.get(os.path.realpath(wanted["path"]))) is not None:
@@ -132,17 +133,6 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
     if fingerprint_of((directory.secret / "authority.crt").read_bytes()) != read_token(token_text).fingerprint:
         raise AlreadyExists(f"{directory.path} belongs to another pool, which `nvpool status {directory.path}` shows; name "
                             f"another directory with --dir")
-
-
-def _started(directory: PoolDirectory) -> dict[str, Any]:
-    """The status of the pool, once this node serves. AlreadyExists where the directory is of a node that has left it."""
-    from nvpool.base.errors import AlreadyExists, StaleIdentity
-    from nvpool.cli import pool_life
-    try:
-        return pool_life.start(directory)
-    except StaleIdentity as error:
-        raise AlreadyExists(f"{error}; {directory.path} is what is left of it: name another directory with --dir, or remove it "
-                            f"with: nvpool pool destroy {directory.path}") from None
 
 
 def _own_host(address: str) -> str:
@@ -236,7 +226,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str)
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
     """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
-    from nvpool.cli.drive import time_left
+    from nvpool.cli.drive import moving_on
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
@@ -263,7 +253,7 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
     def look() -> Look:
         if not one:
             return Look(0, None, in_bytes=False)
-        words = [_left(one), time_left(seen["chains"])]
+        words = [_left(one) if one["wish"] else "", moving_on(seen)]
         return Look(most - left(), most, ", ".join(word for word in words if word), in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)

@@ -159,7 +159,8 @@ class Identity:
         if as_server and not member.startswith("node/"):
             raise AccessDenied(f"{member} serves here, which only nodes of a pool may")
         if self.members is not None and member not in self.members:
-            raise StaleIdentity(f"{member} is not in the pool (any more); it has to join it anew")
+            raise StaleIdentity(f"{member} is not in the pool (any more); it has to join it anew, with "
+                                f"another directory")
 
     def watch(self, connection: Revocable, member: str) -> None:
         """Call `connection.revoked` when `member`, who is at its other end, leaves the pool."""
