@@ -83,7 +83,7 @@ class ChunkClient:
         self._slots = list(range(SLOTS_PER_SESSION))
         self._slot_waiters: deque[asyncio.Future] = deque()
         self._tasks: set[asyncio.Task] = set()
-        self._read_flags = ASKER_KEEPS if options.reads_past else 0
+        self._read_flags = ASKER_KEEPS if options.direct_reads else 0
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
         self.hedging = Hedging(clock, self._is_late)

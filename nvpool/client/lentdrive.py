@@ -10,16 +10,16 @@ import os
 import struct
 
 from nvpool.base.errors import NotSupported
-from nvpool.drive.reading import PAST_BYTES, cached_pages, open_past
+from nvpool.drive.reading import DIRECT_READ_BYTES, cached_pages, open_direct
 from nvpool.wire.codec import LENT
 
 
 class Source:
     """A target that lends to us."""
 
-    __slots__ = ("target", "fd", "past", "takes_past", "memory", "table", "serving", "shift", "token", "connection")
+    __slots__ = ("target", "fd", "direct_fd", "takes_direct", "memory", "table", "serving", "shift", "token", "connection")
 
-    def __init__(self, target: int, said: bytes, descriptors: list[int], reads_past: bool = False, *, asked_s: float):
+    def __init__(self, target: int, said: bytes, descriptors: list[int], direct_reads: bool = False, *, asked_s: float):
         """Takes the descriptors over, which were asked for at `asked_s`. NotSupported for what makes no sense here."""
         try:
             its_target, slots, self.token, its_now_s = LENT.unpack(said)
@@ -35,10 +35,10 @@ class Source:
         os.close(descriptors[1])
         self.target = target
         self.fd = descriptors[0]
-        self.past = open_past(self.fd) if reads_past else -1
+        self.direct_fd = open_direct(self.fd) if direct_reads else -1
         """The same past the kernel's cache, or -1."""
-        self.takes_past = self.past >= 0
-        if self.takes_past:  # what the kernel would read in advance is in memory then, and would be read from there
+        self.takes_direct = self.direct_fd >= 0
+        if self.takes_direct:  # what the kernel would read in advance is in memory then, and would be read from there
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.table = memoryview(self.memory)[:4 * slots].cast("I")
         self.serving = memoryview(self.memory)[4 * slots:].cast("d")
@@ -53,10 +53,10 @@ class Source:
         self.serving.release()
         self.memory.close()
         os.close(self.fd)
-        if self.past >= 0:
-            os.close(self.past)
+        if self.direct_fd >= 0:
+            os.close(self.direct_fd)
 
-    def goes_past(self, runs: list[tuple[int, int]], length: int) -> bool:
+    def reads_direct(self, runs: list[tuple[int, int]], length: int) -> bool:
         """Whether these (place, bytes) are better read past the kernel's cache: it has less than half of them."""
-        return (self.takes_past and length >= PAST_BYTES
+        return (self.takes_direct and length >= DIRECT_READ_BYTES
                 and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length)

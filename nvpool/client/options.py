@@ -31,7 +31,7 @@ class ClientOptions(NamedTuple):
     """The scheme of the only one to be used, or auto: the best that both ends have. The short cut is none of them."""
     short_cut: bool = True
     """Read from drives of this host without their daemon, where that lets us."""
-    reads_past: bool = False
+    direct_reads: bool = False
     """By the short cut larger reads that the kernel does not have in memory go past its cache of the drive. For who has a cache
     of his own, as the kernel has one of a mount; others would read the drive again each time."""
     locations_bytes: int = 64 * MIB

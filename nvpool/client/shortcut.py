@@ -36,7 +36,7 @@ from nvpool.client.cache import OpenInode
 from nvpool.client.lentdrive import Source
 from nvpool.client.options import ClientOptions
 from nvpool.drive.contract import Outcome, WaitingReader
-from nvpool.drive.reading import PAST_BYTES, reader_for
+from nvpool.drive.reading import DIRECT_READ_BYTES, reader_for
 from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
@@ -101,7 +101,7 @@ class ShortCut:
         self._bytes = 0
         self._loop = asyncio.get_running_loop()
         self.on = options.short_cut and options.locations_bytes > 0
-        self._reads_past = options.reads_past
+        self._direct_reads = options.direct_reads
         self._sources: dict[int, Source] = {}
         self._left: list[Source] = []
         self._not_before: dict[int, float] = {}
@@ -155,7 +155,7 @@ class ShortCut:
                 return COLD_BLOCKS
         else:
             runs = self.runs(located, first, length >> 12)
-            if runs is None or source.goes_past(runs, length):
+            if runs is None or source.reads_direct(runs, length):
                 return ABSENT
             into = _memory(length)
             at = 0
@@ -268,15 +268,15 @@ class ShortCut:
         self.counters["cold"] += 1
         self._number = number = self._number + 1
         self._cold[number] = self._now_s(), on_done
-        past = source.goes_past(runs, length)
-        self._reader.begin(source.past if past else source.fd, [run[0] for run in runs], [run[1] for run in runs], positions,
-                           into, partial(self._came, located, first, into, number, past))
+        direct = source.reads_direct(runs, length)
+        self._reader.begin(source.direct_fd if direct else source.fd, [run[0] for run in runs], [run[1] for run in runs],
+                           positions, into, partial(self._came, located, first, into, number, direct))
         return True
 
-    def _came(self, located: Located, first: int, into: memoryview, number: int, past: bool, outcome: Outcome) -> None:
+    def _came(self, located: Located, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
         _, on_done = self._cold.pop(number, (0.0, None))
-        if past and any(outcome):
-            located.source.takes_past = False  # it may only be that this drive wants larger blocks
+        if direct and any(outcome):
+            located.source.takes_direct = False  # it may only be that this drive wants larger blocks
         if on_done is None:  # it took too long, and the store was asked
             return
         on_done(into if not any(outcome) and self.good(located, first, into) else None)
@@ -455,7 +455,7 @@ class ShortCut:
         again_s = AGAIN_S
         try:
             asked_s = self._now_s()
-            source = Source(target, *await take(path, AGAIN_S), self._reads_past, asked_s=asked_s)
+            source = Source(target, *await take(path, AGAIN_S), self._direct_reads, asked_s=asked_s)
             self._sources[target] = source
             log.debug("target %d lets us read its drive", target)
         except NvpoolError as error:
@@ -527,7 +527,7 @@ class ShortCut:
 
 def _memory(length: int) -> memoryview:
     """Large pieces of it begin at a page."""
-    return SPARES.take(length) if length >= PAST_BYTES else memoryview(bytearray(length))
+    return SPARES.take(length) if length >= DIRECT_READ_BYTES else memoryview(bytearray(length))
 
 
 def _places(runs: array, blocks: int) -> tuple[int, array]:

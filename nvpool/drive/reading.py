@@ -3,8 +3,8 @@ that it was passed to.
 
 What the kernel has in memory is read at once (preadv with RWF_NOWAIT, Linux 4.14); what it has not, waits: through io_uring
 where the compiled module and the kernel allow it (one submission a batch, completion by eventfd), else through a few threads
-that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_past`). Knows no
-chunks and checks no checksums. Used from one event loop.
+that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_direct`). Knows
+no chunks and checks no checksums. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _compiled_read_now = getattr(_ring._uring, "read_now", None)
 READ_THREADS = 8
 """Shares of a batch that wait at once where io_uring is not to be had."""
 
-PAST_BYTES = 64 * KIB
+DIRECT_READ_BYTES = 64 * KIB
 """From here on a read past the cache costs less than one through it: 1 MiB from the drive 60 to 130 µs of processor time
 instead of 180 to 2,000 (finding and filling pages; the most where a virtual machine has to ask its host for each)."""
 _CACHESTAT = 451
@@ -50,7 +50,7 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
 read_now = _compiled_read_now or read_now_plain
 
 
-def open_past(fd: int) -> int:
+def open_direct(fd: int) -> int:
     """A descriptor of the same file that reads past the page cache, whole blocks into memory at borders of them; the caller's
     to close. -1 where there is none: a file system without O_DIRECT, a file of somebody else, a kernel that does not tell what
     is in memory (cachestat, Linux 6.5): it may be there, and a look by reading brings it there."""

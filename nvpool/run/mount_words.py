@@ -93,4 +93,4 @@ def given(value: float | None, otherwise: float) -> float:
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
     return configured(section)._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),
                                         transport=arguments.transport or section.transport,
-                                        short_cut=section.short_cut and not arguments.no_short_cut, reads_past=True)
+                                        short_cut=section.short_cut and not arguments.no_short_cut, direct_reads=True)

@@ -211,7 +211,7 @@ class BlockChunkStore(WholeChunks):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def places_first(self, offset: int, length: int) -> bool:
-        return length >= self.device.past_bytes > 0 and not (offset | length) & BLOCK_BYTES - 1 and \
+        return length >= self.device.direct_write_bytes > 0 and not (offset | length) & BLOCK_BYTES - 1 and \
             0 <= offset <= CHUNK_BYTES_MAX - length
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:

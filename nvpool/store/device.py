@@ -3,7 +3,7 @@
 Reads come in batches of (disk offset, length, place in the buffer). `read_now` fills what the kernel has in memory and names
 what it has not (preadv with RWF_NOWAIT, Linux 4.14); `read` waits for those: through io_uring where the compiled module and
 the kernel allow it, else through a few threads (drive/reading). Small writes go to the page cache and return;
-large ones may go past it to the drive, in a thread (`write_past`); `sync` is fdatasync, in a thread.
+large ones may go past it to the drive, in a thread (`write_direct`); `sync` is fdatasync, in a thread.
 
 With `direct` the file is opened with O_DIRECT: nothing is ever in memory, all writes go to the drive while the loop waits for
 them, buffers are page-aligned.
@@ -30,19 +30,19 @@ from nvpool.base.errors import DriveFailed, NotSupported, NvpoolError, from_os_e
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.drive import reading
 from nvpool.drive.contract import Outcome
-from nvpool.store.pastreads import PastReads
+from nvpool.store.direct_reads import DirectReads
 
 log = logging.getLogger(__name__)
 
 _IOV_MAX = 1024
-PAST_BYTES = 128 * 1024
+DIRECT_WRITE_BYTES = 128 * 1024
 """From here on a write goes past the page cache where the file system allows it: 1 MiB took 0.8 ms to the drive, with the
 processor free for others, and 0.9 to 2.8 ms into the cache, whose new pages must be found and which the sync then writes all
 the same. A small one takes 10 µs into the cache and 60 to the drive. The kernel keeps both coherent, and no block is read and
 written at a time: what is written is free until the index names it."""
 SMALL_BYTES = 16 * 1024
 """Memory for a read up to here is found sooner by the allocator than by a look at which of our buffers is free."""
-_PAST_THREADS = 4
+_DIRECT_THREADS = 4
 """Writes past the cache at once: one leaves most of a drive idle."""
 
 
@@ -81,10 +81,10 @@ class Device(Protocol):
     def lend(self) -> int:
         """A new descriptor for reading, through the page cache, for another process: the caller closes it. NotSupported."""
 
-    past_bytes: int
-    """From which size on `write_past` is to be had; 0: never."""
+    direct_write_bytes: int
+    """From which size on `write_direct` is to be had; 0: never."""
 
-    def write_past(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
+    def write_direct(self, buffer, ranges: Sequence[tuple[int, int]]) -> asyncio.Future:
         """Write whole blocks to these (offset, length), one after the other, without holding up the loop; nobody changes the
         buffer before it is done. The future fails as `write` does, and can not be cancelled: until it is done the ranges are
         being written."""
@@ -137,17 +137,17 @@ class FileDevice:
         self._direct_fd = self.fd if direct else _open_direct(path)
         if self._direct_fd < 0:
             log.info("%s has no direct writes; large ones go through the page cache", self.path)
-        self.past_bytes = PAST_BYTES if self._direct_fd >= 0 else 0
+        self.direct_write_bytes = DIRECT_WRITE_BYTES if self._direct_fd >= 0 else 0
         self._aligned = BufferPool(_pages, kept_bytes_max=16 * MIB)
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
         self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
-        self._past_reads = PastReads(self.fd, self._reader)
+        self._direct_reads = DirectReads(self.fd, self._reader)
         self._pool = self._aligned if direct else BufferPool(_pages)
         self.buffer = self._pool.take if direct else self._buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="device-writeback")
-        self._past = ThreadPoolExecutor(_PAST_THREADS, thread_name_prefix="device-write")
+        self._direct_writers = ThreadPoolExecutor(_DIRECT_THREADS, thread_name_prefix="device-write")
         self._run_start = self._run_end = 0
         self._starting: list = []
 
@@ -156,10 +156,10 @@ class FileDevice:
 
     @property
     def writes(self) -> str:
-        return "direct" if self.past_bytes else "cached"
+        return "direct" if self.direct_write_bytes else "cached"
 
     def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
-        if self.direct or asker_keeps and self._past_reads.wants(offsets, lengths):
+        if self.direct or asker_keeps and self._direct_reads.wants(offsets, lengths):
             return list(range(len(offsets)))
         return reading.read_now(self.fd, offsets, lengths, positions, into)
 
@@ -167,8 +167,8 @@ class FileDevice:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
 
     def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
-        if asker_keeps and not self.direct and self._past_reads.wants(offsets, lengths):
-            self._past_reads.begin(offsets, lengths, positions, into, on_done)
+        if asker_keeps and not self.direct and self._direct_reads.wants(offsets, lengths):
+            self._direct_reads.begin(offsets, lengths, positions, into, on_done)
         else:
             self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
 
@@ -205,7 +205,7 @@ class FileDevice:
                 if error.errno == errno.EINVAL and fd != self.fd:
                     log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
                                 "cache, which costs processor time", self.path, error.strerror)
-                    fd, self.past_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
+                    fd, self.direct_write_bytes = self.fd, 0  # a drive that wants more than 4 KiB alignment
                     continue
                 self.lacks_room |= error.errno in (errno.ENOSPC, errno.EDQUOT)
                 raise from_os_error(error, f"writing to {self.path} at {offset}") from None
@@ -220,10 +220,10 @@ class FileDevice:
             buffers = rest
         return offset
 
-    def write_past(self, buffer, ranges) -> asyncio.Future:
+    def write_direct(self, buffer, ranges) -> asyncio.Future:
         if not begins_at_page(buffer):
             buffer = self._in_line([buffer])
-        return asyncio.get_running_loop().run_in_executor(self._past, self._write_ranges, buffer, ranges)
+        return asyncio.get_running_loop().run_in_executor(self._direct_writers, self._write_ranges, buffer, ranges)
 
     def _write_ranges(self, buffer: memoryview, ranges) -> None:
         at = 0
@@ -268,10 +268,10 @@ class FileDevice:
 
     async def close(self) -> None:
         await self._reader.close()
-        self._past_reads.close()
+        self._direct_reads.close()
         self._thread.shutdown()
         self._starter.shutdown()
-        self._past.shutdown()
+        self._direct_writers.shutdown()
         if self._direct_fd not in (-1, self.fd):
             os.close(self._direct_fd)
             self._direct_fd = -1
@@ -321,7 +321,7 @@ class MemoryDevice:
 
     read_path = writes = "memory"
     direct = False
-    past_bytes = PAST_BYTES
+    direct_write_bytes = DIRECT_WRITE_BYTES
 
     def __init__(self, byte_count: int):
         self.byte_count = byte_count
@@ -392,7 +392,7 @@ class MemoryDevice:
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
 
-    def write_past(self, buffer, ranges) -> asyncio.Future:
+    def write_direct(self, buffer, ranges) -> asyncio.Future:
         async def later(content: bytes) -> None:
             at = 0
             for offset, length in ranges:

@@ -33,7 +33,7 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
     else:
         raise Busy("the store did not find room for the write")
     placed = Placed(transaction, runs)
-    placed.writing = store.device.write_past(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+    placed.writing = store.device.write_direct(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
     try:
         await asyncio.shield(placed.writing)
     except BaseException:
@@ -62,7 +62,7 @@ async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, b
         raise Busy("the store did not find room for the write")
     placed = Placed(transaction, runs, sums, chunk.version)
     if store.places_first(offset, len(buffer)):
-        placed.writing = store.device.write_past(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+        placed.writing = store.device.write_direct(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
         store.note_written(len(buffer))
         return placed
     try:

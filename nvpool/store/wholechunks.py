@@ -241,9 +241,9 @@ class WholeChunks:
                 await self.make_room()
         else:
             raise Busy("the store did not find room for the chunk")
-        if 0 < self.device.past_bytes <= len(copy.content):
+        if 0 < self.device.direct_write_bytes <= len(copy.content):
             # Not cut short by a cancellation: nobody else may have these blocks while the drive is still writing them.
-            writing = self.device.write_past(copy.content, [(place << 12, blocks << 12) for place, blocks in runs])
+            writing = self.device.write_direct(copy.content, [(place << 12, blocks << 12) for place, blocks in runs])
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:

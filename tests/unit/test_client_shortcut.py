@@ -461,18 +461,18 @@ def answer_in_turn(service):
     service._methods.update(dict.fromkeys(kinds, come))
 
 
-PAST = QUICK._replace(reads_past=True)
+DIRECT = QUICK._replace(direct_reads=True)
 
 
-async def opened_past(host, inode):
+async def opened_direct(host, inode):
     """The file at a client that reads past the page cache, and all of its chunks located."""
-    vfs = (await host.pool.client("past", PAST)).vfs
+    vfs = (await host.pool.client("past", DIRECT)).vfs
     handle = await vfs.open(inode, os.O_RDONLY, ME)
     async with asyncio.timeout(120):
         while len(handle.file.located) < handle.file.size >> 20:
             await asyncio.gather(*[vfs.read(handle, index * MIB + 8, 100) for index in range(handle.file.size >> 20)])
     source = handle.file.located[0].source
-    if source.past < 0:
+    if source.direct_fd < 0:
         pytest.skip("this file system or kernel has no reads past the page cache")
     return vfs, handle
 
@@ -491,7 +491,7 @@ def in_memory(host):
 async def test_large_reads_of_who_has_a_cache_leave_the_kernels_cache_of_the_drive_alone(host):
     content = some(8 * MIB)
     inode = (await host.file(content)).inode
-    vfs, handle = await opened_past(host, inode)
+    vfs, handle = await opened_direct(host, inode)
     for service in host.pool.stores.values():
         evict(service.store.path)
     before, sent = in_memory(host), vfs.chunks.counters["messages"]
@@ -517,7 +517,7 @@ async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
     content = bytearray(some(2 * MIB))
     theirs = await host.file(bytes(content))
     for _ in range(8):
-        vfs, handle = await opened_past(host, theirs.inode)
+        vfs, handle = await opened_direct(host, theirs.inode)
         at, length = chance.randrange(2 * MIB - 9000), chance.randrange(1, 9000)
         content[at:at + length] = new = chance.randbytes(length)
         await host.vfs.write(theirs, at, new)
@@ -529,17 +529,17 @@ async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
 @hosted()
 async def test_a_drive_that_refuses_reads_past_the_cache_is_read_through_it(host):
     content = some(3 * MIB)
-    vfs, handle = await opened_past(host, (await host.file(content)).inode)
+    vfs, handle = await opened_direct(host, (await host.file(content)).inode)
     for source in {id(located.source): located.source for located in handle.file.located.values()}.values():
         directory = os.open(host.directory, os.O_RDONLY)
-        os.dup2(directory, source.past)
+        os.dup2(directory, source.direct_fd)
         os.close(directory)
     for _ in range(2):
         for service in host.pool.stores.values():
             evict(service.store.path)
         for at in range(0, 3 * MIB, MIB):
             assert bytes(await vfs.read(handle, at + 1, MIB - 1)) == content[at + 1:at + MIB]
-    assert not any(located.source.takes_past for located in handle.file.located.values())
+    assert not any(located.source.takes_direct for located in handle.file.located.values())
 
 
 @hosted()

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from nvpool.store.device import PAST_BYTES, FileDevice, begins_at_page
+from nvpool.store.device import DIRECT_WRITE_BYTES, FileDevice, begins_at_page
 
 
 def with_device(tmp_path, work) -> None:
@@ -16,7 +16,7 @@ def with_device(tmp_path, work) -> None:
             file.truncate(8 << 20)
         device = FileDevice(str(path))
         try:
-            if not device.past_bytes:
+            if not device.direct_write_bytes:
                 pytest.skip("this file system knows no O_DIRECT")
             await work(device)
         finally:
@@ -33,12 +33,12 @@ def read(device: FileDevice, offset: int, length: int) -> bytes:
 
 def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
     async def work(device):
-        for size in (PAST_BYTES, 1 << 20):
+        for size in (DIRECT_WRITE_BYTES, 1 << 20):
             old, new = os.urandom(size), os.urandom(size)
             for at in range(0, size, 4096):
                 device.write([old[at:at + 4096]], at)
             assert read(device, 0, size) == old
-            await device.write_past(new, [(0, size // 2), (size // 2, size // 2)])
+            await device.write_direct(new, [(0, size // 2), (size // 2, size // 2)])
             assert read(device, 0, size) == new
             device.write([old[:4096]], 4096)
             assert read(device, 0, size) == new[:4096] + old[:4096] + new[8192:]
@@ -49,16 +49,16 @@ def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
 
 def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
     async def work(device):
-        content = os.urandom(PAST_BYTES)
-        memory = mmap.mmap(-1, PAST_BYTES + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        content = os.urandom(DIRECT_WRITE_BYTES)
+        memory = mmap.mmap(-1, DIRECT_WRITE_BYTES + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for skip in (0, 16, 512, 4096):
-            buffer = memoryview(memory)[skip:skip + PAST_BYTES]
+            buffer = memoryview(memory)[skip:skip + DIRECT_WRITE_BYTES]
             assert begins_at_page(buffer) == (not skip % 4096)
             buffer[:] = content
             for form in (buffer, buffer.toreadonly(), bytes(buffer), bytearray(buffer)):
-                await device.write_past(bytes(PAST_BYTES), [(0, PAST_BYTES)])
-                await device.write_past(form, [(0, 8192), (8192, PAST_BYTES - 8192)])
-                assert read(device, 0, PAST_BYTES) == content
+                await device.write_direct(bytes(DIRECT_WRITE_BYTES), [(0, DIRECT_WRITE_BYTES)])
+                await device.write_direct(form, [(0, 8192), (8192, DIRECT_WRITE_BYTES - 8192)])
+                assert read(device, 0, DIRECT_WRITE_BYTES) == content
         assert device.writes == "direct"
 
     with_device(tmp_path, work)
@@ -66,9 +66,9 @@ def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
 
 def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_that_is_said_once(tmp_path, caplog):
     async def work(device):
-        content = os.urandom(PAST_BYTES)
-        await device.write_past(content, [(100, PAST_BYTES)])  # EINVAL, as for all writes to a drive with larger blocks
-        assert device.writes == "cached" and device.past_bytes == 0
+        content = os.urandom(DIRECT_WRITE_BYTES)
+        await device.write_direct(content, [(100, DIRECT_WRITE_BYTES)])  # EINVAL, as a drive with larger blocks answers
+        assert device.writes == "cached" and device.direct_write_bytes == 0
         assert read(device, 100, len(content)) == content
 
     with_device(tmp_path, work)

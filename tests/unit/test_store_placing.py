@@ -7,7 +7,7 @@ import pytest
 from test_store_durability import BLOCK, on_a_forgetting_drive
 
 from nvpool.base.errors import NoSpace, StaleCut
-from nvpool.store.device import PAST_BYTES
+from nvpool.store.device import DIRECT_WRITE_BYTES
 from nvpool.testing.contracts.chunkstore import content, is_sound, put, some_bytes
 
 
@@ -16,15 +16,15 @@ class Gate:
 
     def __init__(self, device):
         self.open = asyncio.Event()
-        self._write_past = device.write_past
-        device.write_past = self.write_past
+        self._write_direct = device.write_direct
+        device.write_direct = self.write_direct
 
-    def write_past(self, buffer, ranges):
+    def write_direct(self, buffer, ranges):
         kept = bytes(buffer)
 
         async def later():
             await self.open.wait()
-            await self._write_past(kept, ranges)
+            await self._write_direct(kept, ranges)
         return asyncio.ensure_future(later())
 
 
@@ -36,14 +36,14 @@ def free_blocks(store) -> int:
 async def test_while_a_large_write_is_under_way_others_are_served(one):
     gate = Gate(one.device)
     await put(one.store, 1, 0, 0, small := some_bytes(5000))
-    large = asyncio.ensure_future(put(one.store, 1, 0, 0, data := some_bytes(PAST_BYTES)))
+    large = asyncio.ensure_future(put(one.store, 1, 0, 0, data := some_bytes(DIRECT_WRITE_BYTES)))
     await asyncio.sleep(0)
     await put(one.store, 1, 1, 0, some_bytes(100))
     assert await content(one.store, 1, 0, 5000) == small
     assert not large.done()
     gate.open.set()
     await large
-    assert await content(one.store, 1, 0, PAST_BYTES) == data
+    assert await content(one.store, 1, 0, DIRECT_WRITE_BYTES) == data
     await is_sound(one.store)
 
 
@@ -51,11 +51,11 @@ async def test_while_a_large_write_is_under_way_others_are_served(one):
 async def test_blocks_of_a_write_that_was_given_up_are_given_out_only_when_the_drive_has_done_with_them(one):
     gate = Gate(one.device)
     before = free_blocks(one.store)
-    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(PAST_BYTES)))
+    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES)))
     await asyncio.sleep(0)
     large.cancel()
     await asyncio.gather(large, return_exceptions=True)
-    assert free_blocks(one.store) == before - PAST_BYTES // BLOCK
+    assert free_blocks(one.store) == before - DIRECT_WRITE_BYTES // BLOCK
     gate.open.set()
     for _ in range(100):
         await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_blocks_of_a_write_that_was_given_up_are_given_out_only_when_the_d
 async def test_a_cut_that_comes_while_a_large_write_is_under_way_wins(one):
     gate = Gate(one.device)
     before = free_blocks(one.store)
-    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(PAST_BYTES), cut=0))
+    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES), cut=0))
     await asyncio.sleep(0)
     await one.store.cut(1, 0, 1, 20)
     gate.open.set()
@@ -79,14 +79,14 @@ async def test_a_cut_that_comes_while_a_large_write_is_under_way_wins(one):
 
 @on_a_forgetting_drive
 async def test_a_large_write_that_the_drive_refuses_leaves_the_old_bytes_and_no_block(one):
-    await put(one.store, 1, 0, 0, data := some_bytes(PAST_BYTES))
+    await put(one.store, 1, 0, 0, data := some_bytes(DIRECT_WRITE_BYTES))
     await one.store.flush()
     before = free_blocks(one.store)
     one.device.fail_writes.append(errno.ENOSPC)
     with pytest.raises(NoSpace):
-        await put(one.store, 1, 0, 0, some_bytes(PAST_BYTES))
+        await put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES))
     assert free_blocks(one.store) == before
-    assert await content(one.store, 1, 0, PAST_BYTES) == data
+    assert await content(one.store, 1, 0, DIRECT_WRITE_BYTES) == data
     await is_sound(one.store)
 
 
@@ -95,7 +95,7 @@ async def test_a_death_while_a_large_write_is_under_way_leaves_nothing_of_it(one
     gate = Gate(one.device)
     await put(one.store, 1, 0, 0, data := some_bytes(5 * BLOCK))
     await one.store.flush()
-    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(PAST_BYTES)))
+    large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES)))
     await asyncio.sleep(0)
     large.cancel()
     await asyncio.gather(large, return_exceptions=True)

@@ -9,8 +9,8 @@ import pytest
 from nvpool.base.clock import ManualClock
 from nvpool.base.units import KIB, MIB
 from nvpool.drive.contract import WaitingReader
-from nvpool.drive.reading import PAST_BYTES, cached_pages, cached_pages_plain
-from nvpool.store import pastreads
+from nvpool.drive.reading import DIRECT_READ_BYTES, cached_pages, cached_pages_plain
+from nvpool.store import direct_reads
 from nvpool.store.device import FileDevice
 
 
@@ -21,7 +21,7 @@ class Place:
         self.content = os.urandom(4 * MIB)
         path.write_bytes(self.content)
         self.device = FileDevice(str(path), **options)
-        if self.device._past_reads._past < 0:
+        if self.device._direct_reads._direct < 0:
             pytest.skip("this file system or kernel has no reads past the page cache")
         self.forget()
 
@@ -61,7 +61,7 @@ def at_place(work, path, **options):
 @pytest.mark.parametrize("uring", [True, False])
 def test_what_is_read_once_stays_out_of_the_cache_and_what_is_read_again_comes_into_it(tmp_path, uring):
     async def work(place):
-        for offsets, lengths in (([0], [MIB]), ([MIB, 3 * MIB + 4096], [PAST_BYTES, 300 * KIB])):
+        for offsets, lengths in (([0], [MIB]), ([MIB, 3 * MIB + 4096], [DIRECT_READ_BYTES, 300 * KIB])):
             await place.read(offsets, lengths)
             assert not place.cached()
         await place.read([0], [128 * KIB])
@@ -77,14 +77,14 @@ def test_it_is_forgotten_what_was_read_long_ago(tmp_path):
     clock = ManualClock()
 
     async def work(place):
-        place.device._past_reads.close()
-        place.device._past_reads = pastreads.PastReads(place.device.fd, place.device._reader, clock)
+        place.device._direct_reads.close()
+        place.device._direct_reads = direct_reads.DirectReads(place.device.fd, place.device._reader, clock)
         for _ in range(3):
             await place.read([0], [MIB])
             assert not place.cached()
-            clock.advance(2 * pastreads.AGAIN_S)
+            clock.advance(2 * direct_reads.AGAIN_S)
         await place.read([0], [MIB])
-        clock.advance(pastreads.AGAIN_S - 1)
+        clock.advance(direct_reads.AGAIN_S - 1)
         await place.read([0], [MIB])
         assert place.cached()
 
@@ -116,7 +116,7 @@ def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_
 def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
     async def work(place):
         directory = os.open(tmp_path, os.O_RDONLY)
-        os.dup2(directory, place.device._past_reads._past)
+        os.dup2(directory, place.device._direct_reads._direct)
         os.close(directory)
         await place.read([0], [MIB])
         assert place.cached() >= 256
@@ -127,7 +127,7 @@ def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
-    monkeypatch.setattr(pastreads, "PLACES_MAX", 10)
+    monkeypatch.setattr(direct_reads, "PLACES_MAX", 10)
 
     class Nothing(WaitingReader):
         def begin(self, fd, offsets, lengths, positions, into, on_done):
@@ -135,11 +135,11 @@ def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
 
     (tmp_path / "data").write_bytes(bytes(4096))
     fd = os.open(tmp_path / "data", os.O_RDONLY)
-    past = pastreads.PastReads(fd, Nothing())
+    reads = direct_reads.DirectReads(fd, Nothing())
     for at in range(100):
-        past.begin([at * MIB], [MIB], [0], memoryview(b""), lambda outcome: None)
-        assert len(past._new) <= 11 and len(past._old) <= 11
-    past.close()
+        reads.begin([at * MIB], [MIB], [0], memoryview(b""), lambda outcome: None)
+        assert len(reads._new) <= 11 and len(reads._old) <= 11
+    reads.close()
     os.close(fd)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.drive.contract import Outcome, WaitingReader
-from nvpool.drive.reading import PAST_BYTES, cached_pages, open_exact, open_past
+from nvpool.drive.reading import DIRECT_READ_BYTES, cached_pages, open_direct, open_exact
 
 AGAIN_S = 20.0
 """What was read so short a time ago is known, and what was up to twice as long ago perhaps."""
@@ -20,12 +20,12 @@ PLACES_MAX = 32768
 """Remembered twice: 64 GiB of reads of 1 MiB, some 6 MB."""
 
 
-class PastReads:
+class DirectReads:
     def __init__(self, fd: int, reader: WaitingReader, clock: Clock = SYSTEM_CLOCK) -> None:
         """`fd` is the file through the page cache; it and the reader stay the caller's."""
         self._fd, self._reader = fd, reader
-        self._past, self._exact = open_past(fd), open_exact(fd)
-        self._on = self._past >= 0 and self._exact >= 0
+        self._direct, self._exact = open_direct(fd), open_exact(fd)
+        self._on = self._direct >= 0 and self._exact >= 0
         self._now_s = clock.boottime_s
         self._new: set[int] = set()
         self._old: set[int] = set()
@@ -34,7 +34,7 @@ class PastReads:
     def wants(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
         """Whether these had better not be looked for by reading, which would bring them into the cache: all are large, and less
         than half of them is there."""
-        return (self._on and min(lengths) >= PAST_BYTES
+        return (self._on and min(lengths) >= DIRECT_READ_BYTES
                 and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths))
 
     def begin(self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
@@ -51,7 +51,7 @@ class PastReads:
         if self._known([offset | length >> 12 for offset, length in zip(offsets, lengths, strict=True)]):
             self._reader.begin(self._exact, offsets, lengths, positions, into, on_done)
         else:
-            self._reader.begin(self._past, offsets, lengths, positions, into, came)
+            self._reader.begin(self._direct, offsets, lengths, positions, into, came)
 
     def _known(self, reads: Sequence[int]) -> bool:
         """Whether one of them was read a short time ago; from now on all were. (Offset | blocks; less than 16 MiB.)"""
@@ -66,7 +66,7 @@ class PastReads:
 
     def close(self) -> None:
         """When the reader has nothing under way any more."""
-        for descriptor in (self._past, self._exact):
+        for descriptor in (self._direct, self._exact):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._past, self._exact, self._on = -1, -1, False
+        self._direct, self._exact, self._on = -1, -1, False
