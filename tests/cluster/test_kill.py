@@ -7,23 +7,16 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from nvpool.testing.command import NVPOOL, nvpool
 from nvpool.testing.load import CheckingLoad
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]
-NVPOOL = str(Path(sys.executable).with_name("nvpool"))
-
-
-def nvpool(*arguments, timeout=240, check=True):
-    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
-    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 @pytest.fixture

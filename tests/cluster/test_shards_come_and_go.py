@@ -6,47 +6,26 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from nvpool.base.directory import PoolDirectory, holder_of
-from nvpool.logic.poolmap import decode_map
+from nvpool.base.directory import holder_of
 from nvpool.logic.shards import process_name
+from nvpool.testing.command import NVPOOL, CommandPool, nvpool
 from nvpool.testing.load import CheckingLoad, Pauses
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]
-NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 DEADLINE_S = 180.0
 
 
-def nvpool(*arguments, timeout=400, check=True):
-    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
-    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-class Pool:
-    def __init__(self, top):
-        self.path, self.mountpoint = top / "p", top / "m"
-        self.directory = PoolDirectory(self.path)
-
-    @property
-    def map(self):
-        return decode_map(self.directory.poolmap.read_bytes())
-
+class Pool(CommandPool):
     def kill(self, name):
         """The process of that name, if there is one at this moment; another is started in its place."""
         holder = holder_of(self.directory.lock if name == "supervisor" else self.directory.run / f"{name}.lock")
         if holder is not None:
             os.kill(holder.pid, signal.SIGKILL)
-
-    def check(self):
-        found = nvpool("fsck", self.path, check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
 
     def shards(self):
         return {one["shard"]: one for one in json.loads(nvpool("shard", "ls", self.path, "--json").stdout)}
@@ -54,13 +33,9 @@ class Pool:
 
 @pytest.fixture
 def pool(tmp_path_factory):
-    top = tmp_path_factory.mktemp("shards")
-    made = Pool(top)
-    nvpool("dev", "up", made.path, "--drives", 2, "--mount", made.mountpoint)
-    try:
+    made = Pool(tmp_path_factory.mktemp("shards"))
+    with made.up():
         yield made
-    finally:
-        nvpool("dev", "down", made.path)
 
 
 def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):

@@ -6,39 +6,24 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from nvpool.base.directory import PoolDirectory
-from nvpool.logic.poolmap import decode_map
 from nvpool.logic.shards import process_name
+from nvpool.testing.command import CommandPool, nvpool
 from nvpool.testing.load import CheckingLoad, Pauses
 from nvpool.testing.real_pool import end_process
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
                                                     reason="a mount needs /dev/fuse and root")]
-NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 DEADLINE_S = 120.0
 
 
-def nvpool(*arguments, timeout=240, check=True):
-    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
-    assert not check or done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-class Pool:
-    def __init__(self, top):
-        self.path, self.mountpoint = top / "p", top / "m"
-        self.directory = PoolDirectory(self.path)
-
+class Pool(CommandPool):
     @property
     def shard(self):
-        return decode_map(self.directory.poolmap.read_bytes()).shards[0]
+        return self.map.shards[0]
 
     def pid(self, member):
         state = self.directory.state_of(process_name(1, member))
@@ -57,21 +42,13 @@ class Pool:
         return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
                          for path in sorted(self.directory.log.glob("meta*.log")))
 
-    def check(self):
-        found = nvpool("fsck", self.path, check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
-
 
 @pytest.fixture
 def pool(tmp_path_factory):
-    top = tmp_path_factory.mktemp("standby")
-    made = Pool(top)
-    nvpool("dev", "up", made.path, "--drives", 2, "--standbys", 1, "--mount", made.mountpoint)
-    try:
+    made = Pool(tmp_path_factory.mktemp("standby"))
+    with made.up("--standbys", 1):
         made.until_up()
         yield made
-    finally:
-        nvpool("dev", "down", made.path)
 
 
 def kill_primaries(pool, kills, seed):
