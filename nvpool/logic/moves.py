@@ -7,7 +7,7 @@ by the holder, in its term, when the other has everything durably: so whoever as
 changed, changes nothing.
 
 Each function returns a map of the same epoch with what changed; `logic/transitions.sealed` gives it the next one. Called by
-`run/shards` (wishes) and `run/shardkeeper` (moves); no I/O, no clock.
+`run/metashards` (wishes) and `run/shardkeeper` (moves); no I/O, no clock.
 """
 
 from __future__ import annotations

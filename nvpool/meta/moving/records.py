@@ -1,4 +1,4 @@
-"""What a shard keeps of partitions that come and go, among its own records (golden values in tests/golden/meta_records.json).
+"""What a shard keeps of partitions that come and go, among its own records (golden values in tests/golden/moving_records.json).
 
     0x8010 coming    giver u32 BE                   version u8 · term u64 · attempt u64 · number u64 · inodes u64 · whole u8 ·
                                                     partitions u16 each: what is here of them is not ours yet
