@@ -106,12 +106,10 @@ class PoolView:
 
 def _first(done: set[asyncio.Task]) -> tuple[PoolMap | None] | None:
     """What one of them was answered."""
-    for task in done:
-        if task.exception() is None:
-            return (task.result(),)
-        if not isinstance(task.exception(), NvpoolError):
-            raise task.exception()
-    return None
+    for error in [task.exception() for task in done]:  # of each: what nobody has looked at is told in the log
+        if error is not None and not isinstance(error, NvpoolError):
+            raise error
+    return next(((task.result(),) for task in done if task.exception() is None), None)
 
 
 async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0) -> PoolMap | None:
