@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
-from nvpool.base.ids import ROOT_INODE, inode_number
+from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
@@ -316,6 +316,31 @@ def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_cha
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.05)
     monkeypatch.setattr(participant, "ASK_S", 120.0)
     run(main, meta_options=MetaOptions(tick_s=0.05))
+
+
+def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypatch):
+    async def main(names: Names) -> None:
+        await names.quiet()
+        pool, participating = names.pool, names.pool.metas[3]._spanning.participant
+        asked: list = []
+        outcome = pool.metas[2]._routes[wire.META_OUTCOME]
+        pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
+        spans = [SpanId(2, 7, number) for number in range(participant.ASKED_MAX)] + [SpanId(1, 7, 1)]
+        for number, span in enumerate(spans):
+            key = records.inode_key(inode_number(partition_of(names.at[3]), 1000 + number))
+            await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
+        asking = asyncio.create_task(participating.run_once())
+        async with asyncio.timeout(60):
+            while spans[-1] in participating._holds.by_span:  # noqa: ASYNC110 (nobody is told)
+                await asyncio.sleep(0.01)
+        assert not asking.done()
+        pool.metas[2]._routes[wire.META_OUTCOME] = outcome
+        for call in asked:
+            outcome(call)
+        await asking
+    monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
+    monkeypatch.setattr(participant, "ASK_S", 120.0)
+    run(main, meta_options=MetaOptions(tick_s=3600.0))
 
 
 def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 ASK_AFTER_S = 2.0
 """A coordinator that lives says sooner what became of the change."""
 ASK_S = 2.0
+ASKED_MAX = 64
+"""Of one coordinator, at once."""
 KEYS_MAX = 4096
 
 
@@ -191,11 +193,13 @@ class Participant:
         self._holds.release(span)
 
     async def run_once(self) -> None:
-        """Ask about what is held for long."""
+        """Ask about what is held for long: each coordinator, since others may be silent."""
         now_s = self._clock.boottime_s()
-        late = [hold.span for hold in self._holds.by_span.values()
-                if hold.durable and now_s - hold.since_s > ASK_AFTER_S]
-        await asyncio.gather(*(self._ask(span) for span in late[:64]))
+        late: dict[int, list[SpanId]] = {}
+        for hold in self._holds.by_span.values():
+            if hold.durable and now_s - hold.since_s > ASK_AFTER_S:
+                late.setdefault(hold.span.shard, []).append(hold.span)
+        await asyncio.gather(*(self._ask(span) for spans in late.values() for span in spans[:ASKED_MAX]))
 
     async def _ask(self, span: SpanId) -> None:
         request = pb.OutcomeRequest(id=id_message(span), shard=self._view.shard)
