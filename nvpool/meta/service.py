@@ -44,6 +44,7 @@ from nvpool.meta.identity import take_identity
 from nvpool.meta.leases import Session, Sessions, Slot
 from nvpool.meta.locks import LockTable
 from nvpool.meta.lockwaits import HOLD_BEYOND_GRANTS_S, LockWaits
+from nvpool.meta.moment import Moment
 from nvpool.meta.moving.door import Moving
 from nvpool.meta.moving.inside import Inside
 from nvpool.meta.moving.ranges import Ranges
@@ -129,12 +130,13 @@ class MetaService(Answers, SessionAnswers):
                                   self._clock, self._secret, self._own, self._waits, self._ranges, self._recall,
                                   self._collector.add)
         self._ranges.changed = self._spanning.holds.look_through
+        self._moment = Moment(self._spanning.coordinator.all_told)
         if self._map is not None:
             self._spanning.use_map(self._map)
         self._moving = Moving(
             Inside(self._shard, self._kv, self._view, self._ranges, self._numbers, self._sessions, self._locks, self._collector,
                    self._cuts, self._watches, self._clock, self.update_map, self._spanning.holds.quiet),
-            self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._runs, self._term)
+            self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._term)
         return identity
 
     async def _take_up(self) -> None:
@@ -301,6 +303,8 @@ class MetaService(Answers, SessionAnswers):
             wire.META_NAMES: self._names,
             wire.META_FSCK: self._fsck,
             wire.META_FSCK_SUMS: self._fsck_sums,
+            wire.META_FSCK_CLIMB: self._fsck_climb,
+            wire.META_MOMENT: self._take_moment,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
@@ -353,6 +357,9 @@ class MetaService(Answers, SessionAnswers):
                 return
             if self._view.next_number >= self._numbers.bounds.inode:
                 self._later(call, self._numbers.more)
+                return
+            if self._moment.changes_wait:
+                self._later(call, self._moment.over)
                 return
             try:
                 # From here to the end of _commit nothing may wait: the decision holds only as long as nothing changes.
@@ -409,6 +416,8 @@ class MetaService(Answers, SessionAnswers):
                         await self._kv.room()
                     elif self._view.next_number >= self._numbers.bounds.inode:
                         await self._numbers.more()
+                    elif self._moment.spans_wait:
+                        await self._moment.over()
                     elif (wait := self._watches.conflict(session.number, draft)) is not None:
                         await wait()
                     else:
@@ -434,10 +443,16 @@ class MetaService(Answers, SessionAnswers):
         coordinator = self._spanning.coordinator
         span = coordinator.begin(0)
         try:
-            draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
-            while self._kv.full or self._view.next_number >= self._numbers.bounds.inode:
-                await (self._kv.room() if self._kv.full else self._numbers.more())
+            while True:
                 draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+                if self._kv.full:
+                    await self._kv.room()
+                elif self._view.next_number >= self._numbers.bounds.inode:
+                    await self._numbers.more()
+                elif self._moment.spans_wait:
+                    await self._moment.over()
+                else:
+                    break
             effects, decision = coordinator.split(span, draft)
             try:
                 self._kv.apply(list(effects.items()), reclaims=True)

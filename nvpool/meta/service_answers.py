@@ -15,11 +15,14 @@ from typing import Any
 from nvpool.base.errors import Busy, InUse, InvalidRequest, NvpoolError
 from nvpool.meta import queries, records
 from nvpool.meta.changes.mend import undivided
+from nvpool.meta.dump import Dump
 from nvpool.meta.fsck import Fsck
+from nvpool.meta.fsck_tree import climb
 from nvpool.meta.identity import has_root, take_identity
 from nvpool.meta.listing import attributes, listing
 from nvpool.meta.spanning.holds import Held
 from nvpool.meta.upkeep import Answer, Load, dump_step, fsck_step, settle_sums
+from nvpool.wire.sums import pack_bits
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -116,29 +119,47 @@ class Answers:
             work.close()
             raise
 
-    def _make_fsck(self, repair: bool, walk: bool = True) -> Fsck:
-        return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair, walk)
+    def _make_fsck(self, repair: bool, partitions: tuple[int, ...] | None = None) -> Fsck:
+        return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair,
+                    partitions)
 
     def _fsck(self, call: Call) -> None:
         request = pb.FsckRequest.FromString(call.message)
-        self._check_whole(request.cursor)
         self._answer(call, fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
                      self._watches.end_all if request.repair else None)
 
-    def _check_whole(self, cursor: bytes) -> None:
-        """Busy where a walk is to begin while what has gone to other shards is still counted here."""
-        if not cursor and self._moving.leaving:
-            self._runs.want()
-            raise Busy("partitions that have gone to another shard are being removed", retry_after_s=0.1)
-
     def _fsck_sums(self, call: Call) -> None:
         request = pb.FsckSumsRequest.FromString(call.message)
-        self._answer(call, settle_sums(request, self._kv, self._make_fsck(request.repair, walk=False), self._mend),
+        self._answer(call, settle_sums(request, self._kv, self._make_fsck(request.repair, ()), self._mend),
                      self._watches.end_all if request.repair else None)
+
+    def _fsck_climb(self, call: Call) -> None:
+        request = pb.FsckClimbRequest.FromString(call.message)
+        work = self._make_fsck(False, ())
+
+        async def run() -> Answer:
+            return Answer(await climb(request, work.tree, self._kv, work.is_here, self._mend))
+
+        self._answer(call, run(), self._watches.end_all if request.loose else None)
+
+    def _take_moment(self, call: Call) -> None:
+        request, moment = pb.MomentRequest.FromString(call.message), self._moment
+        if request.stage == pb.MomentRequest.QUIET:
+            self._answer_later(call, lambda: moment.quiet(request.id), pb.MomentReply().SerializeToString())
+            return
+        reply = pb.MomentReply()
+        if request.stage == pb.MomentRequest.TAKE:
+            moment.take(request.id)
+            self._runs.make_room()
+            reply.cursor = self._runs.cursor(Dump(self._view, self._shard) if request.dump else self._make_fsck(request.repair))
+            reply.partitions = pack_bits(self._ranges.ours())
+        else:
+            reply.stood = moment.end(request.id)
+            self._runs.drop(request.drop)
+        call.reply(reply.SerializeToString())
 
     def _dump(self, call: Call) -> None:
         request = pb.DumpRequest.FromString(call.message)
-        self._check_whole(request.cursor)
         answer = dump_step(self._runs, request, self._view, self._shard)
         call.reply(answer.message.SerializeToString(), (answer.payload,) if answer.payload else ())
 

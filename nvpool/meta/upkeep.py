@@ -13,20 +13,28 @@ from typing import Any, NamedTuple
 from nvpool.base.clock import Clock
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, StaleCursor
 from nvpool.base.ids import ROOT_INODE, partition_of
+from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.meta import dump, records
 from nvpool.meta.fsck import Fsck, Mend, Problem
 from nvpool.meta.numbers import Numbers
 from nvpool.meta.parts import Counts, decode_part, take_in
 from nvpool.meta.view import View
-from nvpool.wire.sums import pack_sums, unpack_sums
+from nvpool.wire.sums import (
+    pack_copies,
+    pack_numbers,
+    pack_partitions,
+    pack_sums,
+    unpack_numbers,
+    unpack_partitions,
+    unpack_sums,
+)
 from nvpool.wire.v1 import meta_pb2 as pb
 
 RUNS_MAX = 3
 """The engine reads four snapshots at once at most."""
 IDLE_S = 120.0
 """A run that nobody has asked for that long makes place for another."""
-BUSY_S = 10.0
 LOAD_BATCH = 500
 _CURSOR = struct.Struct("<QI")
 
@@ -50,7 +58,6 @@ class Runs:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._runs: dict[int, _Run] = {}
-        self._wanted_s = float("-inf")
 
     def begin(self, work: Fsck | dump.Dump) -> tuple[int, _Run]:
         number = int.from_bytes(self._clock.secret(8), "little")
@@ -66,14 +73,14 @@ class Runs:
         if len(self._runs) >= RUNS_MAX:
             raise InUse(f"{RUNS_MAX} checks or dumps are under way; wait for one to end")
 
-    def want(self) -> None:
-        """Somebody would begin one, and has to wait for what `busy` keeps from beginning."""
-        self._wanted_s = self._clock.boottime_s()
+    def cursor(self, work: Fsck | dump.Dump) -> bytes:
+        """Begin it; where its first step is asked for."""
+        return _CURSOR.pack(self.begin(work)[0], 0)
 
-    def busy(self) -> bool:
-        """Whether somebody is at one of them now, or wants to be: what changes whose the records are, does not begin."""
-        since_s = self._clock.boottime_s() - BUSY_S
-        return self._wanted_s > since_s or any(run.used_s > since_s for run in self._runs.values())
+    def drop(self, cursor: bytes) -> None:
+        """What was begun there is not wanted any more."""
+        if len(cursor) == _CURSOR.size and (number := _CURSOR.unpack(cursor)[0]) in self._runs:
+            self._end(number)
 
     def find(self, cursor: bytes, kind: type) -> tuple[int, _Run, bool]:
         """(number, run, whether its last step is asked for again)."""
@@ -105,8 +112,6 @@ class Runs:
             self._end(number)
 
 
-SUMS_MAX = 1000
-
 Carry = Callable[[Mend], Awaitable[None]]
 """Carries out what a check mends over several shards; any NvpoolError."""
 
@@ -121,7 +126,7 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
             return run.last
     else:
         runs.make_room()
-        number, run = runs.begin(make(request.repair))
+        number, run = runs.begin(make(request.repair, _partitions(request.partitions)))
     work = run.work
     if work.done:
         raise StaleCursor("this check has ended; begin it again")
@@ -130,7 +135,8 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
         counter, work.counter_max = work.counter_max, 0
         view.next_number = max(view.next_number, counter + 1)
         await numbers.raise_above(counter)
-    reply = pb.FsckReply(checked=work.checked, sums=pack_sums(work.sums))
+    reply = pb.FsckReply(checked=work.checked, sums=pack_sums(work.sums), above=pack_numbers(work.tree.take_above()),
+                         copies=pack_copies(work.copies), passed=pack_partitions(work.passed))
     await _tell_problems(reply, work, problems, carry)
     return runs.stepped(number, run, Answer(reply), work.done)
 
@@ -138,13 +144,23 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
 async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Carry) -> Answer:
     """What is wrong by the sums that all shards have of inodes of this one."""
     sums = unpack_sums(request.sums)
-    if len(sums) > SUMS_MAX:
-        raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
     while kv.full:
         await kv.room()
-    reply = pb.FsckReply(done=True)
-    await _tell_problems(reply, work, work.settle_sums(sums), carry)
+    uneven = unpack_numbers(request.uneven)
+    problems = work.settle_sums(sums, uneven)
+    reply = pb.FsckReply(done=True, passed=pack_partitions(work.passed))
+    await _tell_problems(reply, work, problems, carry)
     return Answer(reply)
+
+
+def _partitions(raw: bytes) -> tuple[int, ...] | None:
+    """None: all."""
+    if not raw:
+        return None
+    partitions = unpack_partitions(raw)
+    if any(partition >= PARTITION_COUNT for partition in partitions):
+        raise InvalidRequest("a partition that does not exist")
+    return partitions
 
 
 async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[Problem], carry: Carry) -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,9 +27,12 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, InvalidRequest, NvpoolError, WrongFormat, from_os_error
 from nvpool.base.version import VERSION
 from nvpool.logic.layout import chain_of
+from nvpool.logic.moves import ranges_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.sdk.asking import Asking
-from nvpool.sdk.checkup import Checkup, Problem, check_metadata
+from nvpool.sdk.checkup import check_metadata
+from nvpool.sdk.found import Checkup, Problem
+from nvpool.sdk.moment import begin_at_all
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
@@ -98,27 +101,28 @@ class _Sample:
 
 
 async def dump(client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
-    """Write all metadata of the pool to the file `path`; how many records. One moment for each shard, while it serves.
+    """Write all metadata of the pool to the file `path`; how many records. It is that of one moment, while the pool serves.
 
     On return the file is whole and synced under its name; otherwise nothing is there under it. An existing file is replaced.
     Errors of the shard; NoSpace, AccessDenied, DriveFailed of the local file.
     """
     part = f"{path}.part-{os.getpid()}"
+    begun = await begin_at_all(client, dump=True)
     pool_map, asking, count = client.pool_map, Asking(client), 0
     header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
-              "shards": [shard.id for shard in pool_map.shards],
-              "partitions": _division(pool_map), "software": f"nvpool {VERSION}",
+              "shards": list(begun.cursors),
+              "partitions": _division(begun.holders), "software": f"nvpool {VERSION}",
               "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
     try:
         with open(part, "xb") as file:  # noqa: ASYNC230 - a process of its own that does nothing else
             file.write(MAGIC + json.dumps(header).encode() + b"\n")
-            for shard in pool_map.shards:
-                cursor, done = b"", False
+            for shard, cursor in begun.cursors.items():
+                done = False
                 while not done:
                     request = meta_pb2.DumpRequest(cursor=cursor, limit=RECORDS_A_STEP)
-                    reply, records = await asking.shard(shard.id, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
+                    reply, records = await asking.shard(shard, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
                     if len(records):
-                        file.write(_FRAME.pack(shard.id, len(records), crc32c(records)))
+                        file.write(_FRAME.pack(shard, len(records), crc32c(records)))
                         file.write(records)
                     count += reply.records
                     on_records(count)
@@ -227,11 +231,11 @@ def _divided_alike(header: dict[str, Any], pool_map: PoolMap) -> bool:
     if len(pool_map.shards) == 1:
         return header["shards"] == [pool_map.shards[0].id]
     return (header["shards"] == [shard.id for shard in pool_map.shards]
-            and header.get("partitions") == _division(pool_map))
+            and header.get("partitions") == _division(pool_map.shard_of_partition))
 
 
-def _division(pool_map: PoolMap) -> list[list[int]]:
-    return [[part.first, part.count, part.shard] for part in pool_map.partitions]
+def _division(holders: Sequence[int]) -> list[list[int]]:
+    return [[part.first, part.count, part.shard] for part in ranges_of(holders)]
 
 
 async def _settle(client, loaded: Loaded) -> None:

@@ -57,7 +57,7 @@ def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
 
 
 def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_path):
-    monkeypatch.setattr("nvpool.sdk.checkup.RECORDS_A_STEP", 3)
+    monkeypatch.setattr("nvpool.sdk.checkup_names.RECORDS_A_STEP", 3)
     monkeypatch.setattr("nvpool.sdk.dumpfile.RECORDS_A_STEP", 3)
     path = str(tmp_path / "dump")
 

@@ -75,7 +75,8 @@ async def kill(pool: LocalPool, shard: int) -> None:
 async def until_at_rest(pool: LocalPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while pool.pool_map.moves or any(  # noqa: ASYNC110
-                meta._moving.counters()["partitions_coming"] + meta._moving.leaving for meta in pool.metas.values()):
+                one["partitions_coming"] + one["partitions_leaving"] for one in
+                (meta._moving.counters() for meta in pool.metas.values())):
             for shard, meta in list(pool.metas.items()):
                 if meta.died.done():  # it does not know in this term what became of its question
                     await kill(pool, shard)

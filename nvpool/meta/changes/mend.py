@@ -71,12 +71,23 @@ def without_dangling(view: View, number: int, key: bytes, now_ns: int) -> Draft:
     if view.record(records.inode_key(number)) is not None:
         raise InvalidRequest(f"inode {number} is there")
     draft.effects[key] = None
+    _count_less(draft, key, raw[0] & 15 == 4)
+    return draft
+
+
+def _count_less(draft: Draft, key: bytes, subdirectory: bool) -> None:
+    """The directory in which the entry `key` was has one less."""
     directory = draft.holder(records.directory_of_key(key))
-    whole = not isinstance(directory, Part)
-    directory.size = max(0, directory.size - 1) if whole else directory.size - 1
-    if raw[0] & 15 == 4:
+    directory.size = directory.size - 1 if isinstance(directory, Part) else max(0, directory.size - 1)
+    if subdirectory:
         directory.links = max(2, directory.links - 1)
     draft.stamp(directory, content=True)
+
+
+def loosened(view: View, number: int, key: bytes, now_ns: int) -> Draft:
+    """The directory's entry `key` moves to /lost+found out of one that is below it. As `to_lost`."""
+    draft = to_lost(view, number, key, now_ns)
+    _count_less(draft, key, True)
     return draft
 
 

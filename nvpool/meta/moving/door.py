@@ -19,7 +19,6 @@ from nvpool.meta.moving.sessions import bring_all
 from nvpool.meta.moving.taker import Taker
 from nvpool.meta.service_right import AuthorityCheck, ServiceRight
 from nvpool.meta.targets import Dialer
-from nvpool.meta.upkeep import Runs
 from nvpool.meta.waits import Waits
 from nvpool.wire.codec import decoded
 from nvpool.wire.transport import Call
@@ -34,7 +33,7 @@ class Moving:
     METHODS = (wire.META_MOVE,)
 
     def __init__(self, inside: Inside, dialer: Dialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
-                 waits: Waits, runs: Runs, term: int) -> None:
+                 waits: Waits, term: int) -> None:
         """`term`: in which this process serves; 0: that of the first map."""
         self._inside = inside
         self._dialer = dialer
@@ -44,9 +43,9 @@ class Moving:
         self._waits = waits
         self._map: PoolMap | None = None
         self._leaving = Leaving(inside)
-        self.taker = Taker(inside, self._leaving, runs.busy)
-        self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, is_checked=runs.busy,
-                           term=term)
+        inside.ranges.gone = self._leaving.partitions
+        self.taker = Taker(inside, self._leaving)
+        self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -116,11 +115,6 @@ class Moving:
                                         deadline_s=self._clock.boottime_s() + wait_s)
         return decoded(reply_type, reply.message)
 
-    @property
-    def leaving(self) -> int:
-        """Partitions that are another's, and not removed here yet."""
-        return self._leaving.waiting
-
     def counters(self) -> dict[str, float]:
         return {"partitions_given": self.giver.given, "partitions_taken": self.taker.taken,
-                "partitions_coming": self.taker.coming, "partitions_leaving": self.leaving}
+                "partitions_coming": self.taker.coming, "partitions_leaving": self._leaving.waiting}

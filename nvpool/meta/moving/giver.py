@@ -54,14 +54,11 @@ AskMoved = Callable[[int, Sequence[int]], Awaitable[PoolMap]]
 
 
 class Giver:
-    def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved,
-                 is_checked: Callable[[], bool], term: int) -> None:
+    def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
         """`send(taker, request, payload)`: the taker's answer. `ask_moved(taker, partitions)`: the newest map when it was asked
-        that they be the taker's, whether it says so or not; StaleTerm where we are not the shard's primary any more.
-        `is_checked`: whether somebody walks over all records, for whom nothing is to disappear in between."""
+        that they be the taker's, whether it says so or not; StaleTerm where we are not the shard's primary any more."""
         self._inside = inside
         self._leaving = leaving
-        self._is_checked = is_checked
         self.term = term
         """In which this process serves; 0: that of the first map."""
         self._send = send
@@ -105,8 +102,6 @@ class Giver:
         taker, partitions = next_batch(pool_map, self._inside.shard)
         if not taker:
             return False
-        if self._is_checked():
-            raise Busy("the records are being checked or dumped", retry_after_s=1.0)
         await self._give(pool_map, taker, partitions)
         return True
 
@@ -128,8 +123,6 @@ class Giver:
             await self._catch_up(message)
             inside.ranges.close(partitions)
             closed_s = inside.clock.boottime_s()
-            if self._is_checked():
-                raise Busy("the records are being checked or dumped", retry_after_s=1.0)
             async with asyncio.timeout(QUIET_S):
                 await inside.quiet(self._moving)
             async with asyncio.timeout(CLOSED_S):

@@ -41,6 +41,10 @@ class Leaving:
         self._gone: set[int] = set()
         self._epoch = 0
 
+    def partitions(self) -> set[int]:
+        """That are another's, and not removed here yet."""
+        return self._gone | self._unmarked
+
     @property
     def waiting(self) -> int:
         """Partitions of which there may be records left."""

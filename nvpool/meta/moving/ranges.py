@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from nvpool.base.errors import Unavailable, WrongShard
+from nvpool.base.units import PARTITION_COUNT
 from nvpool.kv.contract import Kv
 from nvpool.kv.snapshot import Snapshot
 from nvpool.meta.moving.records import COMING, SEEN
-from nvpool.meta.records import SHARD
+from nvpool.meta.records import INODE, SHARD, kind_of
 from nvpool.meta.spanning.holds import Held, Hold
 from nvpool.meta.spanning.records import TURN_KEY, SpanId, partition_of_held
 from nvpool.meta.view import View
@@ -42,6 +43,8 @@ class Ranges:
         self._closed: dict[int, _Closed] = {}
         self.strange: set[int] = set()
         """Of which records are here that are not ours: coming, or gone."""
+        self.gone: Callable[[], Collection[int]] = tuple
+        """Those of them that are counted as ours until they are removed."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
         self.changed: Callable[[], None] = lambda: None
         view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
@@ -68,8 +71,13 @@ class Ranges:
         """Whether what works in the background may change records of the partition."""
         return partition not in self._closed and partition not in self.strange
 
+    def ours(self) -> list[int]:
+        """The partitions that this shard has at this moment, those that are being handed over too."""
+        return [partition for partition in range(PARTITION_COUNT)
+                if not self._view.is_elsewhere(partition) and partition not in self.strange]
+
     def snapshot(self) -> OurSnapshot:
-        return OurSnapshot(self._kv.snapshot(), self.strange)
+        return OurSnapshot(self._kv.snapshot(), frozenset(self.strange), frozenset(self.gone()))
 
     def close(self, partitions: Collection[int]) -> None:
         """Nobody is told anything of them, and nobody changes them, before `open`."""
@@ -113,11 +121,14 @@ class Ranges:
 
 
 class OurSnapshot:
-    """A snapshot (kv/contract) without what is coming or has gone by now, and without the records about that."""
+    """A snapshot (kv/contract) without what was coming or had gone at its moment, and without the records about that."""
 
-    def __init__(self, snapshot: Snapshot, strange: set[int]) -> None:
+    def __init__(self, snapshot: Snapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
         self._snapshot = snapshot
         self._strange = strange
+        self._gone = gone
+        self.inodes_gone = 0
+        """Walked past so far that were counted as this shard's."""
         self.sequence = snapshot.sequence
         self.skip, self.close = snapshot.skip, snapshot.close
 
@@ -130,4 +141,9 @@ class OurSnapshot:
 
     def _is_ours(self, key: bytes) -> bool:
         head = key[0] << 8 | key[1] if len(key) > 1 else SHARD
-        return not COMING <= head <= SEEN if head & SHARD else not self._strange or head >> 3 not in self._strange
+        if head & SHARD:
+            return not COMING <= head <= SEEN
+        if not self._strange or head >> 3 not in self._strange:
+            return True
+        self.inodes_gone += kind_of(key) == INODE and head >> 3 in self._gone
+        return False

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from nvpool.base.errors import Bug, Busy, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.errors import Bug, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.kv.contract import Effect
 from nvpool.kv.journal import decode
 from nvpool.logic.moves import goals
@@ -48,8 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Taker:
-    def __init__(self, inside: Inside, leaving: Leaving, is_checked: Callable[[], bool]) -> None:
-        """`is_checked`: whether somebody walks over all records, who must not meet others in between."""
+    def __init__(self, inside: Inside, leaving: Leaving) -> None:
         self._inside = inside
         self._leaving = leaving
         self._map: PoolMap | None = None
@@ -59,7 +58,6 @@ class Taker:
         self._waits_s: dict[int, float] = {}
         self._at_work: dict[int, asyncio.Lock] = {}
         self._woken = asyncio.Event()
-        self._is_checked = is_checked
         self.taken = 0
 
     @property
@@ -132,7 +130,6 @@ class Taker:
         """One message of a giver. On return what it says is in the records; of the last all is durable.
 
         StaleEpoch, StaleTerm  it is not to come, or not from this giver any more, or there was a later attempt
-        Busy                   somebody checks the records, or our map is older: repeat
         NoSpace, Fenced        as of the engine
         """
         if request.taker != self._inside.shard:
@@ -145,8 +142,6 @@ class Taker:
                 raise StaleEpoch("there was another attempt, or this one is over")
             if request.number not in (coming.number, coming.number + 1) or coming.whole and request.number > coming.number:
                 raise InvalidRequest(f"message {request.number} can not follow {coming.number}")
-            if request.step == MoveRequest.END and self._is_checked():
-                raise Busy("the records are being checked or dumped", retry_after_s=1.0)
             if request.number == coming.number + 1:
                 await self._lay(request, coming, payload)
             if request.step == MoveRequest.END:
@@ -183,8 +178,6 @@ class Taker:
         giver, before = request.giver, self._coming.get(request.giver)
         if before is not None and (before.term, before.attempt) >= (request.term, request.attempt):
             raise StaleEpoch(f"attempt {before.attempt} of term {before.term} was begun already")
-        if self._is_checked():
-            raise Busy("the records are being checked or dumped", retry_after_s=1.0)
         if before is not None:  # the giver knows what became of it, so by its map, and ours, we do
             await self._settle(giver)
         for other, one in list(self._coming.items()):  # from who gave them up

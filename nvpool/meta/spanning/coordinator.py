@@ -86,6 +86,7 @@ class Coordinator:
         self._number = 0
         self._active: set[SpanId] = set()
         self._decisions: dict[SpanId, Decision] = {}
+        self._telling: set[asyncio.Task] = set()
         self.decided = self.begun_again = 0
 
     def load(self) -> None:
@@ -100,8 +101,7 @@ class Coordinator:
                     continue
                 if decision.turn == TURN_HERE:
                     self._holds.take(span, 0, [TURN_KEY])
-                self._decisions[span] = decision
-                self._spawn(self._tell(span, decision))
+                self._begin_telling(span, decision)
             first = pairs[-1][0] + b"\0"
 
     # -- up to the decision --------------------------------------------------------------------------------------------
@@ -288,10 +288,15 @@ class Coordinator:
         if decision is None:
             return
         self.decided += 1
-        self._decisions[span.id] = decision
         for shard in span.shards - decision.effects.keys():
             self._spawn(self._tell_never(span.id, shard))  # it has nothing to do, and holds for nothing
-        self._spawn(self._tell(span.id, decision))
+        self._begin_telling(span.id, decision)
+
+    def _begin_telling(self, span: SpanId, decision: Decision) -> None:
+        self._decisions[span] = decision
+        task = self._spawn(self._tell(span, decision))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _tell(self, span: SpanId, decision: Decision) -> None:
         # Not before it is durable: what others have done can not be taken back.
@@ -329,6 +334,11 @@ class Coordinator:
         if decision is None or shard not in decision.effects:
             return pb.OutcomeReply(outcome=pb.OutcomeReply.NEVER)
         return pb.OutcomeReply(outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard]))
+
+    async def all_told(self) -> None:
+        """Return when everybody has heard of what is decided."""
+        while self._telling:
+            await asyncio.wait(self._telling)
 
     @property
     def to_tell(self) -> int:

@@ -799,23 +799,83 @@ class LoadReply(_message.Message):
     records: int
     def __init__(self, records: _Optional[int] = ...) -> None: ...
 
+class MomentRequest(_message.Message):
+    __slots__ = ("id", "stage", "dump", "repair", "drop")
+    class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[MomentRequest.Stage]
+        QUIET: _ClassVar[MomentRequest.Stage]
+        TAKE: _ClassVar[MomentRequest.Stage]
+        END: _ClassVar[MomentRequest.Stage]
+    NONE: MomentRequest.Stage
+    QUIET: MomentRequest.Stage
+    TAKE: MomentRequest.Stage
+    END: MomentRequest.Stage
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    DUMP_FIELD_NUMBER: _ClassVar[int]
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    stage: MomentRequest.Stage
+    dump: bool
+    repair: bool
+    drop: bytes
+    def __init__(self, id: _Optional[int] = ..., stage: _Optional[_Union[MomentRequest.Stage, str]] = ..., dump: _Optional[bool] = ..., repair: _Optional[bool] = ..., drop: _Optional[bytes] = ...) -> None: ...
+
+class MomentReply(_message.Message):
+    __slots__ = ("cursor", "partitions", "stood")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    STOOD_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    partitions: bytes
+    stood: bool
+    def __init__(self, cursor: _Optional[bytes] = ..., partitions: _Optional[bytes] = ..., stood: _Optional[bool] = ...) -> None: ...
+
 class FsckRequest(_message.Message):
-    __slots__ = ("cursor", "limit", "repair")
+    __slots__ = ("cursor", "limit", "repair", "partitions")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     cursor: bytes
     limit: int
     repair: bool
-    def __init__(self, cursor: _Optional[bytes] = ..., limit: _Optional[int] = ..., repair: _Optional[bool] = ...) -> None: ...
+    partitions: bytes
+    def __init__(self, cursor: _Optional[bytes] = ..., limit: _Optional[int] = ..., repair: _Optional[bool] = ..., partitions: _Optional[bytes] = ...) -> None: ...
 
 class FsckSumsRequest(_message.Message):
-    __slots__ = ("sums", "repair")
+    __slots__ = ("sums", "repair", "uneven")
     SUMS_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FIELD_NUMBER: _ClassVar[int]
+    UNEVEN_FIELD_NUMBER: _ClassVar[int]
     sums: bytes
     repair: bool
-    def __init__(self, sums: _Optional[bytes] = ..., repair: _Optional[bool] = ...) -> None: ...
+    uneven: bytes
+    def __init__(self, sums: _Optional[bytes] = ..., repair: _Optional[bool] = ..., uneven: _Optional[bytes] = ...) -> None: ...
+
+class FsckClimbRequest(_message.Message):
+    __slots__ = ("inodes", "trace", "loose", "parent")
+    INODES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    LOOSE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    inodes: bytes
+    trace: bool
+    loose: int
+    parent: int
+    def __init__(self, inodes: _Optional[bytes] = ..., trace: _Optional[bool] = ..., loose: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
+
+class FsckClimbReply(_message.Message):
+    __slots__ = ("above", "way", "loosened")
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    LOOSENED_FIELD_NUMBER: _ClassVar[int]
+    above: bytes
+    way: bytes
+    loosened: bool
+    def __init__(self, above: _Optional[bytes] = ..., way: _Optional[bytes] = ..., loosened: _Optional[bool] = ...) -> None: ...
 
 class FsckProblem(_message.Message):
     __slots__ = ("kind", "text", "repaired", "inode")
@@ -830,18 +890,24 @@ class FsckProblem(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ..., repaired: _Optional[bool] = ..., inode: _Optional[int] = ...) -> None: ...
 
 class FsckReply(_message.Message):
-    __slots__ = ("cursor", "done", "checked", "problems", "sums")
+    __slots__ = ("cursor", "done", "checked", "problems", "sums", "passed", "above", "copies")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     cursor: bytes
     done: bool
     checked: int
     problems: _containers.RepeatedCompositeFieldContainer[FsckProblem]
     sums: bytes
-    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., checked: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[FsckProblem, _Mapping]]] = ..., sums: _Optional[bytes] = ...) -> None: ...
+    passed: bytes
+    above: bytes
+    copies: bytes
+    def __init__(self, cursor: _Optional[bytes] = ..., done: _Optional[bool] = ..., checked: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[FsckProblem, _Mapping]]] = ..., sums: _Optional[bytes] = ..., passed: _Optional[bytes] = ..., above: _Optional[bytes] = ..., copies: _Optional[bytes] = ...) -> None: ...
 
 class MetaStatusRequest(_message.Message):
     __slots__ = ()

@@ -63,7 +63,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_COLLECT: _ClassVar[Method]
     META_NAMES: _ClassVar[Method]
     META_FSCK_SUMS: _ClassVar[Method]
+    META_FSCK_CLIMB: _ClassVar[Method]
     META_PARTS: _ClassVar[Method]
+    META_MOMENT: _ClassVar[Method]
     META_SHIP: _ClassVar[Method]
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
@@ -136,7 +138,9 @@ META_STATUS: Method
 META_COLLECT: Method
 META_NAMES: Method
 META_FSCK_SUMS: Method
+META_FSCK_CLIMB: Method
 META_PARTS: Method
+META_MOMENT: Method
 META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method

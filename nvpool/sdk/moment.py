@@ -1,0 +1,91 @@
+"""Begin a check or a dump at all shards of a pool, of one moment of the whole pool (meta/moment), while it serves.
+
+Called by `checkup_names` and `dumpfile`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Busy, NvpoolError, Stale
+from nvpool.base.units import PARTITION_COUNT
+from nvpool.sdk.asking import Asking
+from nvpool.wire.sums import unpack_bits
+from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1.meta_pb2 import MomentReply, MomentRequest
+
+TRY_S = 60.0
+"""For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
+PAUSE_S = 0.05
+
+
+class Begun(NamedTuple):
+    cursors: dict[int, bytes]
+    """By shard, of what was begun there."""
+    holders: tuple[int, ...]
+    """By partition, the shard that has it at that moment: what was begun there shows it."""
+
+
+async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> Begun:
+    """What was begun at each shard, of one moment for all. Changes waited for some round trips, two seconds at most; nothing of
+    that is refused.
+
+    Busy         it could not be for a minute: begin again when less goes on
+    InUse        too many checks and dumps are under way at a shard
+    Unreachable, DeadlineExceeded, Disconnected: a shard did not answer
+    """
+    until_s = SYSTEM_CLOCK.boottime_s() + TRY_S
+    while True:
+        await client.refresh_map()
+        try:
+            return await _try(Asking(client), dump, repair)
+        except (Busy, Stale) as error:
+            if SYSTEM_CLOCK.boottime_s() >= until_s:
+                raise
+            await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + SYSTEM_CLOCK.random().random()))
+
+
+async def _try(asking: Asking, dump: bool, repair: bool) -> Begun:
+    number = int.from_bytes(SYSTEM_CLOCK.secret(8), "little") | 1
+    shards = [shard.id for shard in asking.pool_map.shards]
+    begun: dict[int, bytes] = {}
+
+    async def ask(shard: int, stage: int, **more) -> MomentReply:
+        request = MomentRequest(id=number, stage=stage, **more)
+        return (await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
+
+    async def take(shard: int) -> list[int]:
+        reply = await ask(shard, MomentRequest.TAKE, dump=dump, repair=repair)
+        begun[shard] = reply.cursor
+        return unpack_bits(reply.partitions)
+
+    async def drop(shard: int) -> None:
+        with suppress(NvpoolError):  # it goes on by itself, and forgets what nobody asks for
+            await ask(shard, MomentRequest.END, drop=begun.get(shard, b""))
+
+    try:
+        await _all(lambda shard: ask(shard, MomentRequest.QUIET), shards)
+        parts = await _all(take, shards)
+        ended = await _all(lambda shard: ask(shard, MomentRequest.END), shards)
+        if not all(reply.stood for reply in ended):
+            raise Busy("the shards did not stand still long enough for one moment of all")
+        holders = {partition: shard for shard, part in zip(shards, parts, strict=True) for partition in part}
+        if len(holders) != PARTITION_COUNT or sum(map(len, parts)) != PARTITION_COUNT:
+            raise Busy("partitions were just being handed over")
+        return Begun(begun, tuple(holders[partition] for partition in range(PARTITION_COUNT)))
+    except BaseException:
+        await _all(drop, shards)
+        raise
+
+
+async def _all(ask: Callable, shards: list[int]) -> list:
+    """Every one to its end; then the first error."""
+    answers = await asyncio.gather(*map(ask, shards), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
