@@ -165,5 +165,6 @@ def test_damage_is_found_and_mended_while_partitions_move():
         for place, directory in enumerate(moving.directories[1:]):
             assert (await vfs.lookup(ROOT_INODE, b"d%d" % (place + 1))).inode == directory
             listed, _ = await vfs.readdir(await vfs.opendir(directory), 0, 1000)
-            assert sorted(listed.names) == [[b"f0", b"f1", b"f2"], [b"f0", b"f1", b"f2"], [b"f0", b"f1"], [b"f1", b"f2"]][place % 4]
+            lost = {2: b"f2", 3: b"f0"}.get(place % 4)
+            assert sorted(listed.names) == [name for name in (b"f0", b"f1", b"f2") if name != lost]
     run(main, shards=2)

@@ -1,0 +1,110 @@
+"""One moment of the whole pool: what waits for it, what ends it, and who is told that it was none (meta/moment, sdk/moment)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_spanning import ME, Names, run
+
+from nvpool.base.errors import Busy
+from nvpool.meta import moment as shard_moment
+from nvpool.sdk.asking import Asking
+from nvpool.sdk.moment import begin_at_all
+from nvpool.wire.v1 import wire_pb2
+from nvpool.wire.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
+
+QUIET, TAKE, END = MomentRequest.QUIET, MomentRequest.TAKE, MomentRequest.END
+
+
+class Stages:
+    def __init__(self, names: Names, number: int = 1) -> None:
+        self.asking = Asking(names.pool._clients[0])
+        self.number = number
+        self.shards = tuple(names.at)
+
+    async def ask(self, stage: int, *shards: int) -> list[MomentReply]:
+        request = MomentRequest(id=self.number, stage=stage, dump=True)
+        return [(await self.asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
+                for shard in shards or self.shards]
+
+    async def dumped(self, shard: int, cursor: bytes) -> bytes:
+        return bytes((await self.asking.shard(shard, wire_pb2.META_DUMP, DumpRequest(cursor=cursor), DumpReply))[1])
+
+
+async def until_somebody_waits(names: Names, shard: int) -> None:
+    async with asyncio.timeout(60):
+        while not names.pool.metas[shard]._waits.tasks:  # noqa: ASYNC110 (nobody is told)
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The machine may be slow; what is to pass is said by the test."""
+    monkeypatch.setattr(shard_moment, "MOMENT_S", 60.0)
+    monkeypatch.setattr(shard_moment, "QUIET_S", 30.0)
+
+
+def test_what_is_changed_after_one_shard_has_its_snapshot_waits_until_all_have_theirs():
+    async def main(names: Names) -> None:
+        stages = Stages(names)
+        await stages.ask(QUIET)
+        first, = await stages.ask(TAKE, 2)
+        making = asyncio.create_task(names.file(names.at[2], b"early"))
+        await until_somebody_waits(names, 2)
+        second, third = await stages.ask(TAKE, 1, 3)
+        assert not making.done()
+        assert [reply.stood for reply in await stages.ask(END)] == [True] * 3
+        await making
+        assert b"early" not in await stages.dumped(2, first.cursor)
+        assert b"early" in await stages.dumped(2, b"")
+    run(main)
+
+
+def test_a_change_over_several_shards_waits_for_the_moment_and_others_go_on_until_it_is_taken():
+    async def main(names: Names) -> None:
+        await names.file(names.at[2], b"a")
+        stages = Stages(names)
+        await stages.ask(QUIET)
+        moving = asyncio.create_task(names.vfs.rename(names.at[2], b"a", names.at[3], b"b", 0, ME))
+        await until_somebody_waits(names, 2)
+        await names.file(names.at[1], b"beside")
+        assert not moving.done()
+        await stages.ask(TAKE)
+        assert not moving.done()
+        await stages.ask(END)
+        await moving
+        assert set(await names.names(names.at[3])) == {b"b"} and not await names.names(names.at[2])
+    run(main)
+
+
+def test_who_comes_too_late_is_told_that_it_was_no_moment_and_changes_go_on(monkeypatch):
+    async def main(names: Names) -> None:
+        monkeypatch.setattr(shard_moment, "MOMENT_S", 0.05)
+        stages = Stages(names)
+        await stages.ask(QUIET, 2)
+        async with asyncio.timeout(60):
+            while names.pool.metas[2]._moment.spans_wait:  # noqa: ASYNC110 (nobody is told)
+                await asyncio.sleep(0.01)
+        with pytest.raises(Busy):
+            await stages.ask(TAKE, 2)
+        assert [reply.stood for reply in await stages.ask(END, 2)] == [False]
+        await names.file(names.at[2], b"goes on")
+    run(main)
+
+
+def test_two_who_begin_at_once_get_a_moment_each():
+    async def main(names: Names) -> None:
+        stages = Stages(names, 7)
+        await stages.ask(QUIET, 3)
+        with pytest.raises(Busy):
+            await Stages(names, 8).ask(QUIET, 3)
+        beginning = asyncio.create_task(begin_at_all(names.pool._clients[0], dump=True))
+        await stages.ask(TAKE, 3)
+        assert not beginning.done()
+        await stages.ask(END, 3)
+        begun = await asyncio.gather(beginning, begin_at_all(names.pool._clients[0]))
+        assert begun[0].holders == begun[1].holders == names.pool.pool_map.shard_of_partition
+        assert set(begun[0].cursors) == set(names.at)
+        assert not any(meta._moment.spans_wait for meta in names.pool.metas.values())
+    run(main)
