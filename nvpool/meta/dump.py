@@ -4,10 +4,11 @@ The first line is {"nvpool_dump": 1, "shard": …}; each further one a record wi
 collect, intent, identity, bounds, counts, damaged, part; or raw, with key and value in hex, for what can not be read.
 Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else the field ends in
 _hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a
-load. So is what is under way between shards: a change of that moment may be there by half, and is mended after the load.
+load. So is what shards hold for changes over several of them: where `meta/moment` took the snapshots none is half made.
 The identity holds the pool's name key, without which nobody can make names that collide: keep dumps as private as the pool.
 
-A dump shows one moment (a snapshot of the engine), read in steps while the shard serves. A load wants an empty shard.
+A dump shows one moment (a snapshot of the engine; of all shards together, see `moment`), read in steps while the shard
+serves. A load wants an empty shard.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class CommandPool:
         finally:
             nvpool("dev", "down", self.path)
 
-    def check(self) -> None:
+    def check(self, *options: str) -> None:
         """fsck finds nothing."""
-        found = nvpool("fsck", self.path, check=False)
+        found = nvpool("fsck", self.path, *options, check=False)
         assert found.returncode == 0, found.stdout + found.stderr

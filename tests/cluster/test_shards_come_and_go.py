@@ -1,5 +1,6 @@
 """Metadata shards are added and removed, real processes under a checking load on a real mount, and killed meanwhile: giver,
-taker, supervisor. No error at the application, nothing is lost, and nothing of a removed shard is left."""
+taker, supervisor; or the pool is checked and dumped meanwhile. No error at the application, nothing is lost, and nothing of a
+removed shard is left."""
 
 import json
 import os
@@ -60,6 +61,27 @@ def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):
     pool.check()
     assert sorted(path.name for path in (pool.path / "meta").iterdir()) == ["shard-2"]
     assert not list(pool.directory.run.glob("meta-1*"))
+
+
+def test_a_pool_is_checked_and_dumped_under_load_while_its_partitions_move(pool, tmp_path):
+    looked = 0
+    with CheckingLoad(pool.mountpoint, threads=3, seed=3) as load:
+        for turn in range(20):
+            wish = ("add",) if turn % 2 == 0 else ("remove", str(max(pool.shards())))
+            command = [NVPOOL, "shard", wish[0], str(pool.path), *wish[1:], "--wait", "--json"]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as moving:
+                while moving.poll() is None:
+                    before = pool.map.partitions
+                    pool.check("--no-scrub")
+                    nvpool("dump", pool.path, tmp_path / "dump")
+                    looked += pool.map.partitions != before
+            assert moving.returncode == 0
+            if looked >= 4:
+                break
+        load.goes_on()
+    assert looked >= 4, "partitions were not looked at while they moved"
+    load.verify()
+    pool.check()
 
 
 def test_killing_shards_and_the_supervisor_while_partitions_move_loses_nothing(pool):
