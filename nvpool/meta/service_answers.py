@@ -201,7 +201,8 @@ class Answers:
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
                             open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
                             **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(),
-                            **self._moving.counters(), parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
+                            **self._moving.counters(), walks=self._runs.under_way(),
+                            parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
             counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
             reply.counters.update(counters)
         call.reply(reply.SerializeToString())

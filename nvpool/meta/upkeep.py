@@ -77,6 +77,11 @@ class Runs:
         """Begin it; where its first step is asked for."""
         return _CURSOR.pack(self.begin(work)[0], 0)
 
+    def under_way(self) -> int:
+        """How many somebody is at."""
+        since_s = self._clock.boottime_s() - IDLE_S
+        return sum(run.used_s > since_s for run in self._runs.values())
+
     def drop(self, cursor: bytes) -> None:
         """What was begun there is not wanted any more."""
         if len(cursor) == _CURSOR.size and (number := _CURSOR.unpack(cursor)[0]) in self._runs:

@@ -146,12 +146,14 @@ class MetaShards:
                 log.info("shard %d can not leave the pool yet: %s", number, error)
 
     async def _may_go(self, shard: Shard, empty_s: float) -> bool:
-        """It knows of no change that others have not heard of, and clients have left it, or had their time."""
+        """It knows of no change that others have not heard of, no check or dump is at what it had, and clients have left it, or
+        had their time."""
         request = meta_pb2.MetaStatusRequest().SerializeToString()
         reply = await self._dialer.call(shard.endpoints, wire_pb2.META_STATUS, request,
                                         deadline_s=self._clock.boottime_s() + ASK_S)
         status = decoded(meta_pb2.MetaStatusReply, reply.message)
-        if status.state != "serving" or any(status.counters[name] for name in ("spans_to_tell", "held", "cutting", "parts")):
+        waits_for = "spans_to_tell", "held", "cutting", "parts", "walks"
+        if status.state != "serving" or any(status.counters[name] for name in waits_for):
             return False
         return not status.sessions or empty_s > EMPTY_S
 

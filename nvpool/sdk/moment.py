@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Busy, NvpoolError, Stale
+from nvpool.base.errors import Busy, NvpoolError, Stale, Unavailable
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.sdk.asking import Asking
 from nvpool.wire.sums import unpack_bits
@@ -20,6 +20,8 @@ from nvpool.wire.v1.meta_pb2 import MomentReply, MomentRequest
 
 TRY_S = 60.0
 """For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
+AWAY_S = 15.0
+"""For a shard that is just starting, being followed by a standby, or leaving the pool."""
 PAUSE_S = 0.05
 
 
@@ -36,15 +38,15 @@ async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> B
 
     Busy         it could not be for a minute: begin again when less goes on
     InUse        too many checks and dumps are under way at a shard
-    Unreachable, DeadlineExceeded, Disconnected: a shard did not answer
+    Unreachable, DeadlineExceeded, Disconnected: a shard did not answer for AWAY_S
     """
-    until_s = SYSTEM_CLOCK.boottime_s() + TRY_S
+    since_s = SYSTEM_CLOCK.boottime_s()
     while True:
         await client.refresh_map()
         try:
             return await _try(Asking(client), dump, repair)
-        except (Busy, Stale) as error:
-            if SYSTEM_CLOCK.boottime_s() >= until_s:
+        except (Unavailable, Stale) as error:
+            if SYSTEM_CLOCK.boottime_s() - since_s >= (TRY_S if isinstance(error, Busy | Stale) else AWAY_S):
                 raise
             await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + SYSTEM_CLOCK.random().random()))
 
