@@ -16,7 +16,7 @@ import logging
 import struct
 from collections.abc import Iterable
 
-from nvpool.base.errors import Bug, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.errors import Bug, Busy, CorruptFrame, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.kv.contract import Effect
 from nvpool.kv.journal import decode
 from nvpool.logic.moves import goals
