@@ -493,6 +493,12 @@ class WritesLost(Damaged):
     wire_code = 405
 
 
+class BytesLost(Damaged):
+    """What was stored here was given up with the drives that held it; write it anew, or remove the file."""
+
+    wire_code = 406
+
+
 # -- Bug -------------------------------------------------------------------------------------------------------------
 
 

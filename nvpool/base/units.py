@@ -6,6 +6,7 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 BLOCK_BYTES = 4096
+BLOCK_BITS = 12
 """Unit of checksums and of allocation: the page of the kernel and the sector of current NVMe drives."""
 
 CHUNK_BYTES_DEFAULT = MIB

@@ -206,7 +206,7 @@ examples:
 @drive_argument
 @click.option("--lost", is_flag=True, help="It is broken, or gone for good: what it held is copied from others that have it.")
 @click.option("--give-up", is_flag=True, help="With --lost: also where something is on no other drive. What is in those files "
-                                              "is gone: reading it gives errors.")
+                                              "is gone: reading it gives errors until it is written anew.")
 @wait_option
 @json_option
 def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:

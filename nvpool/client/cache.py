@@ -31,7 +31,7 @@ class OpenInode:
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
                  "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
-                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure")
+                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure", "ended")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -65,6 +65,7 @@ class OpenInode:
         self.lost = False       # our locks on it ended before we gave them back: whoever has it open must open it anew
         self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
         self.unsure = False     # its shard may have forgotten changes: the next number counts, lower or not
+        self.ended = 0, 0       # losses of chains, and a size that the file had after them: nothing was lost behind it
         self.fetching = None    # (change, future): the whole of a small file, on its way
 
     @property

@@ -23,6 +23,7 @@ from nvpool.base.checksum import block_checksums, crc32c
 from nvpool.base.clock import Clock
 from nvpool.base.errors import (
     Busy,
+    BytesLost,
     Cancelled,
     ChecksumMismatch,
     CorruptFrame,
@@ -44,15 +45,16 @@ from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
+from nvpool.client.ended import Ended
 from nvpool.client.flushing import PATIENCE_S, Flushing, Stored, WrittenAt
 from nvpool.client.hedging import Hedging, Sent
-from nvpool.client.lanes import Lane, Read, reads_struct, results_struct, submit_into
+from nvpool.client.lanes import Lane, Read, error_of, mismatch, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
 from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
 from nvpool.client.shortcut import ShortCut
 from nvpool.logic.poolmap import Chain
-from nvpool.wire.codec import ASKER_KEEPS, decode_read_reply, encode_read_request
+from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class ChunkClient:
         self._options = options
         self._clock = clock
         self._renew = renew
+        self.ended = Ended(view, renew)
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, Lane] = {}
         self.epoch = view.map.epoch
@@ -286,7 +289,7 @@ class ChunkClient:
         for number, job in enumerate(jobs):
             status, length = results[4 * number], results[4 * number + 2]
             if status:
-                self._again(job, _error_of(status, job), lane)
+                self._again(job, error_of(status, job), lane)
                 continue
             part = payload[at:at + length]
             at += length
@@ -300,7 +303,7 @@ class ChunkClient:
                 place = end
             if not good:
                 self.counters["mismatches"] += 1
-                self._again(job, _mismatch(job, lane), lane)
+                self._again(job, mismatch(job, lane), lane)
                 continue
             future = job.future
             if future.done():
@@ -342,7 +345,7 @@ class ChunkClient:
             targets: tuple[int, ...] = ()
             if job.file.layout.table in self._view.map.table_by_id:
                 targets = self.chain(job.file, job.index).readable
-            if job.verify and job.tries >= max(1, len(targets)):
+            if isinstance(error, BytesLost) or job.verify and job.tries >= max(1, len(targets)):
                 log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                           ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
                           job.offset, job.length)
@@ -487,13 +490,13 @@ class ChunkClient:
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
                      sequence: int, deadline_s: float) -> Stored:
-        tries, reason = 0, None
+        tries, reason, flags = 0, None, 0
         while True:
             try:
                 chain = self.chain(file, index)
                 lane = self.lane(chain.targets[0])
                 cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
-                header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, 0)
+                header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot)
                 connection = self._dialer.live(lane.endpoints)
@@ -515,6 +518,10 @@ class ChunkClient:
                 return self.replicas.stored(file, index, chain.epoch, cut)
             except StaleCut:
                 raise
+            except BytesLost:
+                if flags or not await self.ended.is_all(file, (index << file.chunk_bits) + offset, length):
+                    raise
+                flags = ALL_OF_BLOCKS
             except (Stale, Unavailable, CorruptFrame, ChecksumMismatch) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
                 self.counters["repeats"] += 1
@@ -580,20 +587,9 @@ def _settle(job: Read, found: memoryview) -> None:
     job.future.set_result(found)
 
 
-def _error_of(status: int, job: Read) -> NvpoolError:
-    cls = errors.BY_WIRE_CODE.get(status, Unavailable)
-    what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
-    return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
-
-
 def _closed(jobs: list[Read], task: asyncio.Task) -> None:
     """Whatever ended the task: who waits for the reads that it had in hand must hear of it."""
     if task.cancelled():
         for job in jobs:
             if not job.future.done():
                 job.future.set_exception(Cancelled("the client was closed"))
-
-
-def _mismatch(job: Read, lane: Lane) -> ChecksumMismatch:
-    return ChecksumMismatch(f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
-                            f"chunk {job.index}, offset {job.offset}, {job.length} bytes)")

@@ -7,7 +7,8 @@ import struct
 from collections.abc import Callable
 from functools import lru_cache
 
-from nvpool.base.errors import NvpoolError
+from nvpool.base import errors
+from nvpool.base.errors import ChecksumMismatch, NvpoolError, Unavailable
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
 from nvpool.wire.v1 import wire_pb2
@@ -84,3 +85,14 @@ def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future
     number = connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, into=into, on_done=done)
     future.add_done_callback(lambda future: end() if future.cancelled() else None)
     return end
+
+
+def error_of(status: int, job: Read) -> NvpoolError:
+    cls = errors.BY_WIRE_CODE.get(status, Unavailable)
+    what = (cls.__doc__ or cls.__name__).split("\n")[0].rstrip(".")
+    return cls(f"{what} (inode {job.file.inode}, chunk {job.index}, offset {job.offset})")
+
+
+def mismatch(job: Read, lane: Lane) -> ChecksumMismatch:
+    return ChecksumMismatch(f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
+                            f"chunk {job.index}, offset {job.offset}, {job.length} bytes)")

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from nvpool.base.errors import CorruptFrame, NvpoolError, Stale, StaleCut, StaleGrant, Unavailable
 from nvpool.base.grants import READ, WRITE
-from nvpool.base.units import BLOCK_BYTES
+from nvpool.base.units import BLOCK_BITS
 from nvpool.client.answers import decoded, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import ChunkClient
 from nvpool.client.flushing import Stored
 from nvpool.logic.layout import chain_of
+from nvpool.logic.losses import may_have_lost
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")
-_BLOCK_BITS = BLOCK_BYTES.bit_length() - 1
 _PATIENCE_S = 2.0
 """For a target about extents, before another replica is asked."""
 
@@ -64,16 +65,25 @@ class Ranges:
             answers = [([extent for extent in extents if holders[chain_of(file.inode, extent[0])] == target], upto)
                        for target, (extents, upto) in zip(targets, answers, strict=True)]
         until = min((upto for _, upto in answers), default=chunks.stop)
-        found = sorted({extent for extents, _ in answers for extent in extents if extent[0] < until})
+        found = sorted({extent for extents, _ in answers for extent in extents if extent[0] < until}
+                       | set(self._lost(file, range(chunks.start, until))))
         runs: list[tuple[int, int]] = []
         for index, first, count in found:
-            start = (index << file.chunk_bits) + (first << _BLOCK_BITS)
-            stop = start + (count << _BLOCK_BITS)
+            start = (index << file.chunk_bits) + (first << BLOCK_BITS)
+            stop = start + (count << BLOCK_BITS)
             if runs and runs[-1][1] >= start:
                 runs[-1] = runs[-1][0], max(runs[-1][1], stop)
             else:
                 runs.append((start, stop))
         return Extents(chunks.start << file.chunk_bits, min(end, until << file.chunk_bits), runs)
+
+    def _lost(self, file: OpenInode, chunks: range) -> Iterator[tuple[int, int, int]]:
+        """Chunks of which something may have been lost: to be read, which tells so, and not to be taken for holes."""
+        pool_map = self._chunks.replicas.pool_map
+        if pool_map.losses:
+            for index in chunks:
+                if may_have_lost(pool_map, self._chunks.chain(file, index), file.inode):
+                    yield index, 0, file.chunk_mask + 1 >> BLOCK_BITS
 
     async def _ask(self, file: OpenInode, target: int, chunks: range, deadline_s: float) -> tuple[list, int]:
         tries = 0
@@ -100,7 +110,7 @@ class Ranges:
                    deadline_s: float) -> tuple[Stored, int]:
         """Make whole blocks within a chunk of `source` part of a chunk of `file` that lies on the same target; returns what is
         to be flushed, and how many bytes were no holes. StaleCut and NoSpace as of a write; ChecksumMismatch where the
-        source is damaged."""
+        source is damaged, BytesLost where something of one of them may have been lost."""
         return await self._chunks.named(lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s),
                                         deadline_s)
 

@@ -36,6 +36,11 @@ class Replicas:
     def use_map(self, pool_map: PoolMap) -> None:
         self.several = any(len(chain.targets) > 1 for table in pool_map.tables for chain in table.chains)
 
+    @property
+    def pool_map(self) -> PoolMap:
+        """The newest."""
+        return self._view.map
+
     # -- who holds what ----------------------------------------------------------------------------------------------------
 
     def _table(self, file: OpenInode) -> ChainTable:

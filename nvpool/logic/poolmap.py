@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.base.ids import counter_of, partition_of
 from nvpool.base.units import CHAINS_PER_TABLE, CHUNK_BYTES_DEFAULT, PARTITION_COUNT
 
 MAP_FORMAT = 2
@@ -128,7 +129,10 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     not read from any more: they get each write until they, too, know that, and leave then. Never all of them. `epoch` grows
     with every change of targets, joining or leaving, a target's restart included. Whatever comes and goes, those that stay keep
     their order: who stands before another has every pending write that the other has. `intact`: what the chain has answered
-    since it had this epoch is there, flushed or not."""
+    since it had this epoch is there, flushed or not.
+
+    `begun`: the epoch in which it was begun anew with nothing, when all who held it were given up; 0: never. `loss` is what was
+    lost then: the number in `PoolMap.losses`, from 1. See logic/losses."""
 
     epoch: int
     targets: tuple[int, ...]
@@ -136,6 +140,8 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     goal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
     intact: int = 0
+    begun: int = 0
+    loss: int = 0
 
     @property
     def readable(self) -> tuple[int, ...]:
@@ -182,10 +188,43 @@ class Shard(msgspec.Struct, frozen=True):
     """So many it shall have in good places (logic/metaplaces); None: as many as it has."""
 
 
+class ShardWanted(msgspec.Struct, frozen=True):
+    """A shard that its node is to make, with so many standbys there; None: as many as the others have."""
+
+    id: int
+    node: int
+    standbys: int | None = None
+
+
 class PartitionRange(msgspec.Struct, frozen=True, array_like=True):
     first: int
     count: int
     shard: int
+
+
+class Births(msgspec.Struct, frozen=True, array_like=True):
+    """Inodes of these partitions that had been born at some moment: those with a counter below `below`."""
+
+    first: int
+    count: int
+    below: int
+
+
+class Loss(msgspec.Struct, frozen=True, dict=True):
+    """What was there when chains were begun anew with nothing: chunks of these inodes may have been in them."""
+
+    births: tuple[Births, ...]
+
+    @cached_property
+    def _below(self) -> tuple[int, ...]:
+        below = [0] * PARTITION_COUNT
+        for part in self.births:
+            below[part.first:part.first + part.count] = [part.below] * part.count
+        return tuple(below)
+
+    def had(self, inode: int) -> bool:
+        """Whether the inode had been born."""
+        return counter_of(inode) < self._below[partition_of(inode)]
 
 
 class Moving(msgspec.Struct, frozen=True):
@@ -221,6 +260,10 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
 
     revoked: tuple[Revoked, ...] = ()
     """Nodes that were removed and may hold certificates of etcd's authority that have not ended."""
+    shards_wanted: tuple[ShardWanted, ...] = ()
+    """Shards that nodes are to make."""
+    losses: tuple[Loss, ...] = ()
+    """What chains have lost for ever, the oldest first; they name it by its number."""
 
     @cached_property
     def target_by_id(self) -> dict[int, Target]:
@@ -300,6 +343,9 @@ def check_map(pool_map: PoolMap) -> list[str]:
                 break
             if chain.leaving and not set(chain.leaving) < set(chain.targets):
                 wrong.append(f"chain {number} of table {table.id} is left by all its targets, or by others")
+                break
+            if not 0 <= chain.loss <= len(pool_map.losses) or bool(chain.loss) != bool(chain.begun):
+                wrong.append(f"chain {number} of table {table.id} has lost something that is not told")
                 break
     for shard in pool_map.shards:
         if shard.standbys:

@@ -32,15 +32,21 @@ def with_goals(pool_map: PoolMap) -> PoolMap:
     """The map in which every chain's goal is what the usable targets can hold best, with the fewest chunks to be moved. Chains
     that are where they shall be have no goal, nor have those that only lost targets hold. InvalidRequest when there are fewer
     usable targets than replicas."""
+    goals = wanted_goals(pool_map)
+    over = {target.id for target in pool_map.targets if target.is_over}
+    return with_chains(pool_map, lambda name, chain: with_goal(chain, goals[name] if set(chain.targets) - over
+                                                               else chain.targets))
+
+
+def wanted_goals(pool_map: PoolMap) -> dict[ChainName, tuple[int, ...]]:
+    """Who shall hold each chain, also those that nobody holds any more. InvalidRequest as `with_goals`."""
     goals: dict[ChainName, tuple[int, ...]] = {}
     for table in pool_map.tables:
         wanted = [chain.goal or chain.targets for chain in table.chains]
         present = [(*chain.targets, *chain.joining) for chain in table.chains]
         placing = Placing(wanted, present, pool_map.targets, pool_map.nodes, table.id)
         goals |= {(table.id, number): goal for number, goal in enumerate(placing.balance())}
-    over = {target.id for target in pool_map.targets if target.is_over}
-    return with_chains(pool_map, lambda name, chain: with_goal(chain, goals[name] if set(chain.targets) - over
-                                                               else chain.targets))
+    return goals
 
 
 def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:

@@ -196,6 +196,7 @@ class Answers:
         if self._incarnation:
             reply.inodes = self._view.inode_count
             reply.sessions = len(self._sessions.by_number)
+            reply.next_counter = self._view.next_number
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,

@@ -12,8 +12,9 @@ from nvpool.base.errors import NvpoolError
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import printable
 from nvpool.client.session import Client
+from nvpool.logic.losses import losing, ownerless
 from nvpool.logic.poolmap import PoolMap
-from nvpool.sdk.lost import lost_chains, lost_files
+from nvpool.sdk.lost import lost_files
 
 LOOK_S = 2.0
 FILES_MAX = 20
@@ -25,25 +26,33 @@ class Losses:
         self._directory = directory
         self._looking = asyncio.Lock()
         self._found: list[str] = []
+        self._whole = False
+        """Whether all files were looked at."""
         self._of_epoch = -1
         self._until_s = 0.0
 
     async def told(self, pool_map: PoolMap) -> list[str]:
-        """Sentences; none where nothing is lost."""
-        chains = lost_chains(pool_map)
+        """Sentences; none where nothing is lost, or no file is left that has lost something."""
+        chains = losing(pool_map)
         if not chains:
             return []
         count = sum(map(len, chains.values()))
         async with self._looking:
             if self._of_epoch != pool_map.epoch or self._until_s < SYSTEM_CLOCK.boottime_s():
-                self._found = []
+                self._found, self._whole = [], False
                 try:
                     async with asyncio.timeout(LOOK_S):
                         await self._look()
+                        self._whole = True
                 except (TimeoutError, NvpoolError):
                     pass  # what was found in time
                 self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
-            return [f"{count} chains were on lost drives only: what files have in them is gone; `nvpool fsck` names all",
+            waiting = ownerless(pool_map)
+            told = [f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
+                    f"right any more to ask those that were given up"] if waiting else []
+            if self._whole and not self._found:
+                return told
+            return [*told, f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck` names all",
                     *self._found]
 
     async def _look(self) -> None:

@@ -48,6 +48,7 @@ from nvpool.run.keeping import MapKeeper
 from nvpool.run.leading import Leading
 from nvpool.run.losses import Losses
 from nvpool.run.metashards import MetaShards, shards_told
+from nvpool.run.newchains import NewChains
 from nvpool.run.nodes import Nodes, look_after, told_of
 from nvpool.run.renewing import keep_renewed
 from nvpool.run.scrubbing import Scrubbing
@@ -111,6 +112,7 @@ class Supervisor:
         self._scrubbing = Scrubbing(node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
         self._losses = Losses(directory)
         self._shards = MetaShards(directory, config, node, self.leading, self._dialer, start=self._start_missing)
+        self._new_chains = NewChains(self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended)
         self._progress = Progress()
         self._paths = KnownPaths(lambda: coordinator.pool_map, self._dialer, SYSTEM_CLOCK)
 
@@ -130,7 +132,7 @@ class Supervisor:
         ready = asyncio.ensure_future(self._tell_when_ready())
         alive = asyncio.ensure_future(keep_alive())
         lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
-                    asyncio.ensure_future(self._shards.run()),
+                    asyncio.ensure_future(self._shards.run()), asyncio.ensure_future(self._new_chains.run()),
                     asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
@@ -243,6 +245,11 @@ class Supervisor:
 
     def _has_died(self, target: int, pid: int) -> None:
         self.leading.died(target, pid)
+
+    def _has_ended(self, target: int) -> bool:
+        """Whether it is one of ours and is not served."""
+        return self._coordinator.pool_map.target_by_id[target].node == self._node \
+            and holder_of(self._directory.run / f"target-{target}.lock") is None
 
     def _pid_of(self, target: int) -> int | None:
         known = self._coordinator.pool_map.target_by_id.get(target)

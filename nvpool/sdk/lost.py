@@ -1,8 +1,8 @@
-"""Files of which the last copy is gone: those with a chunk in a chain that only drives held which are lost for ever.
+"""Files of which the last copy is gone: those with bytes in chains that were given up with the drives that held them.
 
-No index leads from a chain to its files, so the tree is walked and each file's chunks are looked up: a file is named when one
-of its chunks, up to its size, belongs to such a chain; whether that chunk was a hole nobody can say any more. Called by
-`nvpool fsck`, which takes the time it needs, and by run/supervisor for `status`, which does not.
+No index leads from a chain to its files, so the tree is walked, and of each file that is old enough the chunks of such chains
+are read: a file is named when one of them, up to its size, can not be. Whether that was a hole nobody can say any more. Called
+by `nvpool fsck`, which takes the time it needs, and by run/supervisor for `status`, which does not.
 """
 
 from __future__ import annotations
@@ -11,28 +11,23 @@ import os
 import stat
 from collections.abc import AsyncIterator
 
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import BytesLost, NotFound, NvpoolError
 from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.client.vfs.contract import Caller
 from nvpool.logic.layout import chain_of
-from nvpool.logic.poolmap import PoolMap
+from nvpool.logic.losses import losing, may_have_lost, ownerless
 
 _LIST_STEP = 1000
-_CHUNKS_MAX = 4096
-"""Looked up of one file: a file with more meets each of 1,024 chains, but for one in 50."""
-
-
-def lost_chains(pool_map: PoolMap) -> dict[int, frozenset[int]]:
-    """Of each table the chains of which no target is in the pool any more; tables without such are left out."""
-    over = {target.id for target in pool_map.targets if target.is_over}
-    found = {table.id: frozenset(number for number, chain in enumerate(table.chains) if over.issuperset(chain.targets))
-             for table in pool_map.tables} if over else {}
-    return {table: numbers for table, numbers in found.items() if numbers}
+_CHUNKS_MAX = 4 * CHAINS_PER_TABLE
+"""Looked at of one file: a file with more meets each of 1,024 chains, but for one in 50."""
 
 
 async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
-    """(path, inode, how many of its chunks are lost) of each such file that the tree has, in no order. What comes and goes
-    meanwhile may be missed."""
-    chains = lost_chains(client.pool_map)
+    """(path, inode, how many of its chunks have lost something) of each such file that the tree has, in no order. What comes
+    and goes meanwhile may be missed."""
+    pool_map = client.pool_map
+    chains, nobody = losing(pool_map), ownerless(pool_map)
     waiting = [(ROOT_INODE, b"")] if chains else []
     while waiting:
         inode, path = waiting.pop()
@@ -49,6 +44,34 @@ async def lost_files(client) -> AsyncIterator[tuple[bytes, int, int]]:
                     waiting.append((attr.inode, name))
                 elif stat.S_ISREG(attr.mode) and attr.size and (numbers := chains.get(attr.table)):
                     count = min(_CHUNKS_MAX, (attr.size - 1 >> attr.chunk_bits) + 1)
-                    lost = sum(chain_of(attr.inode, index) in numbers for index in range(count))
+                    of_table = pool_map.table_by_id[attr.table].chains
+                    suspect = [index for index in range(count) if (number := chain_of(attr.inode, index)) in numbers
+                               and ((attr.table, number) in nobody or may_have_lost(pool_map, of_table[number], attr.inode))]
+                    sure = sum((attr.table, chain_of(attr.inode, index)) in nobody for index in suspect)
+                    lost = sure + (await _unreadable(client, attr, suspect) if len(suspect) > sure else 0)
                     if lost:
                         yield name, attr.inode, lost
+
+
+async def _unreadable(client, attr, indexes: list[int]) -> int:
+    """Of these chunks those with bytes that are lost; those that nobody holds are left out."""
+    nobody = ownerless(client.pool_map)
+    lost = 0
+    try:
+        handle = await client.vfs.open(attr.inode, os.O_RDONLY, Caller(0, 0))
+    except NotFound:
+        return 0
+    try:
+        for index in indexes:
+            start = index << attr.chunk_bits
+            if (attr.table, chain_of(attr.inode, index)) in nobody or start >= handle.file.size:
+                continue
+            try:
+                await client.vfs.chunks.read_range(handle.file, start, min(1 << attr.chunk_bits, handle.file.size - start))
+            except BytesLost:
+                lost += 1
+            except NvpoolError:
+                continue  # that is another matter, and fsck tells of it
+    finally:
+        await client.vfs.release(handle)
+    return lost

@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import InvalidRequest, NotSupported, WrongTarget
+from nvpool.base.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.replication import Offer, Place, place_in
 from nvpool.store.chain import ChainWrites, Pending
 from nvpool.store.chunkstore import ChunkStore, Placed
+from nvpool.store.losing import Losing
 from nvpool.store.peers import Dialer, Peers, Write
 
 
@@ -32,6 +33,7 @@ class Replica:
         self._places: dict[int, list[Place | None]] = {}
         self.shares = False
         """Whether any chain of this target has another member."""
+        self.losing = Losing(store, target)
         self._peers = None if dialer is None else Peers(target, dialer, clock, secret)
         self.writes: ChainWrites | None = None if self._peers is None else ChainWrites(
             store, target, self._peers, clock, place_of=self.place, ask_map=ask_map)
@@ -43,6 +45,7 @@ class Replica:
         version's epoch has only to grow."""
         epochs = [0] * len(pool_map.tables[0].chains) if pool_map.tables else []
         self._places = {}
+        self.losing.update_map(pool_map)
         for table in pool_map.tables:
             places = self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
             for number, place in enumerate(places):
@@ -58,6 +61,10 @@ class Replica:
         """Where this target stands in the chunk's chain."""
         places = self._places.get(table or 1)
         return places[chain_of(inode, index)] if places is not None else None
+
+    def is_full_member(self, number: int) -> bool:
+        """Whether this target is one of the targets of the chain with this number, in each table."""
+        return all((place := places[number]) is not None and place.number < place.full for places in self._places.values())
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -93,8 +100,11 @@ class Replica:
 
     async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
                    request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
-        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared."""
+        """See ChunkStore.copy. WrongTarget when one of the chunks is not ours; NotSupported of a chunk that is shared;
+        BytesLost of one of which something may have been lost."""
         self._epoch(*source[:2])
+        if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
+            raise BytesLost("chunks of which something was lost are copied by reading and writing them")
         if self.shares and self.is_shared(table, inode, index):
             raise NotSupported("chunks with several replicas are copied by reading and writing them")
         return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request,
@@ -108,6 +118,10 @@ class Replica:
         if not epoch:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return epoch
+
+    def may_locate(self, table: int, inode: int, index: int, blocks: int) -> bool:
+        """Whether who reads the drive himself finds there what he is to read."""
+        return (inode, index) not in self.pending and not self.losing.is_lost(table, inode, index, 0, blocks)
 
     # -- what waits for writes ---------------------------------------------------------------------------------------
 

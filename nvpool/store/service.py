@@ -43,6 +43,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
+from nvpool.store.losing import Owners
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
@@ -252,9 +253,12 @@ class StoreService:
             call.fail(error)
 
     def _check_epoch(self, epoch: int, chunks: Callable[[], Iterable[tuple[int, int]]]) -> None:
-        """StaleEpoch when the chain of one of these chunks has changed since the asker's map. A newer map makes us ask."""
+        """StaleEpoch when the chain of one of these chunks has changed since the asker's map. A newer map makes us ask; Busy
+        until we have it where by ours somebody else has the chunk: what is not here would be taken for a hole."""
         if epoch > self._epoch and self._refresh_map is not None and self._map is not None:
             self._refresh_map()
+            if not all(self.replica.is_full_member(chain_of(inode, index)) for inode, index in chunks()):
+                raise Busy("this target does not know the newest pool map yet", retry_after_s=0.02)
         if epoch >= self._epoch or not self._map:
             return
         if epoch < self._stale_below:
@@ -301,26 +305,29 @@ class StoreService:
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         now_ms = self.clock.wall_ns() // 1_000_000
-        owners = []
+        owners, tables = [], []
         for raw in rights:
             grant = self.grant(raw, now_ms)
             if grant is None or not grant.rights & (grants.READ | grants.SERVICE):
                 owners.append(NO_INODE)
             else:
                 owners.append(ALL_INODES if grant.rights & grants.SERVICE else grant.inode)
+            tables.append(0 if owners[-1] in (NO_INODE, ALL_INODES) else grant.table)
         if self.replica.pending and self.replica.is_pending(fields[:2] for fields in READ.iter_unpack(reads)):
-            self._later(call, self._read_decided(call, epoch, reads, owners, verify))
+            self._later(call, self._read_decided(call, epoch, reads, (owners, tables), verify))
         else:
-            self._begin_read(call, epoch, reads, owners, verify)
+            self._begin_read(call, epoch, reads, (owners, tables), verify)
 
-    async def _read_decided(self, call: Call, epoch: int, reads: bytes, owners: list[int], verify: bool) -> None:
+    async def _read_decided(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
         """What others may have read by now must not be read here as it was before."""
         await self.replica.decided([fields[:2] for fields in READ.iter_unpack(reads)], call.deadline_s)
         if not call.cancelled:
-            self._begin_read(call, epoch, reads, owners, verify)
+            self._begin_read(call, epoch, reads, whose, verify)
 
-    def _begin_read(self, call: Call, epoch: int, reads: bytes, owners: list[int], verify: bool) -> None:
-        batch = self.store.read_now(reads, owners, verify)
+    def _begin_read(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
+        reads, lost = self.replica.losing.without_lost(reads, *whose)
+        batch = self.store.read_now(reads, whose[0], verify)
+        self.replica.losing.refuse(batch, lost)
         if batch.missed:
             self._check_room()
             self._reads.add(call)
@@ -372,7 +379,7 @@ class StoreService:
             left_s = (grant.ends_ms - now_ms) / 1000 + grants.CLOCK_SKEW_S
             try:
                 found = None
-                if total < LOCATE_BYTES_MAX and (inode, index) not in self.replica.pending:
+                if total < LOCATE_BYTES_MAX and self.replica.may_locate(grant.table, inode, index, blocks):
                     found = self.store.locate(inode, index, blocks, left_s)
             except CorruptRecord as error:
                 results.append(LOCATE_RESULT.pack(error.wire_code, 0, 0, 0, 0, 0, 0, 0))

@@ -16,6 +16,7 @@ from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.store.chunkstore import MustWait, Placed
 from nvpool.store.reads import RESULT
+from nvpool.wire.codec import ALL_OF_BLOCKS
 from nvpool.wire.v1 import data_pb2 as pb
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class WriteBatch:
             if written > BREATH_BYTES:
                 return _breathe
             number = self._done
-            inode, cut, sequence, index, offset, _, grant_number, _ = self._headers[number]
+            inode, cut, sequence, index, offset, _, grant_number, flags = self._headers[number]
             status = version = 0
             try:
                 refused = self._refused.get((inode, index))
@@ -86,6 +87,9 @@ class WriteBatch:
                     name = RequestId(session, slot, sequence) if session else None
                     if self._led[0] == number:
                         version = self._led[1]
+                    elif replica.losing and replica.losing.check_write(table, inode, index, offset, end - begin,
+                                                                       bool(flags & ALL_OF_BLOCKS)):
+                        return partial(self._discard, number)
                     elif replica.shares and replica.is_shared(table, inode, index):
                         return partial(self._lead, number, table, name)
                     elif self._placed_for != number and self._store.places_first(offset, end - begin):
@@ -103,6 +107,14 @@ class WriteBatch:
             self._done += 1
             written += self._headers[number][5]
         return None
+
+    async def _discard(self, number: int) -> None:
+        """What is here of the chunk is from before its chain was begun anew."""
+        inode, _, _, index, *_ = self._headers[number]
+        try:
+            await self._store.discard(inode, index)
+        except NvpoolError as error:
+            self._refused[inode, index] = error.wire_code
 
     async def _place(self, number: int) -> None:
         self._placed_for = number

@@ -38,6 +38,9 @@ BATCH_ENTRIES_MAX = 8192
 
 ASKER_KEEPS = 1
 """Flag of a read: the asker has a cache of his own, so this need not stay in that of the drive."""
+ALL_OF_BLOCKS = 1
+"""Flag of a write: the file has no other bytes in the blocks that it changes in part, and has had none since its chain was
+begun anew."""
 UNCHECKED = 1
 """Flag of a read result: the store has not compared these blocks with their checksums."""
 

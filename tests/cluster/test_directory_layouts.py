@@ -124,8 +124,22 @@ def test_files_whose_last_copy_is_gone_are_named(tmp_path):
         assert f"inode {inode}" in problems[0]
         assert not any("/safe" in one for one in pool.status()["problems"])
         pool.until(lambda: all(len(chain.targets) == 2 for chain in pool.pool_map.table_by_id[2].chains), "made again", 60)
+        pool.until(lambda: not any(target in chain.targets for table in pool.pool_map.tables for chain in table.chains),
+                   "the chains have begun anew", 60)
+        with pytest.raises(OSError, match="given up"):
+            client.read_bytes("/scratch/small")
+        for number in range(40):  # one of them falls on such a chain
+            client.write_bytes(f"/scratch/new-{number}", b"n" * 5000)
+        chains = pool.pool_map.table_by_id[1].chains
+        assert any(chains[chain_of(client.stat(f"/scratch/new-{number}").st_ino, 0)].loss for number in range(40))
         said = nvpool("fsck", pool.path, "--json")
         lost = [one for one in json.loads(said.stdout)["problems"] if one["kind"] == "lost"]
         assert said.returncode == 4 and any("/scratch/small" in one["text"] for one in lost)
         assert {one["kind"] for one in json.loads(said.stdout)["problems"]} == {"lost"}
         assert len(client.read_bytes("/safe/file")) == 8 * MIB
+        client.write_bytes("/scratch/small", b"t" * 50)
+        assert client.read_bytes("/scratch/small") == b"t" * 50
+        client.write_bytes("/scratch/large", b"l" * 8 * MIB)
+        assert pool.fsck() == [], "all that was lost is written anew"
+        pool.until(lambda: not pool.status()["problems"], "nothing is left to be told", 90)
+        assert pool.pool_map.target_by_id[target].state == "gone"

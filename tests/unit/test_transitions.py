@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from nvpool.base.errors import InvalidRequest
 from nvpool.logic import transitions
+from nvpool.logic.losses import begun_anew, births_of, ownerless
 from nvpool.logic.poolmap import Chain, check_map
 from nvpool.logic.rebalance import next_steps, with_goals
 from tests.unit.test_placement import a_pool, with_target
@@ -120,8 +121,8 @@ class Pool(RuleBasedStateMachine):
         new = transitions.wished(self.map, target, wish)
         if wish == "lost":
             new = transitions.died(new, {target})
-            if transitions.only_copies(new, target):
-                return  # refused to the operator
+            if transitions.only_copies(new, target) and not data.draw(st.booleans()):
+                return  # refused to the operator, who does not give up
         try:
             new = with_goals(new)
         except InvalidRequest:
@@ -131,6 +132,26 @@ class Pool(RuleBasedStateMachine):
             self.unknown_deaths.discard(target)
             self.lost.add(target)
         self.publish(transitions.retired(new))
+
+    @rule()
+    def begin_anew(self):
+        """Chains that nobody has any more: what was acknowledged is lost, and what a new member had before does not count."""
+        before = self.map
+        self.publish(begun_anew(before, ownerless(before), births_of(before, {}), self.alive))
+        for (table, number), chain in self.chains():
+            old = before.chain(table, number)
+            if chain.begun != old.begun:
+                assert chain.begun == chain.epoch == chain.intact == old.epoch + 1 and chain.loss == len(self.map.losses)
+                assert not set(chain.targets) & {*old.targets, *self.lost} and set(chain.targets) <= self.alive
+                self.acknowledged.pop((table, number), None)
+                self.has = {who: what for who, what in self.has.items() if who[:2] != (table, number)}
+
+    @invariant()
+    def who_was_given_up_is_in_no_chain_that_somebody_has(self):
+        nobody = ownerless(self.map)
+        for name, chain in self.chains():
+            assert name in nobody or not self.lost & {*chain.joining, *chain.goal}
+            assert name in nobody or not self.lost.issuperset(chain.targets)
 
     @invariant()
     def every_acknowledged_write_is_with_every_target_of_its_chain(self):
@@ -147,6 +168,7 @@ class Pool(RuleBasedStateMachine):
             self.publish(transitions.restarted(self.map, target))
             self.alive.add(target)
             self.publish(transitions.returned(self.map, {target}))
+        self.begin_anew()
         for _ in range(30):
             before = self.map
             self.publish(next_steps(self.map, joining_max=2000, of_target_max=2000))

@@ -217,6 +217,7 @@ class Files(Names, Locks):
             # the service must know of what lies before: records are appended behind it
             await self.writer.store(file)
             await self.writer.settle(file)
+        losses = self.chunks.ended.losses
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
             try:
@@ -229,6 +230,7 @@ class Files(Names, Locks):
                 await self._refresh(file, WRITE)  # somebody has cut it since: the end is elsewhere now
         if reply.HasField("attr"):
             self.cache.put_attr(reply.attr)
+        self.chunks.ended.note(file, losses, reply.offset)
         return reply.offset
 
     async def flush(self, handle: FileHandle, owner: int | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from nvpool.base.errors import (
     BadHandle,
     BeyondData,
+    BytesLost,
     ChecksumMismatch,
     InvalidRequest,
     LockLost,
@@ -289,7 +290,7 @@ class Ranges(Files, Attributes):
             cut = file.cut
             try:
                 place, copied = await self.ranges.copy(origin, piece.source, file, piece.target, piece.length, deadline_s)
-            except ChecksumMismatch:
+            except (BytesLost, ChecksumMismatch):
                 return False
             except StaleCut:
                 if self.clock.boottime_s() > deadline_s:

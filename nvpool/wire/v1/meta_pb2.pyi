@@ -914,7 +914,7 @@ class MetaStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MetaStatusReply(_message.Message):
-    __slots__ = ("shard", "state", "pid", "inodes", "sessions", "orphans", "to_collect", "counters")
+    __slots__ = ("shard", "state", "pid", "inodes", "sessions", "orphans", "to_collect", "counters", "next_counter")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -930,6 +930,7 @@ class MetaStatusReply(_message.Message):
     ORPHANS_FIELD_NUMBER: _ClassVar[int]
     TO_COLLECT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_COUNTER_FIELD_NUMBER: _ClassVar[int]
     shard: int
     state: str
     pid: int
@@ -938,7 +939,8 @@ class MetaStatusReply(_message.Message):
     orphans: int
     to_collect: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, shard: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., inodes: _Optional[int] = ..., sessions: _Optional[int] = ..., orphans: _Optional[int] = ..., to_collect: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    next_counter: int
+    def __init__(self, shard: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., inodes: _Optional[int] = ..., sessions: _Optional[int] = ..., orphans: _Optional[int] = ..., to_collect: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., next_counter: _Optional[int] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
     __slots__ = ()

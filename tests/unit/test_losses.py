@@ -1,0 +1,244 @@
+"""Chains that were given up begin anew: what was lost is an error and never zeros, all else works."""
+
+import asyncio
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import BytesLost
+from nvpool.base.ids import inode_number
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs.contract import Caller
+from nvpool.logic.layout import chain_of
+from nvpool.logic.losses import begun_anew, births_of, losing, may_have_lost, ownerless
+from nvpool.logic.poolmap import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
+from nvpool.logic.rebalance import next_steps, with_goals
+from nvpool.logic.transitions import retired, wished
+from nvpool.testing.pool import LocalPool
+from tests.unit.test_placement import a_pool
+
+ME = Caller(0, 0)
+
+
+def given_up(pool_map, target):
+    return retired(with_goals(wished(pool_map, target, "lost")))
+
+
+def test_only_what_nobody_holds_begins_anew_and_the_map_tells_what_was_lost():
+    pool_map = replace(a_pool((4, 4, 4), 1), partitions=(PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2)),
+                       shards=(Shard(1, 1, ()), Shard(2, 1, ())))
+    of_one = {number for number, chain in enumerate(pool_map.tables[0].chains) if chain.targets == (1,)}
+    lost = given_up(pool_map, 1)
+    assert {number for _, number in ownerless(lost)} == of_one == losing(lost)[1] and lost.target_by_id[1].state == "up"
+    loss = births_of(lost, {1: 10, 2: 500})
+    assert begun_anew(lost, ownerless(lost), loss, {1}) is lost, "nobody who serves"
+    new = begun_anew(lost, ownerless(lost), loss, {2, 3})
+    assert not ownerless(new) and losing(new)[1] == of_one and new.target_by_id[1].state == "gone" and not check_map(new)
+    assert all(new.tables[0].chains[n] == pool_map.tables[0].chains[n] for n in range(1024) if n not in of_one)
+    chain = new.tables[0].chains[min(of_one)]
+    assert chain.begun == chain.epoch == 2 and may_have_lost(new, chain, inode_number(2047, 9))
+    assert not may_have_lost(new, chain, inode_number(2047, 10)) and may_have_lost(new, chain, inode_number(2048, 499))
+    assert decode_map(encode_map(new)) == new
+
+
+def test_the_other_copies_of_a_chain_that_began_anew_join_it():
+    pool_map = a_pool((4, 4, 4, 4), 2)
+    lost = given_up(given_up(pool_map, 1), 2)
+    names = [name for name in ownerless(lost) if name[0] == 2]
+    assert names
+    new = begun_anew(lost, names, Loss(()), {3, 4})
+    for name in names:
+        assert len(new.chain(*name).targets) == 1 and new.chain(*name).targets[0] in {3, 4} == set(new.chain(*name).goal)
+        joined = next_steps(new, joining_max=2000, of_target_max=2000).chain(*name)
+        assert {*joined.targets, *joined.joining} == {3, 4}
+
+
+def test_a_map_that_names_a_loss_that_it_does_not_tell_contradicts_itself():
+    pool_map = a_pool((4, 4), 1)
+    table = pool_map.tables[0]
+    for fields in ({"loss": 1, "begun": 1}, {"begun": 1}):
+        wrong = replace(table, chains=(replace(table.chains[0], **fields), *table.chains[1:]))
+        assert "has lost something" in check_map(replace(pool_map, tables=(wrong,)))[0]
+    assert not check_map(replace(pool_map, losses=(Loss((Births(0, 4096, 7),)),), tables=(
+        replace(table, chains=(replace(table.chains[0], loss=1, begun=1), *table.chains[1:])),)))
+
+
+class Scene:
+    """A pool of two targets of which the first is given up; files with chunks of 1 MiB."""
+
+    def __init__(self, pool, client):
+        self.pool, self.vfs = pool, client.vfs
+        self.chunks = client.vfs.chunks
+
+    async def file(self, name, size):
+        _, handle = await self.vfs.create(1, name, 0o644, 0o102, ME)
+        if size:
+            await self.vfs.write(handle, 0, content(size))
+            await self.vfs.fsync(handle, False)
+        return handle
+
+    def lost(self, handle, count):
+        """Which of the first chunks were on the target that is given up."""
+        chains = self.pool.pool_map.table_by_id[1].chains
+        return [index for index in range(count) if chains[chain_of(handle.file.inode, index)].targets == (1,)]
+
+    async def give_up(self):
+        await self.pool.stop_store(1)
+        await self.pool.change_map(lambda now: given_up(now, 1))
+        await self.begin_anew()
+
+    async def begin_anew(self):
+        counters = {shard: meta._view.next_number for shard, meta in self.pool.metas.items()}
+        await self.pool.change_map(lambda now: begun_anew(now, ownerless(now), births_of(now, counters), {2, 3}))
+        await self.chunks._view.refresh()
+
+    async def read(self, handle, index, length=MIB):
+        return bytes(await self.vfs.read(handle, index * MIB, length))
+
+
+def content(size):
+    return b"".join(b"%08d" % number for number in range(size // 8 + 1))[:size]
+
+
+def scene(work):
+    async def run():
+        async with LocalPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), tells_map=True) as pool:
+            client = await pool.client("test", ClientOptions(deadline_s=20.0))
+            await work(Scene(pool, client))
+    asyncio.run(run())
+
+
+def test_what_was_lost_is_an_error_and_is_whole_when_it_was_written_anew():
+    async def work(s):
+        old = await s.file(b"old", 12 * MIB)
+        lost = s.lost(old, 12)
+        assert 0 < len(lost) < 12
+        await s.give_up()
+        for index in range(12):
+            if index in lost:
+                with pytest.raises(BytesLost):
+                    await s.read(old, index)
+            else:
+                assert await s.read(old, index) == content(12 * MIB)[index * MIB:(index + 1) * MIB]
+        await s.vfs.write(old, lost[0] * MIB, b"n" * 8192)
+        await s.vfs.fsync(old, False)
+        assert await s.read(old, lost[0], 8192) == b"n" * 8192
+        with pytest.raises(BytesLost):
+            await s.read(old, lost[0], 12288)
+        await s.vfs.write(old, lost[0] * MIB + 9000, b"part of a block")
+        with pytest.raises(BytesLost):
+            await s.vfs.fsync(old, False)
+        with pytest.raises(BytesLost):
+            await s.read(old, lost[0])
+        for index in lost:
+            await s.vfs.write(old, index * MIB, b"n" * MIB)
+        await s.vfs.fsync(old, False)
+        for index in lost:
+            assert await s.read(old, index) == b"n" * MIB
+    scene(work)
+
+
+def test_files_that_are_born_later_are_as_everywhere():
+    async def work(s):
+        await s.give_up()
+        new = await s.file(b"new", 100)
+        await s.vfs.write(new, 40 * MIB - 7, b"the end")
+        await s.vfs.fsync(new, False)
+        for index in range(40):
+            assert len(await s.read(new, index)) == MIB, "holes are zeros"
+        assert (await s.read(new, 39))[-7:] == b"the end"
+    scene(work)
+
+
+def test_an_old_file_is_appended_to_and_replaced_by_a_shorter_one():
+    async def work(s):
+        files = [await s.file(b"old %d" % number, 5000) for number in range(12)]
+        short = [handle for handle in files if s.lost(handle, 1)]
+        empty = [await s.file(b"empty %d" % number, 0) for number in range(12)]
+        empty = [handle for handle in empty if s.lost(handle, 1)]
+        log = await s.file(b"log", 2 * MIB)
+        await s.give_up()
+        assert short and empty
+        for handle in empty:
+            await s.vfs.write(handle, 0, b"first words")
+            await s.vfs.fsync(handle, False)
+            assert await s.read(handle, 0) == b"first words"
+        with pytest.raises(BytesLost):
+            await s.vfs.write(short[0], 5000, b"more")
+            await s.vfs.fsync(short[0], False)
+        for handle in short:
+            await s.vfs.setattr(handle.file.inode, size=0, caller=ME, handle=handle)
+            await s.vfs.write(handle, 0, b"another one")
+            await s.vfs.fsync(handle, False)
+            assert await s.read(handle, 0) == b"another one"
+        for place in range(2 * MIB, 30 * MIB, 700_001):
+            await s.vfs.write(log, place, b"x" * 700_001)
+            await s.vfs.fsync(log, False)
+        for index in range(2, 29):
+            assert await s.read(log, index) == b"x" * MIB
+    scene(work)
+
+
+def test_lost_chunks_are_no_holes_to_who_looks_for_data():
+    async def work(s):
+        old = await s.file(b"old", 12 * MIB)
+        lost = s.lost(old, 12)
+        await s.give_up()
+        found = await s.vfs.ranges.extents(old.file, 0, 12 * MIB, SYSTEM_CLOCK.boottime_s() + 10)
+        assert lost and found.runs == [(0, 12 * MIB)]
+    scene(work)
+
+
+def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
+    """It held the chain before the one that was given up did, and has not removed its chunks yet."""
+    async def work(s):
+        old = await s.file(b"old", 12 * MIB)
+        chains = s.pool.pool_map.table_by_id[1].chains
+        stale = [index for index in range(12) if chains[chain_of(old.file.inode, index)].targets == (2,)]
+        numbers = {chain_of(old.file.inode, index) for index in stale}
+
+        def moved(now):
+            table = now.table_by_id[1]
+            return replace(now, tables=(replace(table, chains=tuple(
+                replace(chain, epoch=chain.epoch + 1, targets=(1,), goal=(2,)) if number in numbers else chain
+                for number, chain in enumerate(table.chains))),))
+
+        await s.pool.change_map(moved)
+        await s.pool.stop_store(1)
+        await s.pool.change_map(lambda now: retired(wished(now, 1, "lost")))
+        await s.begin_anew()
+        assert stale and all(s.pool.pool_map.chain(1, number).targets == (2,) for number in numbers)
+        for index in stale:
+            with pytest.raises(BytesLost):
+                await s.read(old, index)
+            await s.vfs.write(old, index * MIB, b"n" * 4096)
+            await s.vfs.fsync(old, False)
+            assert await s.read(old, index, 4096) == b"n" * 4096
+            with pytest.raises(BytesLost):
+                await s.read(old, index)
+    scene(work)
+
+
+def test_a_new_member_that_does_not_know_it_yet_tells_nobody_that_there_is_a_hole():
+    async def work(s):
+        old = await s.file(b"old", 12 * MIB)
+        lost = s.lost(old, 12)
+        asked = []
+
+        def told_late(give):
+            asked.append(1)
+            asyncio.get_running_loop().call_later(0.05, lambda: give(s.pool.pool_map))
+
+        for store in s.pool.stores.values():
+            store._refresh_map = partial(told_late, store.update_map)
+            store.update_map = lambda pool_map: None
+        await s.give_up()
+        assert not asked
+        for index in lost:
+            with pytest.raises(BytesLost):
+                await s.read(old, index)
+        assert asked
+    scene(work)
