@@ -26,7 +26,9 @@ from nvpool.store.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
-RETRY_S, RETRY_S_MAX = 1.0, 300.0
+RETRY_S, RETRY_S_MAX = 1.0, 60.0
+"""Between two tries: doubled each time, and begun anew with each new map and each block that is found. The longest is what a
+thousand bad blocks, one question to each of two others, may cost a pool that can not mend them."""
 
 
 class Repair:
@@ -75,7 +77,8 @@ class Repair:
             try:
                 async with asyncio.timeout(delay_s if left else None):
                     await self._wake.wait()
-                await asyncio.sleep(min(delay_s, RETRY_S) if left else 0)
+                await asyncio.sleep(RETRY_S if left else 0)
+                delay_s = RETRY_S
             except TimeoutError:
                 delay_s = min(delay_s * 2, RETRY_S_MAX)
 
