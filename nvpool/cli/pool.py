@@ -120,6 +120,7 @@ def name_of(directory: str) -> str:
 def destroy(directory: str, yes: bool, as_json: bool) -> None:
     """Stop a pool and destroy all that is stored in it, on this node.
 
+    With it go the pool's keys in an etcd of your own, when the pool is destroyed on the last of its nodes.
     Refused while it is mounted here, or when anything else is mounted below DIR.
     """
     from nvpool.cli import pool_life
@@ -135,6 +136,7 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
         click.confirm(f"Destroy {what} in {where.path} and everything stored in it?", abort=True, err=True)
     lock = pool_life.stop(where)
     done = pool_life.erase_stores(where, pool_map) if pool_map else []
+    done += pool_life.forget(where, pool_map)
     pool_life.remove(where, lock)
     if as_json:
         print_json({"directory": str(where.path), "done": done})

@@ -245,3 +245,11 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
                 remove_tree(Path(path))
                 done.append(f"removed {path}")
     return done
+
+
+def forget(directory: PoolDirectory, pool_map: PoolMap | None) -> list[str]:
+    """Remove the keys of a stopped pool from an etcd of the operator's own, where it has one; what was done, or is left to be
+    done, as sentences. May be repeated."""
+    if pool_map is None:
+        return [f"{directory.path} has no pool map: keys of the pool in an etcd of your own, if it had one, were not removed"]
+    return make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]

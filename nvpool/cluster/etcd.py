@@ -126,6 +126,27 @@ class EtcdCoordinator:
         finally:
             await calls.close()
 
+    @staticmethod
+    async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: Certificates | None = None,
+                     wait_s: float = CHANGE_S, clock: Clock = SYSTEM_CLOCK) -> tuple[int, ...]:
+        """The pool is destroyed on this node: on return no key of it is in etcd where it was the last of the map's nodes, else
+        the others. May be repeated. Unavailable: perhaps nothing was done."""
+        calls, root = EtcdCalls(members, clock, certificates), _root(pool_id)
+        try:
+            found = await calls.range(rpc.RangeRequest(key=root + b"map"), wait_s)
+            if found.kvs:
+                await calls.transact(rpc.TxnRequest(success=[_put(root + b"destroyed/%d" % node, b"")]), wait_s)
+                below = root + b"destroyed/"
+                marked = await calls.range(rpc.RangeRequest(key=below, range_end=_behind(below)), wait_s)
+                gone = {int(pair.key.rpartition(b"/")[2]) for pair in marked.kvs}
+                if left := tuple(one.id for one in decode_map(found.kvs[0].value).nodes if one.id not in gone):
+                    return left
+            await calls.transact(rpc.TxnRequest(success=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(
+                key=root, range_end=_behind(root)))]), wait_s)
+            return ()
+        finally:
+            await calls.close()
+
     # -- what is known -------------------------------------------------------------------------------------------------
 
     @property

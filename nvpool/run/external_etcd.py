@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvpool.base.directory import PoolDirectory, write_whole
-from nvpool.base.errors import BadConfiguration, InvalidRequest
+from nvpool.base.errors import BadConfiguration, InvalidRequest, NvpoolError
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import Certificates
 from nvpool.logic.poolmap import PoolMap, encode_map
-from nvpool.run.keeping import EXTERNAL_SECRET, Keeping, write_keeping
+from nvpool.run.keeping import EXTERNAL_SECRET, Keeping, read_keeping, write_keeping
 from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 
 
@@ -67,6 +67,28 @@ async def found(directory: PoolDirectory, given: External, first: PoolMap) -> No
     except InvalidRequest:
         await EtcdCoordinator.overwrite(given.members, first.pool_id, lambda begun: first, certificates=given.certificates)
         directory.publish(encode_map(first))
+
+
+async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
+    """The pool is destroyed on this node: remove its keys where no other node has it any more. What was done, and what is left
+    to be done by hand where etcd can not be asked, as sentences; none where the pool has no such etcd."""
+    keeping = read_keeping(directory)
+    if not keeping.external:
+        return []
+    where, below = f"the etcd at {', '.join(keeping.members)}", f"nvpool/{pool_id}/"
+    by_hand = f"`etcdctl del --prefix {below}` removes them"
+    try:
+        certificates = None
+        if keeping.external == "secured":
+            certificates = Certificates(*((directory.secret / EXTERNAL_SECRET / name).read_bytes()
+                                          for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
+        left = await EtcdCoordinator.forget(keeping.members, pool_id, directory.node, certificates=certificates)
+    except (OSError, NvpoolError) as error:
+        return [f"the pool's keys are still below {below} in {where}, which can not be asked ({error}): {by_hand}"]
+    if left:
+        return [f"the pool's keys stay below {below} in {where}, for node {', '.join(map(str, left))}: they go when the pool "
+                f"is destroyed on the last node that its map has; else {by_hand}"]
+    return [f"removed what was below {below} in {where}"]
 
 
 def keep(directory: PoolDirectory, given: External) -> None:

@@ -12,6 +12,7 @@ starts a process of the pool.
     {"verb": "join", …} as run/entering has it
     {"verb": "check", … as store} -> {}, or the error with which store would refuse; nothing is changed
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
+    {"verb": "forget", "directory", "pool_id"} -> {"done": sentences}, an etcd of the operator's own has no key of the pool
     {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
         -> {"path", "capacity_bytes"}
     any -> {"error": text, "code": exit code}
@@ -393,6 +394,9 @@ async def _answer(request: dict) -> dict:
     if request["verb"] == "erase":
         _erase_head(request["path"], request["pool_id"])
         return {}
+    if request["verb"] == "forget":
+        from nvpool.run.external_etcd import forget
+        return {"done": await forget(PoolDirectory(request["directory"]), request["pool_id"])}
     place, capacity = _answer_store(request)
     force = bool(request.get("force"))
     check_device(place, "", force)

@@ -1,11 +1,15 @@
 """Pools whose map is kept in an etcd of the operator's own: made, used, joined, and refused before anything is made."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
 
 import pytest
+from aetcd import rpc
 
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.cluster.etcd_calls import EtcdCalls
 from nvpool.run.keeping import read_keeping
 from nvpool.testing import machines, real_etcd
 from nvpool.testing.etcd_nodes import has_keys, token_of, until
@@ -104,3 +108,35 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
             etcd.wait()
             for node in pool.nodes:
                 node.kill_all()
+
+
+def keys(etcd) -> int:
+    """How many the pools have in it."""
+    async def count() -> int:
+        calls = EtcdCalls(etcd.members, SYSTEM_CLOCK)
+        try:
+            return (await calls.range(rpc.RangeRequest(key=b"nvpool/", range_end=b"nvpool0", count_only=True), 10.0)).count
+        finally:
+            await calls.close()
+    return asyncio.run(count())
+
+
+def test_a_pool_that_is_destroyed_leaves_no_key_or_says_what_it_leaves(tmp_path):
+    with real_etcd.RealEtcd() as etcd:
+        with OwnEtcd(tmp_path / "pool", etcd) as pool:
+            pool.make()
+            pool.start()
+            assert keys(etcd) > 1
+            done = nvpool("pool", "destroy", pool.path, "--yes")
+            assert done.returncode == 0 and "removed what was below nvpool/" in done.stdout, done
+            assert not keys(etcd) and not pool.path.exists()
+        with OwnEtcd(tmp_path / "other", etcd) as pool:
+            pool.make()
+            pool_id = pool.pool_map.pool_id
+            etcd.kill(0)
+            done = nvpool("pool", "destroy", pool.path, "--yes")
+            assert done.returncode == 0 and f"etcdctl del --prefix nvpool/{pool_id}/" in done.stdout, done
+            assert not pool.path.exists()
+            etcd.start(0)
+            etcd.wait(0)
+            assert keys(etcd) == 2

@@ -10,7 +10,7 @@ from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleL
 from nvpool.cluster import etcd as etcd_module
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.logic.placement import build_table
-from nvpool.logic.poolmap import Drive, Target, changed, encode_map
+from nvpool.logic.poolmap import Drive, Node, Target, changed, encode_map
 from nvpool.testing import real_etcd
 from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map
 
@@ -341,4 +341,24 @@ def test_who_has_missed_more_than_etcd_remembers_looks_at_everything(one):
         await other.close()
         await mine.close()
 
+    asyncio.run(run())
+
+
+def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
+    async def run():
+        first = a_pool()
+        nodes = tuple(Node(number, f"node {number}", "", ()) for number in (1, 2))
+        first = msgspec.structs.replace(first, nodes=nodes)
+        other = await EtcdCoordinator.found(one.members, a_pool())
+        coordinator = await EtcdCoordinator.found(one.members, first)
+        await coordinator.close()
+        for _ in range(2):  # may be repeated
+            assert await EtcdCoordinator.forget(one.members, first.pool_id, 1) == (2,)
+        await (await EtcdCoordinator.open(one.members, first.pool_id)).close()
+        for _ in range(2):
+            assert await EtcdCoordinator.forget(one.members, first.pool_id, 2) == ()
+        with pytest.raises(CorruptRecord, match="no map"):
+            await EtcdCoordinator.open(one.members, first.pool_id)
+        await other.close()
+        await (await EtcdCoordinator.open(one.members, other.pool_map.pool_id)).close()
     asyncio.run(run())
