@@ -57,9 +57,10 @@ def moving_of(one: dict[str, Any]) -> str:
                                               (one["partitions_to_go"], f"{one['partitions_to_go']} to go")) if count)
 
 
-async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None) -> list[dict[str, Any]]:
-    """Return the shards when no partition is to move any more and shard `gone` is not there. The pool may be away for a while;
-    any error that is not of that kind ends it."""
+async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
+                           come: int | None = None) -> list[dict[str, Any]]:
+    """Return the shards when no partition is to move any more, shard `gone` is not there and shard `come` serves. The pool may
+    be away for a while; any error that is not of that kind ends it."""
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     shards: list[dict[str, Any]] | None = None
@@ -73,21 +74,23 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None)
         async for seen in statuses(pool):
             shards = seen["shards"]
             most = max(most, left())
-            if not left() and gone not in {one["shard"] for one in shards}:
+            states = {one["shard"]: one["state"] for one in shards}
+            if not left() and gone not in states and (come is None or states.get(come, "serving") == "serving"):
                 return shards
 
     def look() -> Look:
         if shards is None:
             return Look(0, None, in_bytes=False)
-        words = f"{left()} partitions left" if left() else "clients are leaving it" if gone else ""
+        words = f"{left()} partitions left" if left() else "clients are leaving it" if gone else "its node is to begin it"
         return Look(most - left(), most, words, in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
 
 
-def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None) -> None:
+def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: int | None = None,
+         come: int | None = None) -> None:
     if wait:
-        result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone))
+        result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone, come))
         if not as_json:
             say(f"{title}: done")
     if as_json:
@@ -97,28 +100,31 @@ def _end(pool: str, result: dict, wait: bool, as_json: bool, title: str, gone: i
 @shard.command(epilog="""\b
 examples:
   nvpool shard add /srv/pool --wait
+  nvpool shard add /srv/pool --node 2 --wait
   nvpool shard add /srv/pool --number 3 --wait     may be repeated: shard 3 is added once
 """)
 @pool_argument
 @click.option("--number", type=click.IntRange(1), help="Of the new shard, the next that is free. Where it is there already "
                                                        "nothing is added.")
+@click.option("--node", type=click.IntRange(1), help="Where it shall be. Default: the node with the fewest shards.")
 @click.option("--standbys", type=click.IntRange(0, 4), help="Further copies of its records, each beside another drive's data. "
                                                             "Default: as many as the other shards have.")
 @wait_option
 @json_option
-def add(pool: str, number: int | None, standbys: int | None, wait: bool, as_json: bool) -> None:
-    """Add a metadata shard on the node whose pool directory POOL is.
+def add(pool: str, number: int | None, node: int | None, standbys: int | None, wait: bool, as_json: bool) -> None:
+    """Add a metadata shard.
 
     Its process is started at once; then it gets its share of the partitions from the other shards, while the pool is in use.
     `shard ls` shows how far that is, `pool rebalance` pauses and slows it down.
     """
     from nvpool.cli.reach import change
-    result = asyncio.run(change(pool, "shard-add", {"shard": number, "standbys": standbys}))
+    result = asyncio.run(change(pool, "shard-add", {"shard": number, "standbys": standbys, "node": node}))
     if not as_json:
-        click.echo(f"shard {result['shard']} is in the pool")
+        click.echo(f"shard {result['shard']} is {'to be made on' if result['state'] == 'wanted' else 'in the pool, on'} node "
+                   f"{result['node']}")
         if not wait and result["partitions_to_move"]:
             say(f"note: {result['partitions_to_move']} partitions move to it now; look with: nvpool shard ls {pool}")
-    _end(pool, result, wait, as_json, f"filling shard {result['shard']}")
+    _end(pool, result, wait, as_json, f"filling shard {result['shard']}", come=result["shard"])
 
 
 @shard.command(epilog="""\b

@@ -64,9 +64,27 @@ def wanted(shard: Shard) -> int:
 
 
 def hands_over(pool_map: PoolMap, shard: Shard) -> bool:
-    """Whether the primary shall end so that a standby follows it: it is where it shall not stay, and one is up where it may."""
+    """Whether the primary shall end so that a standby follows it: it is where it shall not stay, and one is up where it may; or
+    its node has two primaries more than that of who follows."""
     bad = misplaced(pool_map, shard)
-    return shard.member in bad and any(standby.state == "up" and standby.member not in bad for standby in shard.standbys)
+    if shard.member in bad:
+        return any(standby.state == "up" and standby.member not in bad for standby in shard.standbys)
+    return shard.id == _to_spread(pool_map)
+
+
+def _to_spread(pool_map: PoolMap) -> int:
+    """The shard whose primary hands over next so that nodes have as many primaries as one another; 0: none, or not while
+    anything else is under way. One after the other, and each makes it more even: it ends."""
+    if pool_map.moves or any(misplaced(pool_map, shard) or any(standby.state != "up" for standby in shard.standbys)
+                             for shard in pool_map.shards):
+        return 0
+    primaries = Counter(shard.node for shard in pool_map.shards)
+    for shard in sorted(pool_map.shards, key=lambda shard: (-primaries[shard.node], shard.id)):
+        if shard.standbys:
+            follower = shard_of(shards.primary_lost(pool_map, shard.id), shard.id)
+            if primaries[follower.node] + 2 <= primaries[shard.node]:
+                return shard.id
+    return 0
 
 
 def next_step(pool_map: PoolMap, serving: Collection[int] | None = None) -> PoolMap:

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.base.units import PARTITION_COUNT
-from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard
-from nvpool.logic.shards import shard_of
+from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, ShardWanted
+from nvpool.logic.shards import members, node_and_path, shard_of
 
 BATCH_MAX = 128
 """Partitions that are handed over by one change of the map: a pool of one shard gets a second one in sixteen changes."""
@@ -88,7 +88,35 @@ def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
     """A new shard, which holds nothing yet, with goals that give it its share. InvalidRequest: the number is in use."""
     if shard.id in pool_map.shard_by_id:
         raise InvalidRequest(f"the pool has a shard {shard.id} already")
-    return planned(replace(pool_map, shards=(*pool_map.shards, shard)))
+    wanted = tuple(one for one in pool_map.shards_wanted if one.id != shard.id)
+    return planned(replace(pool_map, shards=(*pool_map.shards, shard), shards_wanted=wanted))
+
+
+def node_for_shard(pool_map: PoolMap, own: int) -> int:
+    """The node where a new shard is best: it has the fewest primaries, then the fewest members of shards; of equals `own`, or
+    the first. Only nodes that stay and of which a target is up."""
+    primaries = Counter(shard.node for shard in pool_map.shards) + Counter(one.node for one in pool_map.shards_wanted)
+    everyone = Counter(node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard))
+    up = {target.node for target in pool_map.targets if target.state == "up" and not target.is_over}
+    can = [node.id for node in pool_map.nodes if node.wish == "share" and node.id in up]
+    return min(can, key=lambda node: (primaries[node], everyone[node], node != own, node), default=own)
+
+
+def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
+    """A shard more, which its node is to make. InvalidRequest: there is no such node, or it is to hold nothing."""
+    node = pool_map.node_by_id.get(wanted.node)
+    if node is None or node.wish != "share":
+        raise InvalidRequest(f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
+                             f"`nvpool node ls` lists them")
+    if wanted.id <= shards_given(pool_map):
+        raise InvalidRequest(f"a number {wanted.id} was given to a shard already")
+    return replace(pool_map, shards_wanted=(*pool_map.shards_wanted, wanted))
+
+
+def not_wanted(pool_map: PoolMap, shard_id: int) -> PoolMap:
+    """Without the shard that was still to be made; its number is not given again."""
+    wanted = tuple(one for one in pool_map.shards_wanted if one.id != shard_id)
+    return replace(pool_map, shards_wanted=wanted, shards_given=shards_given(pool_map))
 
 
 def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
@@ -114,7 +142,7 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
 
 def shards_given(pool_map: PoolMap) -> int:
     """The highest number that a shard of the pool ever had: session numbers carry it, so none is given twice."""
-    return max(pool_map.shards_given, *(shard.id for shard in pool_map.shards))
+    return max(pool_map.shards_given, *(shard.id for shard in (*pool_map.shards, *pool_map.shards_wanted)))
 
 
 def is_empty(pool_map: PoolMap, shard_id: int) -> bool:

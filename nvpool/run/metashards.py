@@ -20,7 +20,7 @@ from nvpool.base.directory import PoolDirectory, holder_of, sync_directory
 from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic import moves
-from nvpool.logic.poolmap import PoolMap, Shard, Standby
+from nvpool.logic.poolmap import PoolMap, Shard, ShardWanted, Standby
 from nvpool.logic.shards import SHARDS_MAX, STANDBYS_MAX, process_name
 from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
@@ -56,23 +56,38 @@ class MetaShards:
     # -- wishes ------------------------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
-        """A new shard here, which gets its share of the partitions from the others. With the number of one that is there:
-        nothing."""
-        number, standbys = _number(arguments, "shard"), _number(arguments, "standbys")
+        """A new shard, which gets its share of the partitions from the others; on another node it is made by that. With the
+        number of one that is there: nothing."""
+        number, standbys, node = _number(arguments, "shard"), _number(arguments, "standbys"), _number(arguments, "node")
         async with self._adding:
             pool_map = self._leading.pool_map
-            if number is not None and number in pool_map.shard_by_id:
+            known = {*pool_map.shard_by_id, *(one.id for one in pool_map.shards_wanted)}
+            if number is not None and number in known:
                 return self._told(pool_map, number)
             given = moves.shards_given(pool_map)
             if number is not None and number != given + 1:
                 raise InvalidRequest(f"the next shard of this pool has the number {given + 1}; none is given twice")
-            if len(pool_map.shards) >= SHARDS_MAX:
+            if len(known) >= SHARDS_MAX:
                 raise InvalidRequest(f"a pool has {SHARDS_MAX} shards at most")
-            new = await self._make(pool_map, given + 1, standbys)
-            after = await self._leading.change(lambda newest: moves.shard_added(newest, new))
-            self._start()
-            log.info("shard %d was added: %d partitions move to it", new.id, moves.left(after, new.id))
-            return self._told(after, new.id)
+            wanted = ShardWanted(given + 1, node or moves.node_for_shard(pool_map, self._node), standbys)
+            if wanted.node != self._node:
+                return self._told(await self._leading.change(lambda newest: moves.shard_wanted(newest, wanted)), wanted.id)
+            return self._told(await self._add_here(wanted), wanted.id)
+
+    async def _add_here(self, wanted: ShardWanted) -> PoolMap:
+        new = await self._make(self._leading.pool_map, wanted.id, wanted.standbys)
+        after = await self._leading.change(lambda newest: moves.shard_added(newest, new))
+        self._start()
+        log.info("shard %d was added: %d partitions move to it", new.id, moves.left(after, new.id))
+        return after
+
+    async def _make_wanted(self) -> None:
+        """What others wish to have on this node."""
+        for wanted in self._leading.pool_map.shards_wanted:
+            if wanted.node == self._node:
+                async with self._adding:
+                    if wanted in self._leading.pool_map.shards_wanted:
+                        await self._add_here(wanted)
 
     async def _make(self, pool_map: PoolMap, number: int, standbys: int | None) -> Shard:
         places = [Path(drive.path) for drive in pool_map.drives if drive.node == self._node
@@ -108,6 +123,8 @@ class MetaShards:
         wish = "share" if arguments.get("cancel") else "remove"
 
         def decide(newest: PoolMap) -> PoolMap:
+            if any(one.id == number for one in newest.shards_wanted):
+                return moves.not_wanted(newest, number) if wish == "remove" else newest
             if number not in newest.shard_by_id:
                 if wish == "remove" and 0 < number <= moves.shards_given(newest):
                     return newest
@@ -119,15 +136,27 @@ class MetaShards:
     @staticmethod
     def _told(pool_map: PoolMap, number: int) -> dict:
         shard = pool_map.shard_by_id.get(number)
-        return {"shard": number, "state": "removed" if shard is None else state_of(shard), "epoch": pool_map.epoch,
+        wanted = next((one for one in pool_map.shards_wanted if one.id == number), None)
+        state = state_of(shard) if shard is not None else "removed" if wanted is None else "wanted"
+        node = shard.node if shard is not None else wanted.node if wanted is not None else None
+        return {"shard": number, "node": node, "state": state, "epoch": pool_map.epoch,
                 "partitions_to_move": moves.left(pool_map, number)}
 
     # -- the end of a shard --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """While this node leads: take shards that hold nothing any more out of the map, until cancelled."""
+        """Make the shards that are wanted here and, while this node leads, take those that hold nothing any more out of the
+        map, until cancelled."""
+        said = ""
         while True:
             await asyncio.sleep(LOOK_S)
+            try:
+                await self._make_wanted()
+                said = ""
+            except NvpoolError as error:
+                if str(error) != said:
+                    log.warning("a shard that is wanted here can not be made yet: %s", error)
+                said = str(error)
             if self._leading.manager is None:
                 self._empty_since_s.clear()
                 continue
@@ -217,5 +246,9 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
         told.append({"shard": shard.id, "node": shard.node, "state": primary.get("state", "unknown"), "wish": state_of(shard),
                      "partitions": held[shard.id], "partitions_to_come": come[shard.id], "partitions_to_go": go[shard.id],
                      "inodes": primary.get("inodes"), "sessions": primary.get("sessions")} | members_told(pool_map, shard))
-    return told
+    return told + [{"shard": one.id, "node": one.node, "state": "wanted", "wish": "", "partitions": 0, "partitions_to_come": 0,
+                    "partitions_to_go": 0, "inodes": None, "sessions": None, "term": 0, "standbys_wanted": one.standbys or 0,
+                    "members": [{"member": 0, "node": one.node, "drive": None, "path": "", "state": "primary",
+                                 "leaves": False}]}
+                   for one in pool_map.shards_wanted]
 

@@ -12,7 +12,19 @@ from msgspec.structs import replace
 from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.logic import moves
-from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, check_map, decode_map, encode_map
+from nvpool.logic.poolmap import (
+    Drive,
+    Node,
+    PartitionRange,
+    PoolMap,
+    Shard,
+    ShardWanted,
+    Standby,
+    Target,
+    check_map,
+    decode_map,
+    encode_map,
+)
 from nvpool.logic.transitions import sealed
 from nvpool.testing.meta_shard import small_map
 
@@ -183,3 +195,36 @@ def test_what_has_to_wait_is_not_in_the_next_batch():
     pool_map = moves.shard_added(small_map(), shard(2))
     _, batch = moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)
     assert batch == (2049, 2051, 2052)
+
+
+def nodes_and_shards(*primaries: int, nodes: int = 3) -> PoolMap:
+    """Shards with their primaries on these nodes, each of which has a drive."""
+    return replace(small_map(), nodes=tuple(Node(number, f"n{number}", "", ()) for number in range(1, nodes + 1)),
+                   drives=tuple(Drive(number, number, f"/d{number}", 1) for number in range(1, nodes + 1)),
+                   targets=tuple(Target(number, number, number, 1, ()) for number in range(1, nodes + 1)),
+                   shards=tuple(replace(shard(number), node=node) for number, node in enumerate(primaries, 1)))
+
+
+def test_a_new_shard_is_best_where_there_are_fewest():
+    assert moves.node_for_shard(nodes_and_shards(1), 1) == 2 and moves.node_for_shard(nodes_and_shards(1), 3) == 3
+    assert moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, "of equals the one that is asked"
+    busy = nodes_and_shards(1, 1)
+    busy = replace(busy, shards=(replace(busy.shards[0], standbys=(Standby(1, 2, ()),)), busy.shards[1]))
+    assert moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
+    drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
+    assert moves.node_for_shard(drained, 1) == 2
+    down = replace(busy, targets=(*busy.targets[:2], replace(busy.targets[2], state="down")))
+    assert moves.node_for_shard(down, 1) == 2
+
+
+def test_a_shard_that_another_node_is_to_make_has_its_number_from_the_beginning():
+    pool_map = moves.shard_wanted(nodes_and_shards(1), ShardWanted(2, 2))
+    assert moves.node_for_shard(pool_map, 1) == 3 and moves.shards_given(pool_map) == 2 and not check_map(pool_map)
+    assert decode_map(encode_map(pool_map)) == pool_map
+    for wanted, why in ((ShardWanted(2, 3), "was given"), (ShardWanted(3, 9), "not in the pool")):
+        with pytest.raises(InvalidRequest, match=why):
+            moves.shard_wanted(pool_map, wanted)
+    made = moves.shard_added(pool_map, replace(shard(2), node=2))
+    assert not made.shards_wanted and moves.left(made, 2) == PARTITION_COUNT // 2
+    without = moves.not_wanted(pool_map, 2)
+    assert not without.shards_wanted and moves.shards_given(without) == 2

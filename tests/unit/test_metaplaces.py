@@ -1,5 +1,7 @@
 """Where the members of shards come to lie, step by step."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,3 +131,34 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
     if not metaplaces.misplaced(there, shard) and len(places) > 1:
         racks = {there.node_by_id[place.node].rack or place.node for place in {*free, places[0]}}
         assert len({there.node_by_id[place.node].rack or place.node for place in places}) == min(len(places), len(racks))
+
+
+def primaries_after(pool_map):
+    """How many primaries each node has when all that hand over have, and what was handed over is up again."""
+    for _ in range(20):
+        handing = [shard for shard in pool_map.shards if metaplaces.hands_over(pool_map, shard)]
+        if not handing:
+            return Counter(shard.node for shard in pool_map.shards)
+        assert len(handing) == 1, "one after the other"
+        pool_map = shards.primary_lost(pool_map, handing[0].id)
+        assert not any(metaplaces.hands_over(pool_map, shard) for shard in pool_map.shards), "not while one catches up"
+        for shard in pool_map.shards:
+            for one in shard.standbys:
+                if one.state != "up":
+                    now = pool_map.shard_by_id[shard.id]
+                    pool_map = shards.standby_up(pool_map, shard.id, one.member, now.term, now.epoch)
+    raise AssertionError("no end")
+
+
+@given(st.lists(st.permutations([1, 2, 3]), min_size=1, max_size=9))
+def test_primaries_are_spread_over_nodes_and_then_stay(places):
+    pool_map = a_map(1, 1, 1)
+    pool_map = replace(pool_map, shards=tuple(
+        Shard(number, first, (f"stream://h:{number}",), path=f"/d{first}/nvpool-p-meta-{number}", standbys=(
+            Standby(1, second, (f"stream://h:{100 + number}",), "up", f"/d{second}/nvpool-p-meta-{number}.1"),))
+        for number, (first, second, _) in enumerate(places, 1)))
+    before = Counter(shard.node for shard in pool_map.shards)
+    after = primaries_after(pool_map)
+    assert sum(count ** 2 for count in after.values()) <= sum(count ** 2 for count in before.values())
+    if all(first == 1 for first, *_ in places) and {second for _, second, _ in places} == {2}:
+        assert after[1] - after[2] in (0, 1)

@@ -1,0 +1,37 @@
+"""Metadata shards of a pool of two nodes: added where there are fewest, or where the operator wants them."""
+
+import pytest
+
+from nvpool.testing import machines
+from nvpool.testing.etcd_nodes import until
+from nvpool.testing.machines import Machines
+from nvpool.testing.real_nodes import Pool
+
+pytestmark = pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or "")
+
+
+def test_a_shard_is_added_on_the_node_that_has_none_and_on_the_one_that_is_named():
+    with Machines(2) as hosts:
+        pool = Pool(hosts, plain=True)
+        first, second = pool.nodes
+        path = str(first.path)
+        try:
+            pool.join(second, pool.found())
+            first.until_all_serve()
+            added = first.json("shard", "add", path, "--wait")
+            assert added["shard"] == 2 and added["node"] == 2
+            shards = {one["shard"]: one for one in first.json("shard", "ls", path)}
+            assert shards[2]["node"] == 2 and shards[1]["partitions"] == shards[2]["partitions"] == 2048
+            second.kill_all()
+            said = first.nvpool("shard", "add", path, "--node", "2")
+            assert "shard 3 is to be made on node 2" in said.stdout
+            assert first.json("shard", "add", path, "--number", "3")["state"] == "wanted", "once"
+            assert {one["shard"]: one["state"] for one in first.json("shard", "ls", path)}[3] == "wanted"
+            second.serve()
+            until(lambda: any(one["shard"] == 3 and one["node"] == 2 and one["partitions"] > 1000
+                              for one in first.json("shard", "ls", path)), "its node has made it", first)
+            refused = first.nvpool("shard", "add", path, "--node", "9", check=False)
+            assert refused.returncode == 1 and "node 9 is not in the pool" in refused.stderr
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
