@@ -268,7 +268,7 @@ examples:
 @node_argument
 @click.option("--lost", is_flag=True, help="It is broken, or gone for good.")
 @click.option("--give-up", is_flag=True, help="With --lost: also where it has the only copy of chunks, which can not be "
-                                                  "read any more then.")
+                                                  "read any more then, until they are written anew.")
 @wait_option
 @json_option
 def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
@@ -315,9 +315,15 @@ def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
 @node.command("recover-etcd", epilog="example: nvpool node recover-etcd /srv/nvpool --yes")
 @pool_argument
 @click.option("--yes", is_flag=True, help="The other members are lost for good.")
+@click.option("--lost", type=click.IntRange(1), multiple=True, metavar="NODE",
+              help="Where this node has no member: each node that had one. It is switched off for ever.")
 @json_option
-def recover_etcd(pool: str, yes: bool, as_json: bool) -> None:
+def recover_etcd(pool: str, yes: bool, lost: tuple[int, ...], as_json: bool) -> None:
     """Go on with the member of etcd on this node alone, after most of them were lost for good.
+
+    In a pool of two nodes the first keeps the pool map alone. Where it is lost for good the second one keeps it from then on:
+    it has a copy of the map and the keys of the pool's authorities. A first node that is merely cut off would go on deciding
+    the map by itself: switch it off before.
 
     The pool map becomes the newest that this node knows: a change that only the lost members had seen is lost. Other nodes then
     become members as when the pool was made. Never start two lost nodes again, with their pool directories as they were, while
@@ -329,7 +335,7 @@ def recover_etcd(pool: str, yes: bool, as_json: bool) -> None:
     if not yes:
         raise InvalidRequest("this gives up all members of etcd but the one on this node, and every change of the pool map "
                              "that this node has not seen; where the others are lost for good, say so with --yes")
-    done = asyncio.run(change(pool, "etcd-recover", {"yes": True}))
+    done = asyncio.run(change(pool, "etcd-recover", {"yes": True, "lost": lost}))
     if as_json:
         print_json(done)
     else:

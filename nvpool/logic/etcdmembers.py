@@ -62,10 +62,12 @@ def clients(pool_map: PoolMap) -> tuple[str, ...]:
 
 def lets_in(pool_map: PoolMap) -> frozenset[int]:
     """The nodes that have, or are to have, the keys of the pool's authorities: those that keep the map, or, where no node does,
-    the first ones."""
+    the first ones. Where one node keeps it alone the first other one too: it can keep it when that is lost for good."""
     if not pool_map.etcd:
         return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
-    return frozenset(one.node for one in pool_map.etcd if one.state in ("added", "up") and one.node in pool_map.node_by_id)
+    others = sorted(node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node)
+    keeping = {one.node for one in pool_map.etcd if one.state in ("added", "up")}
+    return frozenset((keeping & pool_map.node_by_id.keys()) | set(others[:1] if len(pool_map.etcd) == 1 else ()))
 
 
 def last_revoked(pool_map: PoolMap) -> int:

@@ -18,14 +18,14 @@ from math import inf
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, write_whole
-from nvpool.base.errors import InvalidRequest, NvpoolError, StaleLease, Unavailable
+from nvpool.base.errors import InvalidRequest, NvpoolError, Refused, StaleLease, Unavailable
 from nvpool.cluster.coordinator import WATCH_S_MAX
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import answers_alone
 from nvpool.cluster.relay import HeldMap
 from nvpool.logic import etcdmembers
 from nvpool.logic.etcdmembers import Change, Remove, of_node
-from nvpool.logic.poolmap import EtcdMember, PoolMap
+from nvpool.logic.poolmap import EtcdMember, Node, PoolMap
 from nvpool.meta.service_right import ServiceRight
 from nvpool.run.elsewhere import ASK_S, away, newest_elsewhere
 from nvpool.run.keeping import MapKeeper
@@ -136,10 +136,12 @@ class EtcdKeeper:
         keeper.use(etcdmembers.clients(pool_map))
         entry, own = of_node(pool_map, self._node), keeper.own
         if entry is None or entry.state == "lost":
-            if own is not None:
+            if own is not None and not own.alone and own.generation < pool_map.epoch:  # else it is of a later map (`recover`)
                 log.info("this node keeps the pool map no more")
                 await keeper.give_place_up()
-            if any(one.state == "up" for one in pool_map.etcd):
+            if self._node in etcdmembers.lets_in(pool_map):
+                await self._have_keys(pool_map)
+            elif any(one.state == "up" for one in pool_map.etcd):
                 self._drop_keys()
             return
         if entry.state == "wanted":
@@ -288,8 +290,28 @@ class EtcdKeeper:
     async def _change_recover(self, arguments: dict) -> dict:
         if arguments.get("yes") is not True:
             raise InvalidRequest("to recover etcd wants to be confirmed")
-        new = await self._keeper.recover()
+        try:
+            lost = {int(number) for number in arguments.get("lost", ())}
+        except (TypeError, ValueError):
+            raise InvalidRequest("to recover etcd wants numbers of nodes that are lost") from None
+        if self._keeper.own is None and (answering := await self._answering(lost)):
+            raise Refused(f"node {', '.join(map(str, answering))} answers, so it is not lost")
+        new = await self._keeper.recover(lost)
         return {"node": self._node, "epoch": new.epoch}
+
+    async def _answering(self, nodes: set[int]) -> list[int]:
+        """Those of the nodes that answer."""
+        async def answers(node: Node) -> bool:
+            request = pool_pb2.MapRequest().SerializeToString()
+            try:
+                await self._dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
+                                        deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+            except NvpoolError:
+                return False
+            return True
+
+        known = [node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node]
+        return [node.id for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True) if told]
 
     # -- what is told ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +43,7 @@ from nvpool.run.revoking import write_revoked
 from nvpool.run.served import read_map
 from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import host_port
-from nvpool.wire.identity import AUTHORITY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, identity_in
+from nvpool.wire.identity import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, identity_in
 from nvpool.wire.transport import Greeting
 
 log = logging.getLogger("nvpool.run.keeping")
@@ -275,15 +275,15 @@ class MapKeeper:
         """Of etcd, for who is to ask it."""
         return self._keeping.members
 
-    async def recover(self) -> PoolMap:
+    async def recover(self, lost: Collection[int] = ()) -> PoolMap:
         """Make our member the only one, with the newest map that this node knows; the members that are lost may never be
-        started with their data again. Refused where etcd works, or this node has no member. The same call, and every start,
-        goes on with it once it is begun."""
+        started with their data again. On a node that has no member one begins, where `lost` are all that have one. Refused
+        where etcd works, or this node has not what it takes. The same call, and every start, goes on with it once it is
+        begun."""
         own = self._keeping.own
         if not self.is_in_etcd or own is None:
-            entries = ", ".join(str(one.node) for one in self.relay.pool_map.etcd)
-            raise Refused(f"this node has no member of etcd; nodes that have: {entries or 'none'}")
-        if not own.alone:
+            self._check_heir(lost)
+        if own is None or not own.alone:
             try:
                 await EtcdCoordinator.answers(self._keeping.members, self.certificates(), wait_s=_SURE_S)
             except Unavailable:
@@ -291,6 +291,8 @@ class MapKeeper:
             else:
                 raise Refused("most members of etcd answer: there is nothing to recover, and those that are away are replaced "
                               "by themselves")
+            if own is None:
+                own = await self.take_place(self.relay.pool_map.epoch)
             self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, alone=True)))
         if self._going_on is not None:
             self._going_on.cancel()
@@ -303,6 +305,23 @@ class MapKeeper:
             raise Unavailable(f"etcd does not answer yet; see {self._directory.log}/{self.etcd.name}.log")
         self._going_on.result()
         return self.relay.pool_map
+
+    def _check_heir(self, lost: Collection[int]) -> None:
+        """Refused unless this node, which has no member of etcd, can keep the map when all that have one are lost."""
+        keeping = sorted(one.node for one in self.relay.pool_map.etcd)
+        if self._keeping.kind != "etcd" or self._keeping.external or not keeping:
+            raise Refused("this node has no member of etcd; nodes that have: none")
+        told = ", ".join(map(str, keeping))
+        if {*lost} != {*keeping}:
+            raise Refused(f"this node has no member of etcd; nodes that have: {told}. Where all of them are lost for good, "
+                          f"name each with --lost. One that is alive and merely cut off goes on deciding the map alone: then "
+                          f"there are two pools of one name, and what is written to either is lost with one of them. So "
+                          f"switch it off first, and never start it again with its pool directory as it was")
+        if not all((self._directory.secret / below / AUTHORITY_KEY_FILE).exists() for below in ("", ETCD_SECRET)):
+            raise Refused(f"this node does not have the keys of the pool's authorities, which only node {told} had: without "
+                          f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
+                          f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or make the pool "
+                          f"anew and import the files")
 
     async def _be_alone(self) -> None:
         """What `recover` has begun, from the moment that our member is the only one."""

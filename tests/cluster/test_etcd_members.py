@@ -83,7 +83,8 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
         try:
             pool.join(second, pool.found())
             second.until_all_serve()
-            assert members(second) == {1} and not has_keys(second)
+            assert members(second) == {1}
+            until(lambda: has_keys(second), "of two nodes the second could keep the map when the first is lost", second)
             joined(pool, third, by=first)
             until(lambda: members(third) == {1, 2, 3} and has_keys(second) and has_keys(third), "three members", third)
             third.until_all_serve()
@@ -172,6 +173,50 @@ def test_a_member_that_is_lost_is_followed_by_another_node_and_one_without_its_d
                                                            for one in first.map().etcd), "another member", first)
             assert not held.exists()
             until(lambda: token_of(first).returncode == 0, "a change", first)
+        finally:
+            for node in pool.nodes:
+                node.kill_all()
+
+
+def test_of_two_nodes_the_second_goes_on_when_the_first_which_kept_the_map_is_lost_for_good():
+    with Machines(2) as hosts:
+        pool = Pool(hosts, plain=False, drives=2)
+        first, second = pool.nodes
+        path = str(second.path)
+        try:
+            pool.join(second, pool.found("--standbys", "1", "--replicas", "2"))
+            until(lambda: has_keys(second), "the second node could let others in", second)
+
+            def is_whole():
+                seen = second.json("status", path)
+                (shard,) = seen["shards"]
+                return not seen["problems"] and seen["chains"]["full"] == 1024 and not seen["chains"]["to_copy"] and any(
+                    one["node"] == 2 and one["state"] in ("up", "primary") for one in shard["members"])
+            until(is_whole, "all is on both nodes", second)
+            mount = second.machine.place / "mount"
+            mount.mkdir()
+            second.nvpool("mount", path, str(mount))
+            second.machine.run("sh", "-c", f"echo kept > {mount}/file && sync {mount}/file")
+            refused = second.nvpool("node", "recover-etcd", path, "--yes", "--lost", "1", check=False)
+            assert refused.returncode == 1 and "node 1 answers, so it is not lost" in refused.stderr
+
+            first.kill_all()
+            for words in ((), ("--lost", "2")):
+                refused = second.nvpool("node", "recover-etcd", path, "--yes", *words, check=False)
+                assert refused.returncode == 1 and "merely cut off" in refused.stderr and "two pools" in refused.stderr
+            epoch = second.map().epoch
+            done = second.nvpool("node", "recover-etcd", path, "--yes", "--lost", "1", check=False)
+            assert done.returncode == 0, f"{done.stderr}\n{second.said()}"
+            until(lambda: token_of(second).returncode == 0, "a change", second)
+            assert members(second) == {2} and second.map().epoch > epoch + 1000
+            until(lambda: second.machine.run("sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later",
+                                             check=False).stdout == "kept\n", "files are there", second)
+
+            # with all that it had the first one does not begin a second history: it finds that it keeps the map no more
+            first.serve()
+            until(lambda: members(first) == {2} and not list(first.path.glob("etcd/member")), "the first one follows", first)
+            until(lambda: second.nvpool("status", path, check=False).returncode == 0, "all is well", second)
+            second.nvpool("umount", str(mount))
         finally:
             for node in pool.nodes:
                 node.kill_all()
