@@ -115,15 +115,6 @@ def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
     assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
 
 
-def test_a_target_that_answers_before_the_map_says_what_it_lost(monkeypatch):
-    def update_map(self, pool_map, before=tenure.Tenure.update_map):
-        before(self, pool_map)
-        self.vouched = True
-
-    monkeypatch.setattr(tenure.Tenure, "update_map", update_map)
-    assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(works.Blocks,))
-
-
 def test_a_death_that_counts_as_a_loss(monkeypatch):
     def restarted(pool_map, target, before=sim_pool.restarted):
         return transitions.with_chains(before(pool_map, target), lambda _, chain: msgspec.structs.replace(
