@@ -193,7 +193,7 @@ class BatchReader:
 
     async def _send_when_connected(self, batch: _Batch, into: memoryview, deadline_s: float) -> None:
         try:
-            connection = await self._dialer.connect(batch.lane.endpoints, deadline_s)
+            connection = await self._dialer.connect(batch.lane.endpoints, self._chunks.connect_until_s(deadline_s))
         except NvpoolError:
             await self._read_singly(batch, into)  # each finds out what else can be done
             return

@@ -37,7 +37,6 @@ from nvpool.base.errors import (
     StaleSession,
     StaleTenure,
     Unavailable,
-    Unreachable,
     WrongTarget,
 )
 from nvpool.base.grants import READ, WRITE
@@ -47,9 +46,10 @@ from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
 from nvpool.client.ended import Ended
 from nvpool.client.flushing import PATIENCE_S, Flushing, Stored, WrittenAt
-from nvpool.client.hedging import Hedging, Sent
+from nvpool.client.hedging import LATE_S, Hedging, Sent
 from nvpool.client.lanes import Lane, Read, error_of, mismatch, reads_struct, results_struct, submit_into
 from nvpool.client.options import ClientOptions
+from nvpool.client.pauses import pause
 from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
 from nvpool.client.shortcut import ShortCut
@@ -90,7 +90,7 @@ class ChunkClient:
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
         self.hedging = Hedging(clock, self._is_late)
-        self._flushing = Flushing(view, clock, call=self._call, delay=self._delay)
+        self._flushing = Flushing(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_told: Callable[[int], str] = lambda inode: ""
@@ -217,11 +217,15 @@ class ChunkClient:
 
     async def _send_when_connected(self, lane: Lane, jobs: list[Read]) -> None:
         try:
-            connection = await self._dialer.connect(lane.endpoints, jobs[0].deadline_s)
+            connection = await self._dialer.connect(lane.endpoints, self.connect_until_s(jobs[0].deadline_s))
         except NvpoolError as error:
             self._all_again(jobs, error, lane)
             return
         self._submit(connection, lane, jobs)
+
+    def connect_until_s(self, deadline_s: float) -> float:
+        """For who has no connection to a target yet. Of a host that is gone nothing comes back: others may be asked instead."""
+        return min(deadline_s, self._clock.boottime_s() + LATE_S) if self.replicas.several else deadline_s
 
     def _submit(self, connection, lane: Lane, jobs: list[Read]) -> None:
         if len(jobs) == 1:
@@ -381,22 +385,16 @@ class ChunkClient:
             raise at_the_deadline(error, reason)
         if isinstance(error, (StaleGrant, StaleSession)):
             if tries > 1:
-                await asyncio.sleep(self._delay(tries, error, left))
+                await self._pause(error, tries, left)
             await self._renew(file, rights)
-            return
-        if isinstance(error, (StaleEpoch, WrongTarget)):
+        elif isinstance(error, (StaleEpoch, WrongTarget)):
             if not await self._view.refresh():
-                await asyncio.sleep(self._delay(tries, error, left))
-            return
-        if not isinstance(error, Damaged) or tries > 1:
-            await asyncio.sleep(self._delay(tries, error, left))
-        if isinstance(error, Unreachable) and tries % 4 == 0:
-            await self._view.refresh()  # it may live elsewhere now
+                await self._pause(error, tries, left)
+        elif not isinstance(error, Damaged) or tries > 1:
+            await self._pause(error, tries, left)
 
-    def _delay(self, tries: int, error: NvpoolError, left: float) -> float:
-        first, last = self._options.retry_first_s, self._options.retry_last_s
-        delay = max(error.retry_after_s, min(last, first * 2 ** min(tries - 1, 16)))
-        return max(0.0, min(delay * (0.75 + self._clock.random().random() / 2), left))
+    async def _pause(self, error: NvpoolError, tries: int, left_s: float) -> None:
+        await pause(error, tries, left_s, self._view, self._options, self._clock)
 
     def own(self, work) -> asyncio.Task:
         task = self._loop.create_task(work)
@@ -499,14 +497,12 @@ class ChunkClient:
                 header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
                 message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
                                                 checksums=checksums, session=file.grant_session, slot=slot)
-                connection = self._dialer.live(lane.endpoints)
-                if connection is None:
-                    connection = await self._dialer.connect(lane.endpoints, deadline_s)
                 self.counters["writes"] += 1
                 file.grant_used = True
-                call = connection.call(wire_pb2.DATA_WRITE, message.SerializeToString(), parts, deadline_s=deadline_s)
-                alone = len(chain.targets) == 1 and not chain.joining
-                reply = await (call if alone else self._unless_moved(call, file, index, lane))
+                call = self._dialer.call(lane.endpoints, wire_pb2.DATA_WRITE, message.SerializeToString(), parts,
+                                         deadline_s=deadline_s)
+                alone = len(chain.targets) == 1 and not chain.joining  # nobody can take its place but by its own word
+                reply = await (call if alone else self.unless_moved(call, partial(self._has_other_head, file, index, lane)))
                 answer = decoded(data_pb2.WriteReply, reply.message)
                 results = answer.results
                 if len(results) != 16:
@@ -529,18 +525,21 @@ class ChunkClient:
                 if isinstance(error, ChecksumMismatch) and tries > 2:
                     raise
                 await self.mend(file, error, reason, tries, deadline_s, WRITE)
-                if isinstance(error, Unavailable) and len(chain.targets) > 1:
-                    await self._view.refresh()  # another one may be the head by now
 
-    async def _unless_moved(self, call: Awaitable, file: OpenInode, index: int, lane: Lane):
-        """The answer to `call`; StaleEpoch when the chunk has another head while there is none."""
+    def _has_other_head(self, file: OpenInode, index: int, lane: Lane) -> bool:
+        return self.chain(file, index).targets[0] != lane.target
+
+    async def unless_moved(self, call: Awaitable, moved: Callable[[], bool]):
+        """The answer to `call`; StaleEpoch when a newer map comes before it by which it has `moved`: others are to be asked.
+        Where the answer takes long such a map is looked out for: a target that is stopped or cut off says nothing."""
         asked = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait([asked], timeout=PATIENCE_S))[0]:
-                refreshing = asyncio.ensure_future(self._view.refresh())
-                await asyncio.wait([asked, refreshing], return_when=asyncio.FIRST_COMPLETED)
-                if not asked.done() and self.chain(file, index).targets[0] != lane.target:
-                    raise StaleEpoch("another target is the head of the chunk's chain by now")
+            while not asked.done():
+                done, _ = await asyncio.wait([asked, self._view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self._view.follow()
+                elif not asked.done() and moved():
+                    raise StaleEpoch("others hold the chunks by now")
             return asked.result()
         finally:
             asked.cancel()
@@ -565,9 +564,8 @@ class ChunkClient:
                 left = deadline_s - self._clock.boottime_s()
                 if left <= 0:
                     raise at_the_deadline(error, reason) from None
-                refreshed = isinstance(error, Stale) and await self._view.refresh()
-                if not refreshed:
-                    await asyncio.sleep(self._delay(tries, error, left))
+                if not (isinstance(error, Stale) and await self._view.refresh()):
+                    await self._pause(error, tries, left)
                 if hasattr(request, "map_epoch"):
                     request.map_epoch = self.epoch
 

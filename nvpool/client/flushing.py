@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import DeadlineExceeded, Stale, Unavailable
+from nvpool.base.errors import DeadlineExceeded, NvpoolError, Stale, Unavailable
 from nvpool.client.answers import at_the_deadline, decoded, reason_of
 from nvpool.client.poolview import PoolView
 from nvpool.wire.v1 import data_pb2, wire_pb2
@@ -38,11 +38,11 @@ class Flushing:
     """`call(target, method, message, deadline_s)`: ask a target once."""
 
     def __init__(self, view: PoolView, clock: Clock, *, call: Callable[..., Awaitable],
-                 delay: Callable[[int, Exception, float], float]):
+                 pause: Callable[[NvpoolError, int, float], Awaitable[None]]):
         self._view = view
         self._clock = clock
         self._call = call
-        self._delay = delay
+        self._pause = pause
 
     def _members(self, chains: Collection[WrittenAt]) -> set[int]:
         found: set[int] = set()
@@ -75,11 +75,13 @@ class Flushing:
                     asked[target] = asyncio.get_running_loop().create_task(self._once(target, deadline_s))
                 left = {asked[target] for target in members if not asked[target].done()}
                 if left:
-                    done, left = await asyncio.wait(left, timeout=PATIENCE_S)
+                    done, _ = await asyncio.wait({*left, self._view.next}, timeout=PATIENCE_S,
+                                                 return_when=asyncio.FIRST_COMPLETED)
                     if not done:
-                        await self._view.refresh()
-                        if self._clock.boottime_s() < deadline_s:
-                            continue
+                        self._view.follow()
+                    if not done & left and self._clock.boottime_s() < deadline_s:
+                        continue
+                    left -= done
                 failed = {target: asked[target].exception() for target in members
                           if asked[target].done() and asked[target].exception() is not None}
                 if not failed and not left:
@@ -91,7 +93,7 @@ class Flushing:
                         raise DeadlineExceeded("the pool map by which the targets have flushed did not come in time")
                     if not await self._view.refresh():
                         tries += 1
-                        await asyncio.sleep(self._delay(tries, Unavailable(), left_s))
+                        await self._pause(Unavailable(), tries, left_s)
                     continue
                 for target, error in failed.items():
                     if not isinstance(error, Stale | Unavailable):
@@ -101,8 +103,8 @@ class Flushing:
                     if left_s <= 0:
                         raise at_the_deadline(error, reason) from None
                     del asked[target]
-                if failed and not await self._view.refresh():
-                    await asyncio.sleep(self._delay(tries, error, left_s))
+                if failed and not (isinstance(error, Stale) and await self._view.refresh()):
+                    await self._pause(error, tries, left_s)
         finally:
             for task in asked.values():
                 task.cancel()

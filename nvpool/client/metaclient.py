@@ -23,7 +23,6 @@ from nvpool.base.errors import (
     StaleEpoch,
     StaleSession,
     Unavailable,
-    Unreachable,
     WrongShard,
 )
 from nvpool.base.ids import partition_of
@@ -35,6 +34,7 @@ from nvpool.client.leases import WATCH_SHARE, Leases
 from nvpool.client.moved import Moved
 from nvpool.client.once import Held, Once, asking
 from nvpool.client.options import ClientOptions
+from nvpool.client.pauses import pause
 from nvpool.client.poolview import PoolView
 from nvpool.client.primaries import Primaries
 from nvpool.client.shardsession import ShardSession
@@ -256,16 +256,13 @@ class MetaClient:
         elif isinstance(error, (StaleEpoch, WrongShard)) and await self._view.refresh():
             return
         await self._pause(error, reason, tries, deadline_s, uncertain)
-        if isinstance(error, Unreachable) and tries % 4 == 0:
-            await self._view.refresh()  # it may live elsewhere now
 
     async def _pause(self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
                      uncertain: bool = False) -> None:
         left = deadline_s - self._clock.boottime_s()
         if left <= 0 or self._closed:
             raise at_the_deadline(error, reason, uncertain)
-        delay = max(error.retry_after_s, min(self._options.retry_last_s, self._options.retry_first_s * 2 ** min(tries - 1, 16)))
-        await asyncio.sleep(min(delay * (0.75 + self._clock.random().random() / 2), left))
+        await pause(error, tries, left, self._view, self._options, self._clock)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 

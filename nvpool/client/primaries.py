@@ -1,9 +1,9 @@
 """Requests to shards that have standbys: another member may become the primary while one is under way.
 
-A refusal or a broken connection makes this client look for a newer map before the request is repeated. A primary that is
-stopped or cut off refuses nothing: so where an answer is missing for a second the map is looked at every half second, and when
-it names another primary the connections to the old one are given up, with all that waits for them. Requests are repeated by
-metaclient, which gives them their slots; here nothing is. Shards without standbys do not come through here.
+A refusal or a broken connection makes this client look out for a newer map. A primary that is stopped or cut off refuses
+nothing: so where an answer is missing for a second a newer map is looked out for as well, and when one names another primary
+the connections to the old one are given up, with all that waits for them. Requests are repeated by metaclient, which gives them
+their slots; here nothing is. Shards without standbys do not come through here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Primaries:
         except Busy:
             raise
         except (StaleEpoch, Unavailable):
-            await self._view.refresh()
+            self._view.follow()
             raise
         finally:
             self._waiting.pop(token, None)
@@ -72,7 +72,7 @@ class Primaries:
         while self._waiting:
             await asyncio.sleep(LOOK_S)
             if self._waiting and self._clock.boottime_s() - next(iter(self._waiting.values())) > SILENT_S:
-                await self._view.refresh()
+                self._view.follow()
 
     def _map_changed(self, pool_map: PoolMap) -> None:
         for number, endpoints in list(self._known.items()):

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
-from nvpool.base.errors import CorruptFrame, NvpoolError, Stale, StaleCut, StaleGrant, Unavailable
+from nvpool.base.errors import (
+    CorruptFrame,
+    NotSupported,
+    NvpoolError,
+    Stale,
+    StaleCut,
+    StaleEpoch,
+    StaleGrant,
+    Unavailable,
+)
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BITS
 from nvpool.client.answers import decoded, reason_of
@@ -24,7 +35,9 @@ from nvpool.wire.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")
 _PATIENCE_S = 2.0
-"""For a target about extents, before another replica is asked."""
+"""For a target about extents, before another replica is asked; twice as long each time that it was asked in vain, for it may
+have much to tell."""
+_LONGER_MAX = 4
 
 
 class Extents(NamedTuple):
@@ -43,22 +56,26 @@ class Ranges:
 
     async def extents(self, file: OpenInode, begin: int, end: int, deadline_s: float) -> Extents:
         """What stores have of the file from the chunk of byte `begin` on; it ends at `end`, or before, where one answer does
-        not hold more. Asks each target once."""
+        not hold more. Asks each target once, unless some are silent."""
         chunks = range(begin >> file.chunk_bits, (end - 1 >> file.chunk_bits) + 1)
-        silent: set[int] = set()
+        failures: Counter[int] = Counter()
         while True:
             epoch = self._chunks.epoch
-            holders = self._chunks.replicas.holders(file, chunks, silent)
+            holders = self._chunks.replicas.holders(file, chunks, failures)
             targets = sorted(set(holders.values()))
-            now_s = self._clock.boottime_s()
-            until_s = deadline_s if silent.intersection(targets) else min(deadline_s, now_s + _PATIENCE_S)
-            asked = [self._ask(file, target, chunks, until_s) for target in targets]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            # Nobody is waited for to the end: while one is silent another replica may answer, or the map change.
+            patience_s = _PATIENCE_S * 2 ** min(max(failures[target] for target in targets), _LONGER_MAX)
+            until_s = min(deadline_s, self._clock.boottime_s() + patience_s)
+            asked = asyncio.gather(*[self._ask(file, target, chunks, until_s) for target in targets], return_exceptions=True)
+            try:
+                answers = await self._chunks.unless_moved(asked, partial(self._have_moved, file, chunks, holders))
+            except StaleEpoch:
+                continue
             failed = {target: error for target, error in zip(targets, answers, strict=True) if isinstance(error, BaseException)}
             for target, error in failed.items():
                 if not isinstance(error, Unavailable) or self._clock.boottime_s() >= deadline_s:
                     raise error
-                silent.add(target)  # another replica may answer; else this one has all the time that is left
+                failures[target] += 1
             if not failed and epoch == self._chunks.epoch:  # else a chunk may have gone to a target that was not asked
                 break
         if len(targets) > 1:  # a target may have chunks of other chains, which are not its own any more, or not yet
@@ -84,6 +101,9 @@ class Ranges:
             for index in chunks:
                 if may_have_lost(pool_map, self._chunks.chain(file, index), file.inode):
                     yield index, 0, file.chunk_mask + 1 >> BLOCK_BITS
+
+    def _have_moved(self, file: OpenInode, chunks: range, holders: Mapping[int, int]) -> bool:
+        return any(target not in self._chunks.replicas.of_chain(file, number).readable for number, target in holders.items())
 
     async def _ask(self, file: OpenInode, target: int, chunks: range, deadline_s: float) -> tuple[list, int]:
         tries = 0
@@ -121,18 +141,20 @@ class Ranges:
         reason: NvpoolError | None = None
         while True:
             try:
-                index = offset >> file.chunk_bits
+                index, from_index = offset >> file.chunk_bits, from_offset >> source.chunk_bits
+                if not self.one_target(source, from_index, file, index):
+                    raise NotSupported("the chunks do not lie on one target alone any more")
                 chain = chunks.chain(file, index)
                 lane, cut = chunks.lane(chain.targets[0]), file.cut
                 request = data_pb2.CopyRequest(
                     map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
-                    from_inode=source.inode, from_index=from_offset >> source.chunk_bits,
+                    from_inode=source.inode, from_index=from_index,
                     from_offset=from_offset & source.chunk_mask, inode=file.inode, index=index,
                     offset=offset & file.chunk_mask, length=length, cut=cut, session=file.grant_session, slot=slot,
                     sequence=sequence)
                 source.grant_used = file.grant_used = True
-                reply = await self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(),
-                                                deadline_s=deadline_s)
+                call = self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(), deadline_s=deadline_s)
+                reply = await chunks.unless_moved(call, lambda: chunks.chain(file, index) != chain)  # noqa: B023
                 chunks.short.forget_chunk(file, index)
                 answer = decoded(data_pb2.CopyReply, reply.message)
                 return chunks.replicas.stored(file, index, chain.epoch, cut), answer.bytes

@@ -5,7 +5,7 @@ chunk, so that one of them has it in memory. Called by chunkclient. Asks nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import StaleEpoch
@@ -51,10 +51,14 @@ class Replicas:
 
     def chain(self, file: OpenInode, index: int) -> Chain:
         """Of the chunk. StaleEpoch."""
-        return self._table(file).chains[chain_of(file.inode, index)]
+        return self.of_chain(file, chain_of(file.inode, index))
 
-    def holders(self, file: OpenInode, chunks: range, silent: Collection[int]) -> dict[int, int]:
-        """Of each chain that has some of these chunks one target that holds them; not one of `silent`, where there is another.
+    def of_chain(self, file: OpenInode, number: int) -> Chain:
+        """The chain with this number in the file's table. StaleEpoch."""
+        return self._table(file).chains[number]
+
+    def holders(self, file: OpenInode, chunks: range, failures: Mapping[int, int]) -> dict[int, int]:
+        """Of each chain that has some of these chunks one target that holds them, of those with the fewest `failures`.
         StaleEpoch."""
         chains = self._table(file).chains
         numbers: Collection[int] = range(CHAINS_PER_TABLE)
@@ -62,8 +66,7 @@ class Replicas:
             numbers = {chain_of(file.inode, index) for index in chunks}
         found = {}
         for number in numbers:
-            targets = chains[number].readable
-            found[number] = next((target for target in targets if target not in silent), targets[0])
+            found[number] = min(chains[number].readable, key=lambda target: failures.get(target, 0))
         return found
 
     @staticmethod

@@ -56,11 +56,12 @@ from nvpool.meta.service_answers import Answers
 from nvpool.meta.service_sessions import SessionAnswers
 from nvpool.meta.spanning.door import Spanning
 from nvpool.meta.spanning.holds import Held
-from nvpool.meta.targets import Dialer, Targets
+from nvpool.meta.targets import Targets
 from nvpool.meta.upkeep import Load, Runs
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
+from nvpool.wire.targets import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire

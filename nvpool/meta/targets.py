@@ -6,22 +6,18 @@ Used by `meta/cuts` and `meta/gc`. Without a dialer (unit tests, offline tools) 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import NvpoolError, WrongTarget
+from nvpool.base.errors import NvpoolError
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta.service_right import ServiceRight
+from nvpool.wire.targets import Dialer, TargetCalls
 
 CALL_S = 5.0
 """An answer that takes longer is asked for again: cutting and removing may be repeated."""
-
-
-class Dialer(Protocol):
-    async def call(self, endpoints: tuple[str, ...], method: int, message: bytes, payload=(), *, deadline_s: float,
-                   into: memoryview | None = None) -> Any: ...
 
 
 class Targets:
@@ -31,6 +27,7 @@ class Targets:
         self._dialer = self.dialer = dialer
         self._clock = clock
         self._map: PoolMap | None = None
+        self._calls = TargetCalls(dialer)
         self._has_map = asyncio.Event()
         self._of_table: dict[int, frozenset[int]] = {}
         self._changed_at: dict[int, int] = {}
@@ -47,6 +44,7 @@ class Targets:
 
     def use_map(self, pool_map: PoolMap) -> None:
         before, self._map = self._map, pool_map
+        self._calls.use_map(pool_map)
         for table in pool_map.tables:
             known = before.table_by_id.get(table.id) if before is not None else None
             for number, chain in enumerate(table.chains):
@@ -85,17 +83,13 @@ class Targets:
 
     async def ask(self, target: int, method: int, request: Any) -> Any:
         """The Reply of one target; any NvpoolError."""
-        pool_map = self._map
-        known = pool_map.target_by_id.get(target) if pool_map is not None else None
-        if known is None or self._dialer is None:
-            raise WrongTarget(f"the pool map has no target {target}")
         request.target = target
         if hasattr(request, "map_epoch"):
-            request.map_epoch = pool_map.epoch
+            request.map_epoch = self.epoch
         if hasattr(request, "authority"):
             request.authority = self.authority()
-        return await self._dialer.call(known.endpoints, method, request.SerializeToString(),
-                                       deadline_s=self._clock.boottime_s() + CALL_S)
+        return await self._calls.call(target, method, request.SerializeToString(),
+                                      deadline_s=self._clock.boottime_s() + CALL_S)
 
     async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any,
                    answers: dict[int, bytes] | None = None) -> dict[int, NvpoolError]:

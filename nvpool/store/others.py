@@ -1,6 +1,7 @@
 """The other targets of a pool, as a store asks them for chunks: versions and whole chunks, by the pool's own right.
 
-Called by store/resync and store/repair. Nothing is repeated here; every call has a deadline.
+Called by store/resync and store/repair. Nothing is repeated here; every call has a deadline, and ends before it when the map
+says that who was asked does not serve any more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import BY_WIRE_CODE, CorruptFrame, Damaged, NvpoolError, WrongTarget
+from nvpool.base.errors import BY_WIRE_CODE, CorruptFrame, Damaged, NvpoolError
 from nvpool.base.grants import SERVICE, Grant, sign
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.logic.chainset import ChainSet, encode_chains
@@ -20,6 +21,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.store.chunkstore import ChunkCopy, ChunkVersion, InodeCut
 from nvpool.store.fetching import FETCH_BYTES, decode_fetched, decode_versions, wanted_entries
 from nvpool.wire.dial import Dialer
+from nvpool.wire.targets import TargetCalls
 from nvpool.wire.transport import Reply
 from nvpool.wire.v1 import data_pb2 as pb
 from nvpool.wire.v1.wire_pb2 import Method
@@ -51,15 +53,14 @@ class Fetched(NamedTuple):
 
 class OtherTargets:
     def __init__(self, dialer: Dialer, secret: bytes, clock: Clock) -> None:
-        self._dialer = dialer
+        self._calls = TargetCalls(dialer)
         self._secret = secret
         self._clock = clock
-        self._map: PoolMap | None = None
         self._authority = b""
         self._authority_ends_ms = 0
 
     def update_map(self, pool_map: PoolMap) -> None:
-        self._map = pool_map
+        self._calls.use_map(pool_map)
 
     async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> Listed:
         """Chunks of the chains at the target, behind `after`. Any NvpoolError: of the way, or what the target answers."""
@@ -122,12 +123,10 @@ class OtherTargets:
         return found, reply.busy
 
     async def _ask(self, target: int, method: int, request) -> Reply:
-        known = self._map.target_by_id.get(target) if self._map is not None else None
-        if known is None:
-            raise WrongTarget(f"the pool map has no target {target}")
-        request.target, request.map_epoch, request.authority = target, self._map.epoch, self._right()
-        return await self._dialer.call(known.endpoints, method, request.SerializeToString(),
-                                       deadline_s=self._clock.boottime_s() + CALL_S)
+        pool_map = self._calls.map
+        request.target, request.map_epoch, request.authority = target, pool_map.epoch if pool_map else 0, self._right()
+        return await self._calls.call(target, method, request.SerializeToString(),
+                                      deadline_s=self._clock.boottime_s() + CALL_S)
 
     def _right(self) -> bytes:
         now_ms = self._clock.wall_ns() // 1_000_000

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,61 +23,13 @@ from nvpool.store.allocator import Transaction
 from nvpool.store.chunkstore import ALL_INODES
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.records import encode_segment, segment_key
+from nvpool.testing.holding_pool import HoldingPool
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.codec import encode_read_request
 from nvpool.wire.v1.wire_pb2 import Method
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
-
-
-class HoldingPool(LocalPool):
-    """`hold`: what a target is asked of these methods is not answered, not even looked at, until `let_go`. `mute`: it is done,
-    and the answer is lost."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.asked: Counter = Counter()
-        self.held: dict[int, list] = defaultdict(list)
-        self._holding: dict[int, tuple] = {}
-        self._muted: dict[int, tuple] = {}
-        self._handlers: dict[int, object] = {}
-
-    async def _listen(self, role, number, handler):
-        if role != "target":
-            await super()._listen(role, number, handler)
-            return
-        self._handlers[number] = handler
-
-        def hand_on(call):
-            self.asked[number, call.method] += 1
-            if call.method in self._holding.get(number, ()):
-                self.held[number].append(call)
-                return
-            if call.method in self._muted.get(number, ()):
-                call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
-                                       deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
-            handler(call)
-        await super()._listen(role, number, hand_on)
-
-    def hold(self, target: int, *methods: int) -> None:
-        self._holding[target] = methods
-
-    def mute(self, target: int, *methods: int) -> None:
-        self._muted[target] = methods
-
-    def let_go(self, target: int) -> None:
-        calls, self.held[target], self._holding[target] = self.held[target], [], ()
-        for call in calls:
-            try:
-                self._handlers[target](call)
-            except Exception as error:
-                call.fail(error)
-
-    async def until(self, holds) -> None:
-        async with asyncio.timeout(120):
-            while not holds():  # noqa: ASYNC110 - many things, none of which tells of itself
-                await asyncio.sleep(0.005)
 
 
 def in_loop(test):

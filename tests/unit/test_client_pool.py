@@ -726,6 +726,54 @@ def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
     run(check())
 
 
+def test_who_waits_for_the_next_map_has_it_when_any_node_has():
+    async def check():
+        async with Case() as case:
+            node = case.pool.pool_map.nodes[0]
+            nodes = tuple(replace(node, id=number, endpoints=(f"stream://h{number}:1",)) for number in range(1, 5))
+            first = changed(case.pool.pool_map, nodes=nodes)
+            second = changed(first)
+            told = asyncio.get_running_loop().create_future()
+            asked = []
+
+            class Answers:
+                """One is silent, one knows nothing and does not wait, one refuses, one waits until there is something."""
+
+                async def call(self, endpoints, method, message, deadline_s):
+                    number = int(endpoints[0][len("stream://h"):-len(":1")])
+                    asked.append((number, pool_pb2.MapRequest.FromString(message).wait_s))
+                    if number == 3:
+                        raise Unavailable
+                    if number == 1:
+                        await asyncio.get_running_loop().create_future()
+                    return Reply(pool_pb2.MapReply(map=await told if number == 4 else b"").SerializeToString(), ())
+
+            view = PoolView(first, directory=None, dialer=Answers(), clock=case.pool.clock)
+            assert not await view.newer(0.0)
+            waiting = [asyncio.create_task(view.newer(60.0)) for _ in range(100)]
+            await until(lambda: {1, 2, 3, 4} <= {number for number, _ in asked})
+            assert all(wait_s > 0 for _, wait_s in asked) and not any(one.done() for one in waiting)
+            told.set_result(encode_map(second))
+            assert all(await asyncio.gather(*waiting)) and view.map.epoch == second.epoch
+            await view.close()
+    run(check())
+
+
+def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path):
+    async def main() -> None:
+        async with Case() as case:
+            first = case.pool.pool_map
+            (tmp_path / "poolmap.json").write_bytes(encode_map(first))
+            view = PoolView(first, directory=str(tmp_path), dialer=None, clock=case.pool.clock)
+            assert not await view.newer(0.1)
+            waiting = asyncio.create_task(view.newer(60.0))
+            (tmp_path / "next").write_bytes(encode_map(changed(first)))
+            (tmp_path / "next").rename(tmp_path / "poolmap.json")
+            assert await waiting and view.map.epoch == first.epoch + 1
+            await view.close()
+    run(main())
+
+
 def test_df_shows_what_fits_before_the_first_target_is_full():
     async def main() -> None:
         async with LocalPool(capacities=(64 * MIB, 192 * MIB)) as pool:

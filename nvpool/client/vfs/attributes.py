@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from collections import Counter
 
 from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
 from nvpool.base.units import (
@@ -19,6 +20,7 @@ from nvpool.client.cache import XATTR_FLAG
 from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
 from nvpool.client.vfs.core import Core
 from nvpool.logic.layout import layout_of
+from nvpool.logic.poolmap import Target
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
@@ -174,25 +176,23 @@ class Attributes(Core):
 
     async def statfs(self) -> StatFs:
         """Sizes of the pool, at most a second old; of a target that is silent those that it last told, for STATFS_KEPT_S.
-        Unavailable where there are none: half of a pool is no pool that is full."""
+        Unavailable where there are none: half of a pool is no pool that is full. But who holds nothing of it at the
+        moment has no room."""
         now_s = self.clock.boottime_s()
         if self._statfs is not None and self._statfs[1] > now_s:
             return self._statfs[0]
         pool_map = self.view.map
-        targets = [target.id for target in pool_map.targets if not target.is_over]
-        told = dict(zip(targets, await asyncio.gather(*map(self._space_of, targets)), strict=True))
+        table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)
+        chains = Counter(target for chain in table.chains for target in chain.targets) if table is not None else Counter()
+        targets = [target for target in pool_map.targets if not target.is_over]
+        spaces = await asyncio.gather(*(self._space_of(target, target.id in chains) for target in targets))
+        told = {target.id: space for target, space in zip(targets, spaces, strict=True)}
         capacity = {target: space[0] for target, space in told.items()}
         free = {target: space[1] for target, space in told.items()}
-        table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)
-        available = 0
-        if table is not None:
-            chains: dict[int, int] = {}
-            for chain in table.chains:
-                for target_id in chain.targets:
-                    chains[target_id] = chains.get(target_id, 0) + 1
-            # chunks spread evenly over the chains, so the pool is full when its first target is
-            available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
+        # chunks spread evenly over the chains, so the pool is full when its first target is
         replicas = max(1, pool_map.settings.replicas)
+        available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
+        available = min(available, sum(free.values()) // replicas)
         replies = await self._ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
         files, files_max = sum(reply.files for reply in replies), sum(reply.files_max for reply in replies)
         found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
@@ -200,14 +200,17 @@ class Attributes(Core):
         self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S
         return found
 
-    async def _space_of(self, target: int) -> tuple[int, int, float]:
+    async def _space_of(self, target: Target, holds: bool) -> tuple[int, int, float]:
+        """`holds`: whether chunks of the pool are there."""
         now_s = self.clock.boottime_s()
-        known = self._space.get(target)
+        known = self._space.get(target.id)
         if known is not None and known[2] + STATFS_KEPT_S < now_s:
             known = None
+        if known is None and not holds:
+            known = target.capacity_bytes, 0, now_s
         wait_s = min(5.0 if known is None else STATFS_SILENT_S, self.options.deadline_s)
         try:
-            raw = await self.chunks.ask_target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
+            raw = await self.chunks.ask_target(target.id, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
                                                now_s + wait_s)
         except Unavailable:
             if known is None:
@@ -215,5 +218,5 @@ class Attributes(Core):
             return known
         status = decoded(data_pb2.DataStatusReply, raw)
         free = max(0, int(status.capacity_bytes * FULL_SHARE) - status.used_bytes)
-        self._space[target] = found = status.capacity_bytes, free, self.clock.boottime_s()
+        self._space[target.id] = found = status.capacity_bytes, free, self.clock.boottime_s()
         return found

@@ -284,13 +284,14 @@ class Ranges(Files, Attributes):
         return done
 
     async def _copy_by_store(self, origin: OpenInode, file: OpenInode, piece: _Piece) -> bool:
-        """False where the store has no good bytes to copy: a reader may find them elsewhere, or tells whose they were."""
+        """False where the store has no good bytes to copy, so that a reader may find them elsewhere, or tells whose they were;
+        and where others hold them too by now."""
         deadline_s = self.clock.boottime_s() + self.options.deadline_s
         while True:
             cut = file.cut
             try:
                 place, copied = await self.ranges.copy(origin, piece.source, file, piece.target, piece.length, deadline_s)
-            except (BytesLost, ChecksumMismatch):
+            except (BytesLost, ChecksumMismatch, NotSupported):
                 return False
             except StaleCut:
                 if self.clock.boottime_s() > deadline_s:

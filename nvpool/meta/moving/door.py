@@ -18,9 +18,9 @@ from nvpool.meta.moving.leaving import Leaving
 from nvpool.meta.moving.sessions import bring_all
 from nvpool.meta.moving.taker import Taker
 from nvpool.meta.service_right import AuthorityCheck, ServiceRight
-from nvpool.meta.targets import Dialer
 from nvpool.meta.waits import Waits
 from nvpool.wire.codec import decoded
+from nvpool.wire.targets import Dialer
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import moving_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire

@@ -15,8 +15,8 @@ from nvpool.kv.contract import Effect
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.spanning.records import SpanId
-from nvpool.meta.targets import Dialer
 from nvpool.wire.codec import decoded
+from nvpool.wire.targets import Dialer
 from nvpool.wire.v1 import meta_pb2 as pb
 
 

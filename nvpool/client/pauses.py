@@ -1,0 +1,26 @@
+"""How long to wait before a request is repeated: the one back-off of metaclient and chunkclient."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import Busy, NvpoolError, Unreachable
+from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import PoolView
+
+REACH_S = 0.1
+"""Between two looks whether anybody listens again where nobody does: they cost next to nothing, and a daemon that is started
+again is there within a second."""
+
+
+async def pause(error: NvpoolError, tries: int, left_s: float, view: PoolView, options: ClientOptions, clock: Clock) -> None:
+    """Before what has met `error`, and others before it, is asked for again, `tries` times by now: longer and longer, but no
+    longer than `left_s`, nor than until there is a newer map, in which somebody else may have taken the place of who failed."""
+    last_s = min(REACH_S, options.retry_last_s) if isinstance(error, Unreachable) else options.retry_last_s
+    delay_s = max(error.retry_after_s, min(last_s, options.retry_first_s * 2 ** min(tries - 1, 16)))
+    delay_s = max(0.0, min(delay_s * (0.75 + clock.random().random() / 2), left_s))
+    if isinstance(error, Busy):
+        await asyncio.sleep(delay_s)  # it serves
+    else:
+        await view.newer(delay_s)

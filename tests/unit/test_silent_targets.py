@@ -1,0 +1,189 @@
+"""Targets that say nothing any more, as processes that are stopped and hosts that are cut off: whoever asked one goes on with
+another, or with the next map, and nobody waits for the silent one to his deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.errors import Unreachable, WrongTarget
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.units import KIB, MIB
+from nvpool.client import ranges
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.logic.layout import chain_of
+from nvpool.logic.transitions import died, returned
+from nvpool.meta import targets as meta_targets
+from nvpool.store import others
+from nvpool.testing.holding_pool import HoldingPool
+from nvpool.wire import dial
+from nvpool.wire.frame import HELLO
+from nvpool.wire.registry import transport
+from nvpool.wire.v1.wire_pb2 import Method
+
+ME = Caller(1000, 1000)
+CHUNK = 256 * KIB
+OPTIONS = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, short_cut=False)
+"""Who waits for a silent target to the end meets an error."""
+
+
+def in_loop(test):
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 100))
+    return run
+
+
+@asynccontextmanager
+async def made(replicas=2, targets=2):
+    async with HoldingPool(capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, tells_map=True) as pool:
+        yield pool, (await pool.client("first", OPTIONS)).vfs
+
+
+async def new_file(vfs, name: bytes, content: bytes = b""):
+    _, handle = await vfs.create(ROOT_INODE, name, 0o644, os.O_RDWR, ME)
+    if content:
+        await vfs.write(handle, 0, content)
+        await vfs.fsync(handle, False)
+    return handle
+
+
+async def content_of(vfs, handle) -> bytes:
+    return bytes(await vfs.read(handle, 0, 64 * MIB))
+
+
+@in_loop
+async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_while(monkeypatch):
+    monkeypatch.setattr(ranges, "_PATIENCE_S", 0.05)
+    async with made() as (pool, vfs):
+        content = os.urandom(100_000)
+        handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
+        first, second = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
+        for target in (first, second):
+            pool.hold(target, Method.DATA_EXTENTS)
+        copying = asyncio.create_task(vfs.copy_range(handle, 0, copy, 0, len(content)))
+        await pool.until(lambda: pool.asked[second, Method.DATA_EXTENTS] and pool.asked[first, Method.DATA_EXTENTS] > 1)
+        pool.let_go(second)
+        assert await copying == len(content)
+        assert len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]  # it never said anything
+        await vfs.flush(copy)
+        assert await content_of(vfs, copy) == content
+
+
+@in_loop
+async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_target_any_more(monkeypatch):
+    monkeypatch.setattr(ranges, "_PATIENCE_S", 600.0)
+    async with made() as (pool, vfs):
+        handle = await new_file(vfs, b"file", bytes(5000))
+        silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
+        pool.hold(silent, Method.DATA_EXTENTS)
+        looking = asyncio.create_task(vfs.seek(handle, 0, os.SEEK_HOLE))
+        await pool.until(lambda: pool.held[silent])
+        await pool.change_map(lambda now: died(now, {silent}))
+        assert await looking == 8192 or looking.result() == 5000
+
+
+@in_loop
+async def test_a_copy_in_a_silent_store_is_made_where_the_chunks_are_by_the_next_map():
+    async with made(replicas=1) as (pool, vfs):
+        content = os.urandom(100_000)
+        handle = await new_file(vfs, b"file", content)
+        source, = pool.pool_map.chain(1, chain_of(handle.inode, 0)).targets
+        other = 3 - source
+        index = next(index for index in range(1, 1000)
+                     if pool.pool_map.chain(1, chain_of(handle.inode, index)).targets == (source,))
+        pool.hold(source, Method.DATA_COPY)
+        copying = asyncio.create_task(vfs.copy_range(handle, 0, handle, index * CHUNK, 24 * 4096))
+        await pool.until(lambda: pool.held[source])
+
+        def moved(pool_map):
+            return replace(pool_map, tables=tuple(replace(table, chains=tuple(
+                replace(chain, targets=(other,), epoch=chain.epoch + 1) for chain in table.chains))
+                for table in pool_map.tables))
+        await pool.change_map(moved)
+        assert await copying == 24 * 4096
+        assert pool.asked[other, Method.DATA_COPY] == 1 and len(pool.held[source]) == 1
+
+
+@in_loop
+async def test_a_copy_that_a_store_was_asked_for_is_made_by_the_client_when_others_join_the_chunk_meanwhile():
+    async with made() as (pool, vfs):
+        content = os.urandom(200_000)
+        handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
+        await pool.change_map(lambda now: died(now, {2}))
+        assert await vfs.view.refresh()
+        pool.hold(1, Method.DATA_COPY)
+        copying = asyncio.create_task(vfs.copy_range(handle, 0, copy, 0, len(content)))
+        await pool.until(lambda: pool.held[1])
+        await pool.change_map(lambda now: returned(now, {2}))
+        pool.let_go(1)
+        assert await copying == len(content)
+        await vfs.fsync(copy, False)
+        assert await content_of(vfs, copy) == content
+
+
+@in_loop
+async def test_a_truncation_waits_for_no_target_that_the_map_has_taken_out(monkeypatch):
+    monkeypatch.setattr(meta_targets, "CALL_S", 600.0)
+    async with made() as (pool, vfs):
+        handle = await new_file(vfs, b"file", os.urandom(100_000))
+        silent = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
+        pool.hold(silent, Method.DATA_CUT)
+        cutting = asyncio.create_task(vfs.setattr(handle.inode, size=1000, caller=ME, handle=handle))
+        await pool.until(lambda: pool.held[silent])
+        await pool.change_map(lambda now: died(now, {silent}))
+        await cutting
+        assert len(await content_of(vfs, handle)) == 1000
+
+
+@in_loop
+async def test_a_store_waits_for_no_other_one_that_the_map_has_taken_out(monkeypatch):
+    monkeypatch.setattr(others, "CALL_S", 600.0)
+    async with made() as (pool, vfs):
+        handle = await new_file(vfs, b"file", os.urandom(100_000))
+        asking = pool.stores[1].upkeep.others
+        pool.hold(2, Method.DATA_FETCH)
+        fetching = asyncio.create_task(asking.fetch(2, [(handle.inode, 0, 2)]))
+        await pool.until(lambda: pool.held[2])
+        await pool.change_map(lambda now: died(now, {2}))
+        with pytest.raises(Unreachable):
+            await fetching
+        pool.let_go(2)  # who is taken out already is asked nevertheless, and has something to say
+        with pytest.raises(WrongTarget, match="not held here"):
+            await asking.fetch(2, [(handle.inode, 0, 2)])
+
+
+@in_loop
+async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monkeypatch):
+    monkeypatch.setattr(dial, "ATTEMPT_S", 600.0)
+    async with made() as (pool, vfs):
+        content = os.urandom(300_000)
+        await new_file(vfs, b"file", content)
+        for silent in (1, 2):
+            endpoint, = pool.pool_map.target_by_id[silent].endpoints
+            monkeypatch.setattr(transport("inproc"), "faults", lambda where, kind, _, endpoint=endpoint:
+                                None if (where, kind) == (endpoint, HELLO) else 0.0)
+            fresh = (await pool.client(f"of {silent}", OPTIONS)).vfs
+            attr = await fresh.look(ROOT_INODE, b"file")
+            handle = await fresh.open(attr.inode, os.O_RDONLY, ME)
+            assert await content_of(fresh, handle) == content
+            into = bytearray(300_000)
+            await fresh.read_many([(handle, 0, 150_000), (handle, 150_000, 150_000)], memoryview(into))
+            assert into == content
+
+
+@in_loop
+async def test_a_fresh_client_is_told_the_size_of_a_pool_one_of_whose_targets_is_away():
+    async with made() as (pool, vfs):
+        before = await vfs.statfs()
+        await pool.change_map(lambda now: died(now, {2}))
+        pool.hold(2, Method.DATA_STATUS)
+        found = await (await pool.client("fresh", OPTIONS)).vfs.statfs()
+        assert found.blocks_total >= before.blocks_total
+        assert 0 < found.blocks_available <= found.blocks_free < before.blocks_free
