@@ -52,7 +52,7 @@ class Supervisor(msgspec.Struct, frozen=True):
     drain_s: Annotated[float, Meta(ge=0, le=3600, description="how long a stopping process may finish its requests")] = 10.0
     restart_delay_min_s: Annotated[float, Meta(gt=0, le=60, description="wait before a dead process is started again")] = 0.05
     restart_delay_max_s: Annotated[float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")] = 5.0
-    healthy_s: Annotated[float, Meta(gt=0, le=3600, description="after that long the wait is the shortest again")] = 10.0
+    healthy_s: Annotated[float, Meta(gt=0, le=3600, description="serving for so long makes the wait the shortest again")] = 1.0
     replace_after_s: Annotated[float, Meta(ge=0, le=86400,
         description="a drive, or a node that keeps the pool map (etcd), may be away so long before others make what it had; "
                     "0: for ever")] = 600.0

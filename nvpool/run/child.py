@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import signal
@@ -57,6 +58,7 @@ class Child:
         self._identity: Identity | None = None
         self._pidfd = -1
         self._popen: subprocess.Popen | None = None
+        self._serves_since_s = math.inf
 
     @property
     def pid(self) -> int:
@@ -67,20 +69,20 @@ class Child:
         """Have the process running until `stopping` is set; returns with the process as it is then."""
         delay = self._timing.restart_delay_min_s
         while not stopping.is_set():
-            started_s = self._clock.boottime_s()
+            self._serves_since_s = math.inf
             code = await self._run(stopping)
             if self._identity is not None:
                 return  # asked to stop while it runs
             if stopping.is_set():
                 break
+            if self._clock.boottime_s() - self._serves_since_s >= self._timing.healthy_s:
+                delay = self._timing.restart_delay_min_s
             if code == EXIT_IN_USE:
                 log.info("%s runs already, started by somebody else", self.name)
             else:
                 self.restarts += 1
                 log.warning("%s has ended (%s); starting it again in %.2f s", self.name, self.last_end, delay)
             self.state = "restarting"
-            if self._clock.boottime_s() - started_s >= self._timing.healthy_s:
-                delay = self._timing.restart_delay_min_s
             await _either(stopping, delay)
             delay = min(delay * 2, self._timing.restart_delay_max_s)
         self.state = "stopped"
@@ -169,6 +171,7 @@ class Child:
                     state = self._directory.state_of(self.name)
                     if state is not None and state.pid == self.pid:
                         self.state, self.since_ms, self.reason = "serving", state.since_ms, ""
+                        self._serves_since_s = self._clock.boottime_s()
                         continue
                     timeout, poll_s = poll_s, min(poll_s * 1.5, _READY_POLL_S_MAX)
                 await asyncio.wait([ended, asked], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.config import Supervisor
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.host import identity_of, runs
+from nvpool.run import child as child_module
 from nvpool.run.child import Child
 
 SERVES = """if True:
@@ -96,6 +97,33 @@ def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
         stopping.set()
         await asyncio.wait_for(keeper, 120)
         assert child.state == "stopped" and child.pid == 0
+    scenario(run)
+
+
+def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has_served_for_a_while(directory, monkeypatch):
+    waits = []
+
+    async def no_wait(event, wait_s):
+        waits.append(wait_s)
+
+    monkeypatch.setattr(child_module, "_either", no_wait)
+
+    async def run(stopping, hurry):
+        clock, timing = ManualClock(), Supervisor(restart_delay_min_s=1, restart_delay_max_s=60, healthy_s=30)
+        program = SERVES + "    signal.pause()"
+        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], timing, clock)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        for serves_s in (0, 29, 0, 30, 0, 31):
+            await until(lambda: child.state == "serving", "it serves")
+            clock.advance(serves_s)
+            killed = child.pid
+            os.kill(killed, signal.SIGKILL)
+            await until(lambda: child.pid not in (0, killed), "another one is started")  # noqa: B023
+            clock.advance(100)  # a slow start says nothing
+        assert waits == [1, 2, 4, 1, 2, 1]
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
     scenario(run)
 
 
