@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Awaitable
 from functools import partial
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
@@ -19,11 +20,12 @@ from nvpool.base.host import host_id
 from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
+from nvpool.client.renewing import keep_renewed, renew_once
 from nvpool.client.vfs import Vfs
 from nvpool.logic.poolmap import PoolMap, encode_map
 from nvpool.wire import registry
 from nvpool.wire.dial import Dialer
-from nvpool.wire.identity import identity_in
+from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.transport import Greeting, Transport
 
 __all__ = ["Client", "ClientOptions"]
@@ -46,7 +48,7 @@ class Client:
         self._view = view
         self._clock = clock
         self._closed = False
-        self._ticking = asyncio.create_task(self._tick())
+        self._tasks = [asyncio.create_task(self._tick())]
 
     @property
     def pool_map(self) -> PoolMap:
@@ -99,7 +101,16 @@ class Client:
         if clients is not None:
             view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
             await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
-        return cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
+        client = cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
+        if clients is not None and greeting.identity is not None and greeting.identity.secured:
+            client._renew(clients, greeting.identity)  # in a node's directory its supervisor does
+        return client
+
+    def _renew(self, directory: PoolDirectory, identity: Identity) -> None:
+        def once() -> Awaitable[bool]:
+            return renew_once(directory, identity, self._view.map, self.dialer, clock=self._clock)
+
+        self._tasks.append(asyncio.create_task(keep_renewed(once, identity)))
 
     async def _tick(self) -> None:
         while True:
@@ -118,7 +129,8 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        self._ticking.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self.vfs.close(self._clock.boottime_s() + timeout_s)
         await self._view.close()
         await self.dialer.close()

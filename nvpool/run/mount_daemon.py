@@ -202,14 +202,11 @@ class _Mounted:
                 self._directory.withdraw(name)
 
     async def _keep_certificate(self, client: Client) -> None:
-        """Show the certificate as it is renewed: by the supervisor, or, where this is a client's directory, by us."""
+        """Show the certificate as the supervisor renews it. In a client's directory the client does that, and shows it."""
         identity = client.dialer.greeting.identity
         place = PoolDirectory(self._arguments.pool)
-        if identity is None or not identity.secured or not place.exists():
+        if identity is None or not identity.secured or not place.exists() or not place.node:
             return
-        if not place.node:
-            from nvpool.run.renewing import keep_renewed  # it makes requests for certificates, which no other mount needs
-            await keep_renewed(place, identity, lambda: client.pool_map, client.dialer)
         while True:
             await asyncio.sleep(_CERTIFICATE_LOOK_S)
             try:

@@ -116,9 +116,9 @@ class _Load:
 class _Changing(_Worker):
     """Changes files of its own in every way, and knows what they must hold."""
 
-    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, without: tuple[str, ...]) -> None:
+    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int) -> None:
         super().__init__(f"load-{seed}", seed, stop)
-        self.top, self.file_bytes_max, self.without = top, file_bytes_max, without
+        self.top, self.file_bytes_max = top, file_bytes_max
         self.files: dict[str, bytearray] = {}
         self.counter = 0
 
@@ -130,7 +130,6 @@ class _Changing(_Worker):
                    "punch": 2, "copy": 2}
         if len(self.files) > 60:
             weights |= {"create": 0, "unlink": 8}
-        weights |= dict.fromkeys(self.without, 0)
         kinds = list(weights) if self.files else ["create"]
         kind = self.chance.choices(kinds, [weights[k] for k in kinds])[0]
         name = self.chance.choice(list(self.files)) if self.files else ""
@@ -251,13 +250,12 @@ class _Changing(_Worker):
 
 
 class CheckingLoad(_Load):
-    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `without`: names of what it leaves out."""
+    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`."""
 
-    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
-                 without: tuple[str, ...] = ()) -> None:
+    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20) -> None:
         stop = threading.Event()
         top = Path(directory)
-        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, without)
+        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max)
                           for number in range(threads)], stop)
 
 

@@ -113,8 +113,15 @@ class Identity:
         self.shown = shown
 
     def own_member(self) -> str:
-        """Whom our certificate names: OpenSSL reads it when it is shown to ourselves. BadConfiguration where nobody would take
-        it."""
+        """Whom our certificate names. BadConfiguration where nobody would take it."""
+        return member_of(self._own_certificate(), self.pool_id)
+
+    def own_end_s(self) -> float:
+        """When our certificate ends, in seconds since 1970. BadConfiguration as of own_member."""
+        return ssl.cert_time_to_seconds(self._own_certificate()["notAfter"])
+
+    def _own_certificate(self) -> dict:
+        """As SSLObject.getpeercert gives it: OpenSSL reads it when it is shown to ourselves."""
         ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = authority_unseen()  # a client's is none that may serve
         _load(context, self.shown)
@@ -127,7 +134,7 @@ class Identity:
                         end.do_handshake()
                     except ssl.SSLWantReadError:
                         pass
-            return member_of(serves.getpeercert(), self.pool_id)
+            return serves.getpeercert()
         except ssl.SSLError as error:
             raise BadConfiguration(f"our own certificate can not be used: {refusal_of(error) or error}") from None
 

@@ -1,6 +1,8 @@
-"""Certificates of two minutes, renewed while everything serves: those of nodes, a client, members of etcd."""
+"""Certificates of two minutes, renewed while everything serves: those of nodes, of a client that mounts and of one that only
+uses the SDK, of members of etcd."""
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +23,18 @@ pytestmark = [pytest.mark.skipif(bool(machines.missing()), reason=machines.missi
 LIVES_S = 120
 
 
+PROGRAM = """
+import sys, time, nvpool
+with nvpool.connect(sys.argv[1]) as pool:
+    count = 0
+    while not pool.exists("/end"):
+        count += 1
+        pool.write_bytes("/program", b"%d" % count)
+        assert pool.read_bytes("/program") == b"%d" % count
+        time.sleep(0.5)
+"""
+
+
 def certificates(node: Node) -> list[Path]:
     return [path for below in (".", "etcd") if (path := node.path / "secret" / below / "member.crt").exists()]
 
@@ -30,14 +44,16 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
         first, second, third = pool.nodes
-        client = Node(third.machine, "client")
+        client, user = Node(third.machine, "client"), Node(third.machine, "user")
         try:
             of_three(pool)
             pool.client(client)
+            pool.client(user)
+            program = third.machine.popen(sys.executable, "-P", "-c", PROGRAM, str(user.path))
             mount = third.machine.place / "mount"
             mount.mkdir()
             third.nvpool("mount", str(client.path), str(mount))
-            began = {path: path.read_bytes() for node in (*pool.nodes, client) for path in certificates(node)}
+            began = {path: path.read_bytes() for node in (*pool.nodes, client, user) for path in certificates(node)}
             ended_s = max(ends_s(raw) for raw in began.values()) + 1
             count = 0
             while SYSTEM_CLOCK.wall_ns() / 1e9 < ended_s:
@@ -45,7 +61,7 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
                 third.machine.run("sh", "-c", f"echo {count} > {mount}/file && sync {mount}/file && grep -q {count} "
                                               f"{mount}/file")
                 time.sleep(0.5)
-            assert len(began) == 7
+            assert len(began) == 8 and program.poll() is None
             for path, raw in began.items():
                 assert path.read_bytes() != raw and ends_s(path.read_bytes()) > SYSTEM_CLOCK.wall_ns() / 1e9, path
 
@@ -58,6 +74,8 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
                 node.until_all_serve()
                 assert members(node) == {1, 2, 3}
             until(lambda: token_of(second).returncode == 0, "a change", second)
+            third.machine.run("touch", f"{mount}/end")
+            assert program.wait(240) == 0
             third.nvpool("umount", str(mount))
         finally:
             for node in pool.nodes:

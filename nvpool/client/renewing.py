@@ -1,0 +1,79 @@
+"""Our certificate, renewed before it ends under the same key and the same name.
+
+Called by clients for a client's directory, which nobody else looks after, and by run/renewing for a node's. A node of the pool
+that has the authority's key signs; it is shown the certificate that is good still. The file is replaced whole, and either
+certificate goes with the key: so several processes may do the same at once, and whoever else uses the directory sees it by
+itself (Identity.refresh).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.directory import PoolDirectory, write_whole
+from nvpool.base.errors import AccessDenied, NvpoolError, Unavailable
+from nvpool.base.identities import MEMBER_S, RENEW_S
+from nvpool.logic.poolmap import PoolMap
+from nvpool.wire.codec import decoded
+from nvpool.wire.dial import Dialer
+from nvpool.wire.identity import CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, Identity
+from nvpool.wire.v1 import pool_pb2, wire_pb2
+
+LOOK_S = min(3600.0, MEMBER_S / 10)
+_ASK_S = 10.0
+
+log = logging.getLogger(__name__)
+
+Signed = list[tuple[str, bytes]]
+"""Certificates, each with the directory below secret/ where it belongs; the one that is looked at first."""
+
+
+async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: Identity) -> None:
+    """`renew`, now and each hour, for ever. What can not be renewed is said in the log and tried again."""
+    while True:
+        try:
+            if await renew():
+                log.info("the certificate of %s was renewed", identity.own_member())
+        except (NvpoolError, OSError) as error:
+            log.error("our certificate can not be renewed: %s", error)
+        await asyncio.sleep(LOOK_S)
+
+
+async def renew_once(directory: PoolDirectory, identity: Identity, pool_map: PoolMap, dialer: Dialer, *,
+                     left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK,
+                     sign: Callable[[bytes], Signed | None] = lambda request: None) -> bool:
+    """Renew the certificate where it lasts for less than `left_s`; whether it was. Who has not signed the request himself,
+    by `sign`, asks a node. Unavailable where nobody could; AccessDenied where the files are not ours to write."""
+    identity.refresh()
+    if identity.own_end_s() - clock.wall_ns() / 1e9 >= left_s:
+        return False
+    if not os.access(directory.secret, os.W_OK):
+        raise AccessDenied(f"it ends soon, and {directory.secret} may not be written by us: use the pool as its owner once")
+    from nvpool.base.authority import request_again  # large, and needed once in months
+
+    request = request_again((directory.secret / KEY_FILE).read_bytes()).request
+    signed = sign(request) or await _ask(request, pool_map, dialer, clock)
+    for below, certificate in reversed(signed):  # ours last: while that is old, all of this is done again
+        write_whole(directory.secret / below / CERTIFICATE_FILE, certificate)
+    identity.refresh()
+    return True
+
+
+async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) -> Signed:
+    """What the first node answers that signs."""
+    told = "the pool has no other node"
+    for node in pool_map.nodes:
+        # Not by unix sockets: it has to see who we are.
+        away = tuple(endpoint for endpoint in node.endpoints if not endpoint.startswith("stream+unix"))
+        try:
+            raw = await dialer.call(away, wire_pb2.POOL_RENEW, pool_pb2.RenewRequest(request=request).SerializeToString(),
+                                    deadline_s=clock.boottime_s() + _ASK_S)
+            reply = decoded(pool_pb2.RenewReply, raw.message)
+            return [("", reply.certificate), *([(ETCD_SECRET, reply.etcd_certificate)] if reply.etcd_certificate else [])]
+        except NvpoolError as error:
+            told = f"node {node.id}: {error}"
+    raise Unavailable(f"no node that has the authority's key signs a new certificate: {told}")
