@@ -36,9 +36,10 @@ log = logging.getLogger("nvpool.run.child")
 class Child:
     def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
                  clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
-                 on_death: Callable[[int], None] = lambda pid: None, name: str = ""):
+                 on_death: Callable[[int], None] = lambda pid: None, name: str = "", keeps_memory: bool = False):
         """`before_start` is awaited before a new process is started (not before one is adopted); while it fails, none is.
-        `on_death` is called, with its pid, when a process has ended that was not asked to."""
+        `on_death` is called, with its pid, when a process has ended that was not asked to. `keeps_memory`: those that are
+        started here get a memfd that outlives them; its number, and since when all of them have it, are its last words."""
         self.name = name or f"{'target' if role == 'store' else role}-{number}"
         self.role = role
         self.number = number
@@ -59,6 +60,9 @@ class Child:
         self._pidfd = -1
         self._popen: subprocess.Popen | None = None
         self._serves_since_s = math.inf
+        self._keeps_memory = keeps_memory
+        self._memory = -1
+        self._memory_since_s = 0.0
 
     @property
     def pid(self) -> int:
@@ -106,6 +110,7 @@ class Child:
             self.signal(signal.SIGKILL)
             await self._gone(30.0, asyncio.Event())
         self._forget()
+        self._drop_memory()
         self.state = "stopped"
 
     async def _run(self, stopping: asyncio.Event) -> int | None:
@@ -126,7 +131,14 @@ class Child:
         return code
 
     def _start(self) -> None:
-        popen = spawn(self._arguments)
+        arguments, passed = self._arguments, ()
+        if self._keeps_memory:
+            if self._memory < 0:
+                self._memory = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.fchmod(self._memory, 0o600)
+                self._memory_since_s = self._clock.boottime_s()
+            arguments, passed = [*arguments, str(self._memory), str(self._memory_since_s)], (self._memory,)
+        popen = spawn(arguments, pass_fds=passed)
         try:
             self._pidfd = os.pidfd_open(popen.pid)
         except OSError:  # no descriptor left: what can not be watched must not run
@@ -153,11 +165,17 @@ class Child:
             os.close(pidfd)
             return False
         self._pidfd, self._identity, self._popen = pidfd, identity, None
+        self._drop_memory()  # it has another one
         self.adopted = True
         self.state = "starting"
         self.since_ms = self._clock.wall_ns() // 1_000_000
         log.info("%s runs as process %d and is adopted", self.name, identity.pid)
         return True
+
+    def _drop_memory(self) -> None:
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
     async def _watch(self, stopping: asyncio.Event) -> int | None:
         """Return when the process has ended (its exit code where we can know it) or `stopping` is set."""

@@ -1,4 +1,5 @@
-"""The store daemon: `python -m nvpool.run.store_daemon DIR TARGET` serves the chunks of one target until it is told to stop.
+"""The store daemon: `python -m nvpool.run.store_daemon DIR TARGET [DESCRIPTOR SINCE]` serves the chunks of one target until it
+is told to stop. DESCRIPTOR is that of memory which the processes of this target have in common since then; see store/lend.
 
 Started by the supervisor. Exit codes as in run/daemon.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import grp
 import logging
+import os
 import sys
+from functools import partial
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import write_whole
@@ -16,6 +19,7 @@ from nvpool.base.errors import BadConfiguration
 from nvpool.run.beating import Beating
 from nvpool.run.served import Opened, main, read_map
 from nvpool.store.chunkstore import LEND_S, StoreOptions, open_chunk_store
+from nvpool.store.lend import KeptTable
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.wire.endpoint import parse_endpoint
@@ -58,7 +62,7 @@ class _Store(StoreService):
             write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
 
 
-async def _open(opened: Opened) -> StoreService:
+async def _open(kept_table: KeptTable | None, opened: Opened) -> StoreService:
     fenced = opened.directory.fenced(opened.number)
 
     def on_fence(reason: str) -> None:
@@ -72,7 +76,7 @@ async def _open(opened: Opened) -> StoreService:
     journal, configured = opened.config.journal, opened.config.store
     options = StoreOptions(direct=configured.direct, uring=configured.reads == "auto", reserve_share=configured.reserve_share,
                            give_back=configured.give_back, lend_s=LEND_S if configured.short_cut else 0.0,
-                           sync_interval_s=journal.sync_interval_s,
+                           kept_table=kept_table, sync_interval_s=journal.sync_interval_s,
                            index_bytes_max=journal.map_bytes_max, doubted=fenced.exists())
     store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
                                    clock=SYSTEM_CLOCK, on_fence=on_fence)
@@ -91,8 +95,11 @@ async def _open(opened: Opened) -> StoreService:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not sys.argv[2].isdigit():
-        sys.exit("usage: python -m nvpool.run.store_daemon DIR TARGET")
+    if len(sys.argv) not in (3, 5) or not sys.argv[2].isdigit():
+        sys.exit("usage: python -m nvpool.run.store_daemon DIR TARGET [DESCRIPTOR SINCE]")
     target = int(sys.argv[2])
+    kept = KeptTable(int(sys.argv[3]), float(sys.argv[4])) if sys.argv[3:] else None
+    if kept is not None:
+        os.set_inheritable(kept.descriptor, False)
     sys.exit(main("store", f"target-{target}", sys.argv[1], target,
-                  lambda pool_map: pool_map.target_by_id[target].endpoints, _open))
+                  lambda pool_map: pool_map.target_by_id[target].endpoints, partial(_open, kept)))

@@ -195,7 +195,8 @@ class Supervisor:
                   for shard in pool_map.shards for member in members(shard)
                   if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)]
         wanted += [Child(self._directory, "store", target.id, command("store_daemon", path, str(target.id)), timing,
-                         SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id))
+                         SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id),
+                         keeps_memory=True)
                    for target in pool_map.targets if targets and target.node == self._node and not target.is_over]
         for child in wanted:
             if child.name not in self._children:

@@ -157,7 +157,7 @@ class BlockChunkStore(WholeChunks):
         self.kv = kv
         self.readings = Readings(kv)
         direct = self.device.direct  # past the page cache there is nothing that a client could read at once
-        self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s)
+        self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s, self.options.kept_table)
         known = kv.get(IDENTITY_KEY)
         if known is None:
             kv.apply([(IDENTITY_KEY, identity)])

@@ -47,7 +47,7 @@ from nvpool.logic.chainset import ChainSet
 from nvpool.store.superblock import Superblock, decode_superblock, encode_superblock
 
 if TYPE_CHECKING:
-    from nvpool.store.lend import Lender
+    from nvpool.store.lend import KeptTable, Lender
 
 FORMAT_TEXT = "nvpool chunk store 1\n"
 CAPACITY_BYTES_MIN = MIB
@@ -70,7 +70,7 @@ UNCHECKED = 1
 
 LEND_S = 5.0
 """Of a location. Long enough that renewals cost little beside reads, short enough that what is freed meanwhile is little, and
-that nobody minds the wait of a cut in the first seconds after a crash."""
+that nobody minds the wait of a cut in the first seconds after a crash of supervisor and store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,8 @@ class StoreOptions:
     """Written since the last checkpoint of the index; beyond it one is made, so that a replay has no more to check."""
     lend_s: float = LEND_S
     """Lifetime of locations that are given to clients of the host; 0: none are, nor with `direct`."""
+    kept_table: KeptTable | None = None
+    """See store/lend."""
     sync_interval_s: float = 0.1
     index_bytes_max: int = 1 << 40
     doubted: bool = False

@@ -11,9 +11,10 @@ after it has read, and throws away what it read when the counter is not what cam
 or a removal was answered, no read that begins later returns what was there before, as if it had asked the store. Behind the
 counters stands until when this target may serve at all (`serve_until`; store/tenure): others may have taken its place since.
 
-After a death the table of the new process is another one: counters of the old one stand still. Until the lifetimes that the
-dead process gave out have ended every inode counts as lent, and cuts are answered only then. That there were any is
-recorded, once for a process, before the first location is given out:
+The memory of the table outlives a process where its supervisor keeps it (`KeptTable`): its successor raises all counters
+before it serves, so that no client returns what it reads at locations of the dead. Without that counters of the dead process
+stand still, and until the lifetimes that it gave out have ended cuts are not answered. In either case every inode counts as
+lent for so long. That there were any is recorded, once for a process, before the first location is given out:
 
     L                   boot id (36 bytes, of Linux) · lifetime in milliseconds u32 (little-endian)
     h number u64 (BE)   until, milliseconds on CLOCK_BOOTTIME u64 · runs: u64 each, disk block above 16 bits of (blocks - 1)
@@ -32,6 +33,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, NotSupported, from_os_error
@@ -67,11 +69,18 @@ def encode_said(target: int, token: bytes, now_s: float) -> bytes:
     return LENT.pack(target, 1 << SLOT_BITS, token, now_s)
 
 
+class KeptTable(NamedTuple):
+    """A memfd of ours that whoever serves this target has used for its table since `since_s`; empty: nobody yet."""
+
+    descriptor: int
+    since_s: float
+
+
 class Lender:
     """`life_s` 0: nothing is lent, and everything here costs nothing."""
 
-    def __init__(self, kv: Kv, clock: Clock, life_s: float) -> None:
-        """Reads what a process before us recorded. CorruptRecord."""
+    def __init__(self, kv: Kv, clock: Clock, life_s: float, kept: KeptTable | None = None) -> None:
+        """Reads what a process before us recorded. The descriptor of `kept` is ours from now on. CorruptRecord."""
         self._kv = kv
         self._clock = clock
         self.life_s = life_s
@@ -85,34 +94,48 @@ class Lender:
         now_s = clock.boottime_s()
         self.dead_until_s = now_s
         """Until then lifetimes run that a process before us gave out."""
+        self.unseen_until_s = now_s
+        """Until then some of them run with a table that is not ours."""
         raw = kv.get(LENT_KEY)
         if raw is not None:
             if len(raw) < _LIFE.size:
                 raise CorruptRecord("the index record of lifetimes is too short")
             if raw[:-_LIFE.size] == boot_id().encode():
-                self.dead_until_s = now_s + _LIFE.unpack(raw[-_LIFE.size:])[0] / 1000
-        self._fd = -1
+                dead_life_s = _LIFE.unpack(raw[-_LIFE.size:])[0] / 1000
+                self.dead_until_s = self.unseen_until_s = now_s + dead_life_s
+                if kept is not None and life_s:
+                    self.unseen_until_s = min(self.dead_until_s, kept.since_s + dead_life_s)
+        self._fd = kept.descriptor if kept is not None else -1
         self._memory: mmap.mmap | None = None
         self._table = memoryview(b"")
         self._serving = memoryview(b"")
         if life_s:
             self._make_table()
+        else:
+            self.close()
 
     def _make_table(self) -> None:
+        kept = self._fd >= 0
         try:
-            self._fd = os.memfd_create("nvpool-changes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._fd, TABLE_BYTES)
+            if not kept:
+                self._fd = os.memfd_create("nvpool-changes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            if os.fstat(self._fd).st_size != TABLE_BYTES:
+                os.ftruncate(self._fd, TABLE_BYTES)
             self._memory = mmap.mmap(self._fd, TABLE_BYTES)
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SIZE)  # a mapping of it never meets its end
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SEAL)
+            if not kept:  # else our successor has to write there; that it is ours keeps others from it
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+                fcntl.fcntl(self._fd, _F_ADD_SEALS, _F_SEAL_SEAL)
         except OSError:  # a system without: nothing is lent there
             self.life_s = 0.0
+            self.unseen_until_s = self.dead_until_s
             self.close()
             return
         self._table = memoryview(self._memory)[:4 << SLOT_BITS].cast("I")
         self._serving = memoryview(self._memory)[4 << SLOT_BITS:].cast("d")
+        if kept:
+            self.changing_all()  # before its clients may believe anything that stands behind the counters
         self._serving[0] = math.inf
 
     def close(self) -> None:
@@ -208,8 +231,8 @@ class Lender:
         return self.dead_until_s if self._clock.boottime_s() < self.dead_until_s else 0.0
 
     async def clients_of_the_dead(self) -> None:
-        """They do not see our table, so what was cut or punched is theirs to read until their lifetimes have ended."""
-        while (left_s := self.dead_until_s - self._clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
+        """Who does not see our table may read what was cut or punched until his lifetimes have ended."""
+        while (left_s := self.unseen_until_s - self._clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
             await asyncio.sleep(min(left_s, 0.05))
 
 

@@ -127,6 +127,52 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
     scenario(run)
 
 
+def test_processes_that_are_started_one_after_the_other_have_memory_in_common_and_an_adopted_one_has_not(directory):
+    program = SERVES + """
+    memory = int(sys.argv[2])
+    size = os.fstat(memory).st_size
+    os.pwrite(memory, b"x", size)
+    with open(directory.path / "seen", "a") as file:
+        file.write(f"{size} {sys.argv[3]}\\n")
+    signal.pause()
+"""
+
+    def seen():
+        path = directory.path / "seen"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    async def run(stopping, hurry):
+        clock = ManualClock()
+        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, clock,
+                      keeps_memory=True)
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        for count in (1, 2, 3):
+            await until(lambda: len(seen()) == count, "it has looked")  # noqa: B023
+            clock.advance(1)
+            os.kill(child.pid, signal.SIGKILL)
+        await until(lambda: len(seen()) == 4, "it has looked")
+        assert seen() == [[str(count), "1000.0"] for count in range(4)]
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+        other = started(SERVES + "    signal.pause()", str(directory.path))
+        await until(lambda: len(starts(directory)) == 5 and directory.state_of("meta-1").pid == other.pid, "another one serves")
+        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, clock,
+                      keeps_memory=True)
+        stopping.clear()
+        keeper = asyncio.ensure_future(child.keep(stopping))
+        await until(lambda: child.state == "serving" and child.adopted, "it is adopted")
+        clock.advance(1)
+        other.kill()
+        other.communicate()
+        await until(lambda: len(seen()) == 5, "it has looked")
+        assert seen()[4] == ["0", str(clock.boottime_s())]
+        stopping.set()
+        await keeper
+        await child.end(5, hurry)
+    scenario(run)
+
+
 def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
     directory.log.mkdir()
     says = f"""if True:

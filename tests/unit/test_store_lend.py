@@ -3,6 +3,7 @@ dies in between; and every change is told by the table before it is answered."""
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import struct
@@ -44,14 +45,22 @@ class Lending:
         self.blocks = blocks
         self.device = MemoryDevice(blocks * BLOCK)
         self.clock = ManualClock()
+        self.memory = -1
+        """Of the table, where somebody keeps it, and since when."""
+        self.since_s = 0.0
 
     async def begin(self):
-        self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(), clock=self.clock)
+        kept = lend.KeptTable(os.dup(self.memory), self.since_s) if self.memory >= 0 else None
+        self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(kept_table=kept),
+                                     clock=self.clock)
         options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
         kv = await LmdbKv.open(self.directory / "index", options, before_checkpoint=self.store.sync_data,
                                on_replay=ReplayCheck(self.device.read_whole, self.device.write), on_fence=self.store.fence)
         await self.store.attach(kv)
         return self.store
+
+    def keep_table(self):
+        self.memory, self.since_s = os.memfd_create("kept", os.MFD_ALLOW_SEALING), self.clock.boottime_s()
 
     async def die(self):
         await self.store.abandon()
@@ -60,6 +69,8 @@ class Lending:
     async def close(self):
         await self.store.abandon()
         shutil.rmtree(self.directory)
+        if self.memory >= 0:
+            os.close(self.memory)
 
     def lend(self, inode, index=0, blocks=256):
         return self.store.locate(inode, index, blocks, 60.0)
@@ -242,6 +253,41 @@ async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead
     await asyncio.wait_for(cutting, 120)
     assert await asyncio.wait_for(punching, 120) == BLOCK
     await asyncio.wait_for(one.store.cut(1, 5, 2, 20), 120)
+
+
+@lending
+async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_that_outlives_the_processes(one):
+    for inode in (1, 2):
+        await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
+    old = one.places(2)
+    one.lend(1)
+    one.clock.advance(2)
+    one.keep_table()
+    await one.die()  # with a table of its own: its clients see nothing of ours
+    one.clock.advance(1)
+    _, slot, stamp, _ = one.lend(2)
+    seen = one.store.lender.table()  # as a client has it
+    cutting = asyncio.ensure_future(one.store.cut(1, 10, 1, 20))
+    await asyncio.wait([cutting], timeout=0.2)
+    assert not cutting.done()
+    one.store.lender.serve_until(one.clock.boottime_s())
+    await one.die()  # with the table that is kept
+    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client of the dead returns nothing any more"
+    again = asyncio.ensure_future(one.store.cut(1, 5, 2, 20))
+    await asyncio.wait([again], timeout=0.2)
+    assert not again.done(), "a client of the first process may read yet"
+    one.clock.advance(LEND_S - 1)
+    await asyncio.wait_for(again, 120)
+    one.lend(2)
+    await one.die()
+    assert await asyncio.wait_for(one.store.cut(2, 0, 1, 20), 120) == 8 * BLOCK
+    await one.store.flush()
+    assert not old & one.free()  # who is reading there at this moment finds no other file's bytes
+    one.clock.advance(LEND_S)
+    await one.store.tend()
+    assert old <= one.free()
+    os.close(seen)
+    await is_sound(one.store)
 
 
 @lending
