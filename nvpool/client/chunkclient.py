@@ -52,6 +52,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.pauses import pause
 from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
+from nvpool.client.secondreads import SecondReads, settle
 from nvpool.client.shortcut import ShortCut
 from nvpool.logic.poolmap import Chain
 from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, encode_read_request
@@ -90,6 +91,7 @@ class ChunkClient:
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
         self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
         self.hedging = Hedging(clock, self._is_late)
+        self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = Flushing(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
@@ -167,7 +169,7 @@ class ChunkClient:
                                                  missed=missed):
             return
         if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
-            self._send(lane, [job])
+            self.send(lane, [job])
             return
         lane.pending.append(job)
         lane.pending_bytes += length
@@ -192,9 +194,9 @@ class ChunkClient:
 
     def _by_short_cut(self, lane: Lane, job: Read, found: memoryview | None) -> None:
         if found is not None:
-            _settle(job, found)
+            settle(job, found)
         elif not job.future.done():
-            self._send(lane, [job])
+            self.send(lane, [job])
 
     def _turn_over(self, lane: Lane) -> None:
         lane.scheduled = False
@@ -203,9 +205,9 @@ class ChunkClient:
 
     def _send_pending(self, lane: Lane) -> None:
         jobs, lane.pending, lane.pending_bytes = lane.pending, [], 0
-        self._send(lane, jobs)
+        self.send(lane, jobs)
 
-    def _send(self, lane: Lane, jobs: list[Read]) -> None:
+    def send(self, lane: Lane, jobs: list[Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
         if connection is None:
             self._own_reads(self._send_when_connected(lane, jobs), jobs)
@@ -249,7 +251,7 @@ class ChunkClient:
         lane.in_flight += 1
         on_done, sent = partial(self._answered, lane, jobs), None
         if self.replicas.several:
-            sent = self.hedging.watch(lane, jobs, self._ask_another)
+            sent = self.hedging.watch(lane, jobs, self._seconds.ask)
             on_done = partial(self._answered_watched, sent)
         if into is None:
             connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done)
@@ -261,21 +263,6 @@ class ChunkClient:
     def _answered_watched(self, sent: Sent, reply, error) -> None:
         self.hedging.came(sent)
         self._answered(sent.lane, sent.jobs, reply, error)
-
-    def _ask_another(self, sent: Sent) -> None:
-        """Reads that are slow: of other replicas, where there are some. What comes first counts."""
-        for job in sent.jobs:
-            try:
-                lane = self.find_lane(job.file, job.index, (*job.tried, sent.lane))
-            except Stale:
-                continue
-            if job.future.done() or job.second or lane is sent.lane or lane in job.tried:
-                continue
-            coming = Coming(0, job.length)
-            coming.on_end = partial(_second_came, job, sent)
-            second = Read(job.file, job.index, job.offset, job.length, None, coming, job.deadline_s)
-            second.second, second.tried = True, (*job.tried, sent.lane)
-            self._send(lane, [second])
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1
@@ -370,7 +357,7 @@ class ChunkClient:
                 await self.mend(job.file, error, job.reason, job.tries, job.deadline_s, READ)
             if job.future.done():
                 return
-            self._send(self.find_lane(job.file, job.index, job.tried), [job])
+            self.send(self.find_lane(job.file, job.index, job.tried), [job])
         except Stale as stale:
             self._again(job, stale)
         except NvpoolError as final:
@@ -568,21 +555,6 @@ class ChunkClient:
                     await self._pause(error, tries, left)
                 if hasattr(request, "map_epoch"):
                     request.map_epoch = self.epoch
-
-
-def _second_came(job: Read, sent: Sent, found: memoryview | None, error: BaseException | None) -> None:
-    if error is None and not job.future.done():
-        sent.end()
-        _settle(job, found)
-
-
-def _settle(job: Read, found: memoryview) -> None:
-    if job.future.done():
-        return  # given up: the buffer is the asker's again
-    if job.into is not None:
-        job.into[:] = found
-        found = job.into
-    job.future.set_result(found)
 
 
 def _closed(jobs: list[Read], task: asyncio.Task) -> None:

@@ -45,7 +45,7 @@ class Read:
     """Whole blocks of one chunk, on their way. The future's result is exactly `length` bytes."""
 
     __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried",
-                 "second")
+                 "second", "insisted")
 
     def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
                  future: asyncio.Future | Coming, deadline_s: float):
@@ -60,6 +60,7 @@ class Read:
         self.reason: NvpoolError | None = None
         self.verify = False
         self.second = False  # what it is for was asked of another replica before
+        self.insisted = False  # a task asks other replicas until one has answered
         self.tried: tuple[Lane, ...] = ()  # replicas that were asked in vain, since all were
 
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.errors import Unreachable, WrongTarget
+from nvpool.base.errors import Busy, Unreachable, WrongTarget
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
 from nvpool.client import ranges
@@ -176,6 +176,33 @@ async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monk
             into = bytearray(300_000)
             await fresh.read_many([(handle, 0, 150_000), (handle, 150_000, 150_000)], memoryview(into))
             assert into == content
+
+
+@pytest.mark.parametrize("first", ["silent", "refuses"])
+@in_loop
+async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_again_while_the_first_is_silent(first):
+    async with made() as (pool, vfs):
+        content = os.urandom(100_000)
+        handle = await new_file(vfs, b"file", content)
+        lane = vfs.chunks.find_lane(handle.file, 0)
+        silent = lane.target if first == "silent" else 3 - lane.target
+        other = 3 - silent
+        pool.hold(silent, Method.DATA_READ)
+        pool.hold(other, Method.DATA_READ)
+        reading = asyncio.create_task(vfs.read(handle, 8192, 4096))
+        asked = 0
+
+        def refused() -> bool:
+            """As while a write is not decided."""
+            nonlocal asked
+            while pool.held[other]:
+                asked += 1
+                pool.held[other].pop().fail(Busy("a write of the chunk is not decided: ask another target"))
+            return asked >= 3 and bool(pool.held[silent])
+        await pool.until(refused)
+        pool.let_go(other)
+        assert bytes(await reading) == content[8192:12288]
+        assert pool.held[silent]
 
 
 @in_loop
