@@ -218,6 +218,9 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
     result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
     if not as_json:
         click.echo(f"drive {result['drive']} is {result['state']}")
+        if give_up and result["chains"]:
+            say(f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
+                f"(grant_s, two minutes at most by default); until then what is written to them waits")
     _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
 
 
