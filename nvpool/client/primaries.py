@@ -17,7 +17,7 @@ from nvpool.logic.poolmap import PoolMap, Shard
 from nvpool.wire.v1 import wire_pb2
 
 SILENT_S = 1.0
-LOOK_S = 0.5
+LOOK_S = 0.2
 _LONG = frozenset((wire_pb2.META_WATCH, wire_pb2.META_LOCK_WAIT))
 """Answered when there is something to tell."""
 

@@ -18,7 +18,7 @@ WATCH_S_MAX = 60.0
 """The longest one watch waits; longer ones are asked in steps, so that a watcher that is gone is soon forgotten."""
 
 LEASE_S_MIN = 2.0
-"""etcd gives none that is shorter (three halves of its election time-out)."""
+"""The shortest: a renewal may be lost with a leader of etcd's, and the next one comes after an election there."""
 
 
 class Lease(Protocol):
@@ -43,6 +43,10 @@ class Lease(Protocol):
     def left_s(self) -> float:
         """For how long from now it is ours for certain, also by clocks that go faster than ours: rights that are given under it
         end within that. Infinite where it ends only with this process."""
+
+    former: str | None
+    """Of `lead`: who led before, where his lease was over as a whole, and with it all that was given under it; None where he
+    has given it up, or nobody is known."""
 
     async def release(self) -> None:
         """Give it up; others see that at once where the coordinator can be reached, else when its time is over."""

@@ -30,6 +30,8 @@ def _kept(epoch: int) -> bytes:
 
 
 class _Lease:
+    former = None
+
     def __init__(self, on_end: Callable[[_Lease], None]) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_end = on_end

@@ -8,7 +8,7 @@ Keys, all under nvpool/POOL_ID/ :
 
     map                 JSON of logic/poolmap, the newest
     maps/EPOCH          the last KEPT_MAPS of them, for an operator's eyes; EPOCH has 20 digits
-    leader              the name of who leads, under his lease
+    leader, leads       the name of who leads, and his sign of life (cluster/etcd_reign)
     present/NAME        what was announced, under a lease
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from aetcd import rpc
 
@@ -33,6 +34,8 @@ from nvpool.base.errors import (
 from nvpool.cluster.coordinator import Lease
 from nvpool.cluster.etcd_calls import END_OF_STREAM, STREAM_ERRORS, Certificates, EtcdCalls
 from nvpool.cluster.etcd_leases import EtcdLease, give_up
+from nvpool.cluster.etcd_reign import LEADER, SIGN, EtcdReign, follows, read_sign
+from nvpool.cluster.succession import Succession
 from nvpool.cluster.told import Told
 from nvpool.logic.etcdmembers import Add, Found, Promote, Remove
 from nvpool.logic.poolmap import PoolMap, check_map, decode_map, encode_map, problems_of
@@ -42,10 +45,16 @@ log = logging.getLogger(__name__)
 KEPT_MAPS = 64
 CHANGE_S = 10.0
 """A change of the map, or a lease, waits so long for etcd: longer than an election there."""
-BEAT_S = 1.0
+BEAT_S = 0.25
+SILENT_S = 1.0
+"""The stream is asked each BEAT_S whether it lives; one that has said nothing for SILENT_S is begun anew, at another member:
+before the lease of who leads ends, whose signs of life come with it."""
 SILENCE_S = 5.0
-"""The stream is asked each BEAT_S whether it lives; one that has said nothing for SILENCE_S is begun anew."""
+"""Without a word for so long etcd is said to be silent: longer than an election takes."""
 AGAIN_S = 0.2
+
+
+_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
 
 
 class EtcdCoordinator:
@@ -59,7 +68,9 @@ class EtcdCoordinator:
         self._publish = publish
         self._told = Told(pool_map)
         self._map_revision = 0
-        self._leases: set[EtcdLease] = set()
+        self._leases: set[EtcdLease | EtcdReign] = set()
+        self._succession = Succession()
+        self._about_leader: dict[bytes, rpc.KeyValue] = {}
         self._turn = asyncio.Lock()
         self._following: asyncio.Task | None = None
         self._heard_s = clock.boottime_s()
@@ -85,7 +96,7 @@ class EtcdCoordinator:
         return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock)
 
     @staticmethod
-    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2 * BEAT_S,
+    async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2.0,
                       clock: Clock = SYSTEM_CLOCK) -> None:
         """On return a member, and most of them, have answered. Unavailable when none does in that time."""
         calls = EtcdCalls(members, clock, certificates)
@@ -163,11 +174,11 @@ class EtcdCoordinator:
         return await self._told.watch_present(known, wait_s)
 
     def leader(self) -> str | None:
-        return self._told.leader
+        return self._succession.leader(self._clock.boottime_s())
 
     @property
     def is_silent(self) -> bool:
-        """Whether etcd has said nothing for longer than an election takes: nothing can be changed."""
+        """Whether nothing can be changed."""
         return self._clock.boottime_s() - self._heard_s > SILENCE_S
 
     def use(self, members: Sequence[str], certificates: Certificates | None) -> None:
@@ -175,17 +186,18 @@ class EtcdCoordinator:
         self._calls.use(members, certificates)
 
     async def _follow(self) -> None:
-        """Know what etcd knows, until the end."""
+        """Know what etcd knows, until the end: from the first member, unless that has just let us down."""
+        at = 0
         while True:
-            pause_s = AGAIN_S
+            pause_s, began_s = AGAIN_S, self._clock.boottime_s()
             try:
-                await self._follow_stream(await self._look() + 1)
+                await self._follow_stream(await self._look() + 1, at)
             except STREAM_ERRORS as error:
                 log.debug("what etcd tells is begun anew: %s", error)
             except NvpoolError as error:
                 log.error("what etcd tells can not be used: %s", error)
                 pause_s = SILENCE_S
-            self._calls.elsewhere()
+            at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
             await asyncio.sleep(pause_s)
 
     def _ranges(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -197,31 +209,30 @@ class EtcdCoordinator:
         """At everything; the revision that was seen."""
         found = await self._calls.ranges(self._ranges(), CHANGE_S)
         self._heard_s = self._clock.boottime_s()
-        present, leader = {}, None
+        present, about_leader = {}, {}
         for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
             name = kv.key[len(self._root):]
             if name == b"map":
                 self._take_map(kv)
-            elif name == b"leader":
-                leader = kv.value.decode()
+            elif name in (LEADER, SIGN):
+                about_leader[name] = kv
             elif name.startswith(b"present/"):
                 present[name[8:].decode()] = kv.value
-        self._take_rest(present, leader)
+        self._take_rest(present, about_leader)
         return found.header.revision
 
-    async def _follow_stream(self, revision: int) -> None:
-        stream = self._calls.watch()
-        beating = None
+    async def _follow_stream(self, revision: int, at: int = 0) -> None:
+        members, stream, beating = self._calls.members, self._calls.watch(at), None
         try:
             for first, behind in self._ranges():
                 await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
                     key=first, range_end=behind, start_revision=revision)))
             beating = asyncio.get_running_loop().create_task(_beat(stream))
             while True:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(SILENT_S):
                     said = await stream.read()
-                if said is END_OF_STREAM or said.canceled:
-                    raise Unavailable("the stream has ended")
+                if said is END_OF_STREAM or said.canceled or self._calls.members != members:
+                    raise Unavailable("the stream has ended, or another member is to be asked")
                 self._heard_s = self._clock.boottime_s()
                 self._take_events(said.events)
         except TimeoutError:
@@ -236,24 +247,28 @@ class EtcdCoordinator:
             stream.cancel()
 
     def _take_events(self, events: Sequence[rpc.Event]) -> None:
-        present, leader = dict(self._told.present), self._told.leader
+        present, about_leader = dict(self._told.present), dict(self._about_leader)
         for event in events:
             kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
             name = kv.key[len(self._root):]
             if name == b"map" and not gone:
                 self._take_map(kv)
-            elif name == b"leader":
-                leader = None if gone else kv.value.decode()
+            elif name in (LEADER, SIGN):
+                about_leader.pop(name, None)
+                if not gone:
+                    about_leader[name] = kv
             elif name.startswith(b"present/"):
-                if gone:
-                    present.pop(name[8:].decode(), None)
-                else:
+                present.pop(name[8:].decode(), None)
+                if not gone:
                     present[name[8:].decode()] = kv.value
-        self._take_rest(present, leader)
+        self._take_rest(present, about_leader)
 
-    def _take_rest(self, present: dict[str, bytes], leader: str | None) -> None:
-        if present != self._told.present or leader != self._told.leader:
-            self._told.present, self._told.leader = present, leader
+    def _take_rest(self, present: dict[str, bytes], about_leader: dict[bytes, rpc.KeyValue]) -> None:
+        self._about_leader = about_leader
+        sign = read_sign(about_leader.get(LEADER), about_leader.get(SIGN))
+        another = self._succession.see(sign, self._clock.boottime_s())
+        if present != self._told.present or another:
+            self._told.present = present
             self._told.tell()
 
     def _take_map(self, kv: rpc.KeyValue) -> None:
@@ -291,8 +306,7 @@ class EtcdCoordinator:
             compare = [rpc.Compare(key=self._root + b"map", target=rpc.Compare.CompareTarget.MOD,
                                    result=rpc.Compare.CompareResult.EQUAL, mod_revision=self._map_revision)]
             if leader is not None:
-                compare.append(rpc.Compare(key=self._root + b"leader", target=rpc.Compare.CompareTarget.CREATE,
-                                           result=rpc.Compare.CompareResult.EQUAL, create_revision=leader.revision))
+                compare.append(follows(self._root, leader.revision))
             writes = _writes(self._root, new)
             await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
             # Also where it is said to have failed: the first of two tries may have been carried out.
@@ -311,7 +325,7 @@ class EtcdCoordinator:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def announce(self, name: str, value: bytes, lease_s: float) -> Lease:
-        lease = await self._take_lease(lease_s)
+        lease = self._kept(await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S))
         key = self._root + b"present/" + name.encode()
         try:
             await self._calls.transact(rpc.TxnRequest(success=[_put(key, value, lease.number)]), CHANGE_S)
@@ -322,35 +336,27 @@ class EtcdCoordinator:
 
     async def lead(self, name: str, lease_s: float, wait_s: float) -> Lease | None:
         until_s = self._clock.boottime_s() + wait_s
-        while True:
+        while not self._told.closed:
+            free_s = self._succession.free_in_s(self._clock.boottime_s())
+            if free_s <= 0:
+                try:
+                    reign = await EtcdReign.take(self._calls, self._clock, self._root, name, lease_s, self._succession)
+                except Unavailable:
+                    if self._clock.boottime_s() > until_s:
+                        raise
+                    reign = None
+                if reign is not None:
+                    return self._kept(reign)
+                await asyncio.sleep(AGAIN_S)  # the stream may be behind what etcd has just seen
             left_s = until_s - self._clock.boottime_s()
-            if self._told.closed or not await self._told.wait(lambda: self._told.leader is None, max(0.0, left_s)):
+            if left_s <= 0:
                 return None
-            lease = await self._take_lease(lease_s)
-            if await self._become_leader(name, lease):
-                return lease
-            await lease.release()
-            await asyncio.sleep(AGAIN_S)  # the stream may be behind what we have just seen
+            if free_s > 0:
+                await self._told.wait(lambda: not self._succession.seen.reign, min(free_s, left_s))
+        return None
 
-    async def _become_leader(self, name: str, lease: EtcdLease) -> bool:
-        key = self._root + b"leader"
-        try:
-            done = await self._calls.transact(rpc.TxnRequest(
-                compare=[_is_absent(key)], success=[_put(key, name.encode(), lease.number)],
-                failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))]), CHANGE_S)
-        except BaseException:
-            await lease.release()
-            raise
-        if done.succeeded:
-            lease.revision = done.header.revision
-        else:
-            # perhaps by a first try of ours, whose answer was lost
-            lease.revision = next((kv.create_revision for answer in done.responses for kv in answer.response_range.kvs
-                                   if kv.lease == lease.number), 0)
-        return lease.revision > 0 and lease.holds
-
-    async def _take_lease(self, lease_s: float) -> EtcdLease:
-        lease = await EtcdLease.take(self._calls, self._clock, lease_s, CHANGE_S)
+    def _kept(self, lease: _AnyLease) -> _AnyLease:
+        """To be given up at the end."""
         self._leases.add(lease)
         lease.lost.add_done_callback(lambda lost: self._leases.discard(lease))
         return lease

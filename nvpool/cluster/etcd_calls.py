@@ -8,8 +8,8 @@ Called by cluster/etcd and cluster/etcd_leases only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import grpc
 from aetcd import rpc
@@ -18,9 +18,12 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import AccessDenied, BadConfiguration, Unavailable
 
 CALL_S = 2.0
-"""One member gets so long to answer; then another one is asked, while there is time. An election of theirs takes 1 to 2 s."""
+"""One member gets so long to answer."""
+NEXT_S = 0.5
+"""Without an answer for so long the next one is asked as well, the only one again: a member that is cut off says nothing, and
+what another one has passed on to a leader of theirs that is gone is lost without a word."""
 PAUSE_S = 0.1
-"""Between two tries."""
+"""After an error."""
 
 _ANSWER_BYTES_MAX = 64 << 20
 """Of a stream that was away for a while, which is told many maps at once; gRPC's own bound is 4 MiB."""
@@ -33,6 +36,8 @@ _OPTIONS = (
 _ELSEWHERE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED,
               grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+
+_Answer = TypeVar("_Answer")
 
 NEEDS_LEADER = (("hasleader", "true"),)
 """With a stream: a member that has lost the others ends it, and does not leave it silent."""
@@ -60,7 +65,7 @@ class _Member:
 
 
 class EtcdCalls:
-    """`members`: "host:port" of each. Plain text without `certificates`."""
+    """`members`: "host:port" of each, the nearest first. Plain text without `certificates`."""
 
     def __init__(self, members: Sequence[str], clock: Clock, certificates: Certificates | None = None) -> None:
         self._clock = clock
@@ -80,10 +85,9 @@ class EtcdCalls:
         credentials = certificates and grpc.ssl_channel_credentials(
             certificates.authority, certificates.key, certificates.certificate)
         kept = {one.address: one for one in self._members} if certificates == self._certificates else {}
-        now = self._members[self._at].address if self._members else ""
         before, self._members = self._members, [kept.get(address) or _Member(address, credentials) for address in members]
         self._certificates = certificates
-        self._at = members.index(now) if now in members else 0
+        self._at = 0
         for one in before:
             if one not in self._members:
                 task = asyncio.ensure_future(one.channel.close(CALL_S))
@@ -100,26 +104,48 @@ class EtcdCalls:
 
     async def _call(self, stub: str, method: str, request, wait_s: float):
         """The answer of the first member that has one. Repeated, so `request` must mean the same a second time."""
+        return await self._first(lambda member, timeout_s: getattr(getattr(member, stub), method)(request, timeout=timeout_s),
+                                 wait_s)
+
+    async def _first(self, ask: Callable[[_Member, float], Awaitable[_Answer]], wait_s: float) -> _Answer:
+        """What the first member says that has an answer; it is asked first the next time."""
         until_s = self._clock.boottime_s() + wait_s
-        while True:
-            left_s = until_s - self._clock.boottime_s()
-            asked = self._members[self._at]
-            try:
-                return await getattr(getattr(asked, stub), method)(request, timeout=max(0.05, min(CALL_S, left_s)))
-            except grpc.aio.AioRpcError as error:
-                if error.code() in _NOT_LET_IN:
-                    raise AccessDenied(f"etcd does not let us in: {error.details()}") from None
-                if error.code() not in _ELSEWHERE:
-                    raise
-                if asked in self._members:
-                    self.elsewhere()
-                if until_s - self._clock.boottime_s() <= PAUSE_S:
-                    raise Unavailable(f"etcd does not answer ({error.details()}); are most of its members up?",
-                                      may_be_applied=True) from None
-            except asyncio.CancelledError:
-                if asked in self._members or asyncio.current_task().cancelling():
-                    raise  # else its channel was closed under us
-            await asyncio.sleep(PAUSE_S)
+        asked: dict[asyncio.Future[_Answer], _Member] = {}
+        at, told = self._at, ""
+        try:
+            while True:
+                left_s = until_s - self._clock.boottime_s()
+                if left_s > PAUSE_S or not (told or asked):
+                    member = self._members[at % len(self._members)]
+                    trying = asyncio.ensure_future(_answer(ask(member, max(0.05, min(CALL_S, left_s)))))
+                    trying.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when it comes late
+                    asked[trying] = member
+                    at += 1
+                elif not asked:
+                    raise Unavailable(f"etcd does not answer ({told}); are most of its members up?", may_be_applied=True)
+                done, _ = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    member = asked.pop(one)
+                    if one.cancelled():
+                        told = "its channel was closed"
+                        continue
+                    try:
+                        answer = one.result()
+                    except grpc.aio.AioRpcError as error:
+                        if error.code() in _NOT_LET_IN:
+                            raise AccessDenied(f"etcd does not let us in: {error.details()}") from None
+                        if error.code() not in _ELSEWHERE:
+                            raise
+                        told = error.details()
+                    else:
+                        if member in self._members:
+                            self._at = self._members.index(member)
+                        return answer
+                if done:
+                    await asyncio.sleep(PAUSE_S)
+        finally:
+            for one in asked:
+                one.cancel()
 
     async def range(self, request: rpc.RangeRequest, wait_s: float) -> rpc.RangeResponse:
         return await self._call("kv", "Range", request, wait_s)
@@ -170,22 +196,19 @@ class EtcdCalls:
         finally:
             call.cancel()
 
-    def watch(self):
-        """A stream of WatchRequest and WatchResponse, as grpc.aio has it."""
-        return self._members[self._at].watches.Watch(metadata=NEEDS_LEADER)
+    def watch(self, at: int):
+        """A stream of WatchRequest and WatchResponse, as grpc.aio has it, at the member of that number, counted round."""
+        return self._members[at % len(self._members)].watches.Watch(metadata=NEEDS_LEADER)
 
     # -- members -----------------------------------------------------------------------------------------------------------
 
     async def list_members(self, wait_s: float) -> list[rpc.Member]:
         """As of now. A member answers with what it has applied, so it is made to look first that this is all there is."""
-        until_s = self._clock.boottime_s() + wait_s
-        while True:
-            at = self._at
-            await self.range(rpc.RangeRequest(key=b"nvpool/", count_only=True), until_s - self._clock.boottime_s())
-            if at == self._at:
-                found = await self._call("cluster", "MemberList", rpc.MemberListRequest(), until_s - self._clock.boottime_s())
-                if at == self._at:
-                    return list(found.members)
+        async def ask(member: _Member, timeout_s: float) -> list[rpc.Member]:
+            await member.kv.Range(rpc.RangeRequest(key=b"nvpool/", count_only=True), timeout=timeout_s)
+            return list((await member.cluster.MemberList(rpc.MemberListRequest(), timeout=timeout_s)).members)
+
+        return await self._first(ask, wait_s)
 
     async def add_member(self, peer_url: str, wait_s: float) -> None:
         """As one that learns. Unavailable, with etcd's reason: not now."""
@@ -208,6 +231,10 @@ class EtcdCalls:
 
     async def close(self) -> None:
         await asyncio.gather(*(one.channel.close() for one in self._members), *self._closing, return_exceptions=True)
+
+
+async def _answer(call: Awaitable[_Answer]) -> _Answer:
+    return await call
 
 
 async def answers_alone(address: str, certificates: Certificates | None, wait_s: float) -> bool:

@@ -7,11 +7,12 @@ it came there, and a new leader of etcd begins it anew: so ours is the shorter o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from math import ceil
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Unavailable
-from nvpool.cluster.coordinator import LEASE_S_MIN
+from nvpool.cluster.coordinator import LEASE_S_MIN, Lease
 from nvpool.cluster.etcd_calls import PAUSE_S, EtcdCalls
 
 CLOCKS_DIFFER = 0.05
@@ -23,12 +24,12 @@ RELEASE_S = 2.0
 class EtcdLease:
     """`number` in etcd. Ours until `lost`."""
 
+    former = None
+
     def __init__(self, calls: EtcdCalls, clock: Clock, number: int, lease_s: float, sent_s: float) -> None:
         self._calls = calls
         self._clock = clock
         self.number = number
-        self.revision = 0
-        """Of the key that hangs on it."""
         self._lease_s = lease_s
         self._until_s = sent_s + lease_s
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,7 +95,7 @@ class EtcdLease:
             pass  # its time runs out
 
 
-async def give_up(leases: list[EtcdLease]) -> None:
+async def give_up(leases: Iterable[Lease]) -> None:
     """All of them, at once."""
     await asyncio.gather(*(lease.release() for lease in leases))
 

@@ -6,8 +6,8 @@ ended; `run` is its task.
 Guarantees: each map is made from the newest one and decided again when somebody else was first; what comes together becomes
 one map; but for deaths at most a few maps a second; a target that serves under a lease is replaced only when its whole lease
 has gone by without a sign, or when its process is known to be dead, and from the decision on it gets no lease before it knows
-that. Nothing it must remember is only here: a manager that begins gives all targets a lease's time, and leases only to those
-that know the map of its beginning.
+that. Nothing it must remember is only here: a manager that begins gives all targets a lease's time (those on the node that led
+before, and is likely to be gone as a whole, the rest of theirs), and leases only to those that know the map of its beginning.
 
 A lease counts from the sending of a sign of life there and from its arrival here, which is later: so it has ended there before
 anything is decided here.
@@ -30,9 +30,15 @@ from nvpool.logic.rebalance import given_up, next_steps, taken_back
 from nvpool.logic.transitions import ChainName
 from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
 
-LEASE_S = 3.0
-BEAT_S = 0.5
+LEASE_S = 2.7
+"""Of a target. One that falls silent is out of its chains within 3 s; one that busy processors keep waiting for 2 s is not."""
+LENT_S = LEASE_S * 0.95
+"""What it is told: its clock may be slower than ours by so much."""
+BEAT_S = 0.4
 """Between two signs of life: five may be lost."""
+OUTLIVES_S = 1.0
+"""A target's lease lives no longer than this after its leader's: so soon after the beginning of the next one nothing that was
+given before is left. It is the time in which targets find him, so that those that live serve on without a pause."""
 EQUAL = struct.Struct("<IIQ")
 """One chain of AliveRequest.equal: table, chain, epoch of the chain."""
 _GATHER_S = 0.1
@@ -40,6 +46,8 @@ _GATHER_S = 0.1
 _PAUSE_S = 0.25
 """Between two maps, but for deaths."""
 _TICK_S = 0.25
+_LATER_S = 0.005
+"""So that what has ended has ended by any rounding."""
 _RETRY_S = 1.0
 _GIVE_UP_AGAIN_S = 60.0
 """After it was seen that the others have no room for what a target held that is away."""
@@ -83,10 +91,12 @@ async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap],
 
 class Manager:
     def __init__(self, coordinator: Coordinator, *, clock: Clock = SYSTEM_CLOCK, leader: Lease | None = None,
-                 grace_s: float = LEASE_S, replace_after_s: float = 0.0):
+                 grace_s: float = LEASE_S, replace_after_s: float = 0.0, gone: int | None = None):
         """`leader`: the lease under which maps are made and leases given; without one we are known to be alone. `grace_s`:
         before a target that was never heard counts as silent; at least a lease. `replace_after_s`: before a target that is down
-        is given up, counted from its last sign of life or our beginning; 0: never."""
+        is given up, counted from its last sign of life or our beginning; 0: never. `gone`: the node that led before, whose
+        reign was over as a whole before ours began."""
+        self._gone = gone
         self._replace_after_s = replace_after_s or inf
         self._refused = ("", 0.0)
         """Why the last target that was away could not be given up, and until when nobody tries again."""
@@ -137,8 +147,11 @@ class Manager:
             self._news.set()
         else:
             heard.equal = {}
-        return AliveReply(lease_s=0.0 if request.target in self._withheld else LEASE_S, epoch=pool_map.epoch,
+        return AliveReply(lease_s=0.0 if request.target in self._withheld else self._lent_s(), epoch=pool_map.epoch,
                           epoch_min=self._epoch_min.get(request.target, self._began_epoch))
+
+    def _lent_s(self) -> float:
+        return LENT_S if self._leader is None else min(LENT_S, self._leader.left_s + OUTLIVES_S * 0.95)
 
     @staticmethod
     def _waits_for_knowledge(pool_map: PoolMap) -> bool:
@@ -162,9 +175,10 @@ class Manager:
 
     def _last_s(self, target: int) -> float:
         heard = self._heard.get(target)
-        if heard is None:
-            return self._began_s + self._grace_s - LEASE_S
-        return max(self._began_s, heard.at_s)
+        if heard is not None:
+            return max(self._began_s, heard.at_s)
+        is_gone = self._gone is not None and self._coordinator.pool_map.target_by_id[target].node == self._gone
+        return self._began_s + (OUTLIVES_S if is_gone else self._grace_s) - LEASE_S
 
     def serving(self) -> frozenset[int]:
         """Targets that have given a sign of life in the last lease."""
@@ -184,13 +198,13 @@ class Manager:
         """Decide when something has happened, until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._news.wait(), _TICK_S)
+                await asyncio.wait_for(self._news.wait(), self._tick_s())
+                if not self._urgent.is_set():
+                    await self._unless_urgent(_GATHER_S)
             except TimeoutError:
                 pool_map = self._coordinator.pool_map
                 if not self._silent(pool_map) and not self._away(pool_map):
                     continue
-            if not self._urgent.is_set():
-                await self._unless_urgent(_GATHER_S)
             self._news.clear()
             self._urgent.clear()
             try:
@@ -202,6 +216,13 @@ class Manager:
                 continue
             if made:
                 await self._unless_urgent(_PAUSE_S)
+
+    def _tick_s(self) -> float:
+        """Until the next lease ends, where that is soon."""
+        now_s = self._clock.boottime_s()
+        ends_s = [end_s - now_s for target in self._coordinator.pool_map.targets if target.state == "up"
+                  and (end_s := self._last_s(target.id) + LEASE_S) >= now_s]
+        return min([_TICK_S, *(end_s + _LATER_S for end_s in ends_s)])
 
     async def _unless_urgent(self, wait_s: float) -> None:
         try:

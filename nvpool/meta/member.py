@@ -42,6 +42,8 @@ from nvpool.wire.v1 import wire_pb2 as wire
 log = logging.getLogger(__name__)
 
 RENEW_S = 0.5
+AGAIN_S = 0.15
+"""After a renewal that nobody took: while another one begins to lead."""
 ASK_S = 1.0
 """For one renewal; the next does not wait longer for it. An answer that took more than half a lease is thrown away."""
 LEASE_SHARE = 0.95
@@ -297,7 +299,7 @@ class ShardMember:
         """Say that we live, for as long as we do. Renewals wait for nothing but the loop."""
         gate = self._gate
         while True:
-            sent_s = self._clock.boottime_s()
+            sent_s, pause_s = self._clock.boottime_s(), RENEW_S
             try:
                 request = pb.ShardAliveRequest(member=self._options.member, term=self._term, map_epoch=self._map.epoch)
                 reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, ASK_S)
@@ -307,13 +309,14 @@ class ShardMember:
                 return
             except NvpoolError as error:
                 log.info("the lease is not renewed: %s", error)
+                pause_s = AGAIN_S
             else:
                 lease_s = reply.lease_ms / 1000
                 if reply.map:
                     self.update_map(decode_map(reply.map))
                 if reply.term == self._term and self._clock.boottime_s() - sent_s < lease_s / 2:
                     gate.lease_until_s = sent_s + lease_s * LEASE_SHARE
-            await asyncio.sleep(max(0.05, sent_s + RENEW_S - self._clock.boottime_s()))
+            await asyncio.sleep(max(0.05, sent_s + pause_s - self._clock.boottime_s()))
 
     async def _ask_for_standby(self, member: int, up: bool) -> None:
         epoch = self._shard.epoch

@@ -24,6 +24,8 @@ from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
 from nvpool.wire.v1.wire_pb2 import POOL_ALIVE
 
 _ANSWER_S = 1.0
+_AGAIN_S = 0.15
+"""After a sign that nobody took: while another one begins to lead."""
 _USED_EVERY = 4
 """Beats: what is used changes slowly."""
 
@@ -50,8 +52,9 @@ class Beating:
             self._news.clear()
             sent_s = self._clock.boottime_s()
             await self.beat()
+            next_s = sent_s + BEAT_S - self._clock.boottime_s()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.05, sent_s + BEAT_S - self._clock.boottime_s()))
+                await asyncio.wait_for(self._news.wait(), max(0.05, min(next_s, _AGAIN_S) if self._silent else next_s))
             await asyncio.sleep(0.01)  # of several maps at once only the last
 
     async def beat(self) -> None:

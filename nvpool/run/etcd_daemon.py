@@ -25,8 +25,9 @@ log = logging.getLogger("nvpool.run.etcd_daemon")
 
 _QUOTA_BYTES = 2 << 30
 _HEARTBEAT_MS, _ELECTION_MS = 100, 600
-"""Until another one leads etcd when its leader is gone: once or twice this, and leases live as much longer. Shorter ones would
-be taken for lost while a drive syncs slowly."""
+"""Until another one leads etcd when its leader is gone: once or twice this, less than the lease of who leads the pool, which
+outlives it. Shorter ones would be taken for lost while a drive syncs slowly. A member that was cut off asks the others before
+it stands for election (--pre-vote), so that its return costs none."""
 
 
 def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> list[str]:
@@ -42,7 +43,7 @@ def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> 
                  "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
                  "--initial-cluster", ",".join(f"node-{node}={scheme}://{at}" for node, at in cluster),
                  "--initial-cluster-state", state, *more, "--initial-cluster-token", own.token,
-                 "--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS),
+                 "--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS), "--pre-vote",
                  "--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000",
                  "--quota-backend-bytes", str(_QUOTA_BYTES), "--logger", "zap", "--log-outputs", "stderr"]
     if not plain_text:

@@ -246,7 +246,12 @@ class MapKeeper:
     def show_certificates(self) -> None:
         """Show etcd the certificate that lies in secret/ now."""
         if isinstance(self.relay.inner, EtcdCoordinator):
-            self.relay.inner.use(self._keeping.members, self.certificates())
+            self.relay.inner.use(self._nearest(), self.certificates())
+
+    def _nearest(self) -> tuple[str, ...]:
+        """The members of etcd, this node's own first: who asks it does not notice when another node is cut off."""
+        own = self._keeping.own
+        return tuple(sorted(self._keeping.members, key=lambda member: own is None or member != own.client))
 
     def learn(self, pool_map: PoolMap) -> None:
         """What another node holds for the map, while etcd can not be asked: its members may be elsewhere by now."""
@@ -392,7 +397,7 @@ class MapKeeper:
             try:
                 if self.own is not None and self.own.alone:
                     await self._be_alone()
-                members, certificates = self._keeping.members, self.certificates()
+                members, certificates = self._nearest(), self.certificates()
                 pool_map = self.relay.pool_map
                 if self._keeping.kind == "moving":
                     own = self._keeping.own

@@ -30,8 +30,8 @@ from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 from nvpool.wire.v1.moving_pb2 import MovedReply, MovedRequest
 
-LEASE_S = 3.0
-LOOK_S = 0.2
+LEASE_S = 2.5
+LOOK_S = 0.1
 HEARD_S = 1.5
 """For a primary to find out who leads now: three signs of life."""
 

@@ -367,8 +367,8 @@ class Supervisor:
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_member(self, call: Call) -> bytes:
-        if self.leading.manager is None:
-            return await self.leading.ask_leader(call)
+        if self.leading.manager is None and (answer := await self.leading.ask_leader(call)) is not None:
+            return answer
         try:
             return await self._keeper_of_shards.answer(call.method, bytes(call.message))
         except DecodeError:

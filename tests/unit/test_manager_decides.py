@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import Fenced, StaleTenure, Unavailable, WrongTarget
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.manager import EQUAL, LEASE_S, Manager
+from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.poolmap import Chain, PartitionRange, Shard
 from nvpool.store.tenure import Tenure
@@ -44,7 +44,7 @@ def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_kno
         for _ in range(4):
             clock.advance(1.0)
             for target in (1, 2):
-                assert beat(manager, target).lease_s == LEASE_S
+                assert beat(manager, target).lease_s == LENT_S
             assert not await manager.run_once() or clock.now_s > 1000 + LEASE_S
         now = coordinator.pool_map
         assert not holds(now, 3) and now.target_by_id[3].state == "down"
@@ -114,9 +114,53 @@ def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins
     with_manager(run, sole(a_pool((4, 4, 4), 2)))
 
 
+def three_nodes():
+    return replace(a_pool((4, 4, 4), 2, nodes=3), shards=(Shard(1, 1, ("inproc://m",)),),
+                   partitions=(PartitionRange(0, 4096, 1),))
+
+
+class Bounded:
+    """The lease of who leads, of which so much is left."""
+
+    former = "3"
+
+    def __init__(self, left_s):
+        self.left_s, self.lost = left_s, asyncio.get_running_loop().create_future()
+        self.holds = True
+
+
+def test_no_lease_outlives_the_leaders_by_more_than_the_next_one_waits_for_the_node_that_led():
+    async def run(coordinator, manager, clock):
+        lease = Bounded(5.0)
+        manager = Manager(coordinator, clock=clock, leader=lease)
+        assert beat(manager, 1).lease_s == LENT_S
+        lease.left_s = 0.3
+        assert 0.3 < beat(manager, 1).lease_s < 0.3 + OUTLIVES_S
+        manager = Manager(coordinator, clock=clock, gone=3)
+        clock.advance(OUTLIVES_S)
+        assert not await manager.run_once(), "what it was given may be left to it"
+        clock.advance(0.01)
+        assert await manager.run_once() and not holds(coordinator.pool_map, 3)
+        assert holds(coordinator.pool_map, 1) and holds(coordinator.pool_map, 2), "they have a whole lease to be heard"
+        clock.advance(LEASE_S - OUTLIVES_S)
+        assert await manager.run_once() and coordinator.pool_map.target_by_id[2].state == "down"
+    with_manager(run, three_nodes())
+
+
+def test_a_target_of_the_node_that_led_which_is_heard_keeps_its_chains():
+    async def run(coordinator, manager, clock):
+        manager = Manager(coordinator, clock=clock, gone=3)
+        beat(manager, 3)
+        clock.advance(LEASE_S)
+        assert beat(manager, 1) and beat(manager, 2) and not await manager.run_once()
+        clock.advance(0.01)
+        assert await manager.run_once() and not holds(coordinator.pool_map, 3)
+    with_manager(run)
+
+
 def test_who_does_not_lead_any_more_gives_no_lease():
     async def run(coordinator, manager, clock, lease):
-        assert beat(manager, 1).lease_s == LEASE_S
+        assert beat(manager, 1).lease_s == LENT_S
         await lease.release()
         with pytest.raises(Unavailable):
             beat(manager, 1)
