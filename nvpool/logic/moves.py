@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch, StaleTerm
+from nvpool.base.errors import InUse, InvalidRequest, StaleEpoch
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, ShardWanted
-from nvpool.logic.shards import members, node_and_path, shard_of
+from nvpool.logic.shards import check_term, members, node_and_path, shard_of
 
 BATCH_MAX = 128
 """Partitions that are handed over by one change of the map: a pool of one shard gets a second one in sixteen changes."""
@@ -175,14 +175,14 @@ def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Coll
     and are not to move on.
 
     StaleTerm   the giver's primary is another by now: what it changed since nobody has copied
+    Unavailable this map does not know its term yet
     StaleEpoch  they are not the giver's to give, or not the taker's to get: fetch the map
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
     if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):
         return pool_map
     shard = shard_of(pool_map, giver)
-    if shard.term != term:
-        raise StaleTerm(f"shard {giver} is in term {shard.term}, not {term}")
+    check_term(shard, term)
     if taker not in pool_map.shard_by_id or any(holders[p] != giver or wanted[p] != taker for p in partitions):
         raise StaleEpoch(f"the partitions are not to move from shard {giver} to shard {taker}")
     for partition in partitions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm
+from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.logic.poolmap import PartitionRange, PoolMap, Shard, Standby, changed
 
@@ -93,7 +93,7 @@ def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: 
     """The primary of `term` says that the standby has everything, and waits for it with each answer. It said so when the
     shard's epoch was `epoch`: what it has said or asked since counts more.
 
-    StaleTerm: there is a later primary. StaleMember: something has changed since.
+    StaleTerm, Unavailable: as of check_term. StaleMember: something has changed since.
     """
     shard = _in_term(pool_map, shard_id, term)
     if shard.epoch != epoch:
@@ -103,7 +103,7 @@ def standby_up(pool_map: PoolMap, shard_id: int, member: int, term: int, epoch: 
 
 def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> PoolMap:
     """The primary of `term` waits no longer for the standby: it is not up from here on. The epoch grows in any case, so that a
-    question that it be up, sent before, comes too late. StaleTerm: there is a later primary."""
+    question that it be up, sent before, comes too late. StaleTerm, Unavailable: as of check_term."""
     return _with_state(pool_map, _in_term(pool_map, shard_id, term), member, "syncing")
 
 
@@ -144,9 +144,16 @@ def _standby(shard: Shard, member: int) -> Standby | None:
 
 def _in_term(pool_map: PoolMap, shard_id: int, term: int) -> Shard:
     shard = shard_of(pool_map, shard_id)
-    if term != shard.term:
-        raise StaleTerm(f"shard {shard_id} is in term {shard.term}, not {term}")
+    check_term(shard, term)
     return shard
+
+
+def check_term(shard: Shard, term: int) -> None:
+    """StaleTerm: there is a later primary. Unavailable: this map is older than the one that began the term."""
+    if term < shard.term:
+        raise StaleTerm(f"shard {shard.id} is in term {shard.term}, not {term}")
+    if term > shard.term:
+        raise Unavailable(f"shard {shard.id} is in term {shard.term} here, nobody has heard of {term} yet", retry_after_s=0.1)
 
 
 def _with_state(pool_map: PoolMap, shard: Shard, member: int, state: str) -> PoolMap:

@@ -32,7 +32,7 @@ from nvpool.logic.shards import endpoints_of
 from nvpool.meta.gate import Gate
 from nvpool.meta.service import MetaService
 from nvpool.meta.service_right import ServiceRight
-from nvpool.meta.shipwire import StandbyDoor, WireStandby
+from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor, WireStandby
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call
@@ -257,8 +257,8 @@ class ShardMember:
         if call.method == wire.META_STATUS:
             self._service.handle(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
-            call.fail(StaleTerm(f"member {self._options.member} is the primary of shard {self._options.shard} in term "
-                                f"{self._term}"))
+            PrimaryDoor(shard=self._options.shard, member=self._options.member, term=self._term, clock=self._clock,
+                        secret=self._options.secret, on_later=self._depose).handle(call)
         else:
             self._gate.handle(self._service.handle, call)
 

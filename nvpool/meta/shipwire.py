@@ -13,7 +13,15 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import CorruptFrame, Disconnected, InvalidRequest, NvpoolError, StaleEpoch
+from nvpool.base.errors import (
+    CorruptFrame,
+    Disconnected,
+    InvalidRequest,
+    NvpoolError,
+    StaleEpoch,
+    StaleTerm,
+    Unavailable,
+)
 from nvpool.kv.history import Position, Run, Tail
 from nvpool.kv.standby import Done, Group, StandbyKv
 from nvpool.meta.service_right import AuthorityCheck
@@ -176,3 +184,31 @@ class StandbyDoor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class PrimaryDoor:
+    """`handle` of META_SHIP and META_FOLLOW at a member that takes itself for the primary: of two that do, the one of the later
+    term is it. `on_later` is called where that is the other."""
+
+    def __init__(self, *, shard: int, member: int, term: int, clock: Clock, secret: bytes,
+                 on_later: Callable[[], None]) -> None:
+        self._name = f"member {member} is the primary of shard {shard} in term {term}"
+        self._term = term
+        self._check = AuthorityCheck(clock, secret)
+        self._on_later = on_later
+
+    def handle(self, call: Call) -> None:
+        kind = pb.ShipRequest if call.method == wire.META_SHIP else pb.FollowRequest
+        try:
+            request = kind.FromString(bytes(call.message))
+            self._check(request.authority)
+        except DecodeError as error:
+            call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
+        except NvpoolError as error:
+            call.fail(error)
+        else:
+            if request.term <= self._term:
+                call.fail(StaleTerm(self._name))
+            else:
+                call.fail(Unavailable(f"{self._name}, and hears now of term {request.term}", retry_after_s=0.1))
+                self._on_later()

@@ -114,7 +114,9 @@ class ShardKeeper:
             shard = pool_map.shard_by_id[request.shard]
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
-        elif request.term and (request.member, request.term) != (shard.member, shard.term):
+        elif request.term:
+            shards.check_term(shard, request.term)
+        if request.term and request.member != shard.member:
             raise StaleTerm(f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
                             f"{request.member} in term {request.term}")
         reign, withheld = self._leads(), self._is_withheld(shard)

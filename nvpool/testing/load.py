@@ -35,6 +35,8 @@ class _Worker(threading.Thread):
         self.operations = 0
         self.longest_s = 0.0
         """What the longest step took: the pause that an application saw."""
+        self.longest = ""
+        """What it was."""
         self.began = 0.0
         self.error: str | None = None
         self.doing = ""
@@ -45,7 +47,9 @@ class _Worker(threading.Thread):
             while not self.stop.is_set():
                 self.began = time.monotonic()
                 self.step()
-                self.longest_s = max(self.longest_s, time.monotonic() - self.began)
+                took_s = time.monotonic() - self.began
+                if took_s > self.longest_s:
+                    self.longest_s, self.longest = took_s, self.doing
                 self.operations += 1
             self.end()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
@@ -85,6 +89,11 @@ class _Load:
     @property
     def longest_s(self) -> float:
         return max(worker.longest_s for worker in self.workers)
+
+    @property
+    def longest(self) -> str:
+        """What it was that took so long."""
+        return max(self.workers, key=lambda worker: worker.longest_s).longest
 
     @property
     def errors(self) -> list[str]:

@@ -125,7 +125,7 @@ class Under:
             self.load.verify()
             assert self.pause.longest_s < WAIT_S / 2
             print(f"{self.directory.name}: no file could be made for {self.pause.longest_s:.2f} s, no other step took longer "
-                  f"than {self.load.longest_s:.2f} s")
+                  f"than {self.load.longest_s:.2f} s ({self.load.longest})")
 
 
 @pytest.mark.parametrize("number", [3, 2, 1])

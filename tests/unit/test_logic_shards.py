@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm
+from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
 from nvpool.logic import shards
 from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map, encode_map
 
@@ -48,10 +48,10 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
     assert out.shard_by_id[1].epoch == 21 and shards.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
     with pytest.raises(StaleMember):
         shards.standby_up(out, 1, 1, 7, 20)
-    for term in (6, 8):
-        with pytest.raises(StaleTerm):
+    for term, error in ((6, StaleTerm), (8, Unavailable)):
+        with pytest.raises(error):
             shards.standby_up(there, 1, 1, term, 20)
-        with pytest.raises(StaleTerm):
+        with pytest.raises(error):
             shards.standby_out(there, 1, 1, term)
     for make in (lambda: shards.standby_out(there, 1, 5, 7), lambda: shards.standby_out(there, 3, 1, 7),
                  lambda: shards.standby_removed(there, 1, 0), lambda: shards.standby_added(there, 1, Standby(0, 1, ()))):

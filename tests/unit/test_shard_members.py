@@ -7,15 +7,16 @@ import functools
 import pytest
 
 from nvpool.base.clock import ManualClock
-from nvpool.base.errors import AlreadyExists, StaleEpoch, StaleGrant, StaleTerm, Unavailable
+from nvpool.base.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleGrant, StaleTerm, Unavailable
 from nvpool.base.grants import READ, SERVICE, Grant, read, sign
 from nvpool.kv.history import History, Position
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.standby import StandbyKv
+from nvpool.logic import shards
 from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
 from nvpool.meta.gate import Gate
 from nvpool.meta.service_right import AuthorityCheck, ServiceRight
-from nvpool.meta.shipwire import StandbyDoor
+from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor
 from nvpool.run.leading import Reign
 from nvpool.run.shardkeeper import HEARD_S, LEASE_S, ShardKeeper
 from nvpool.testing.meta_shard import DirectCall
@@ -135,6 +136,21 @@ async def test_who_does_not_lead_decides_nothing_and_who_leads_anew_waits_a_whol
     bench.clock.advance(LEASE_S + 0.1)
     await bench.keeper.run_once()
     assert bench.shard.member == 1
+
+
+@in_a_loop
+async def test_a_primary_of_which_the_map_here_does_not_know_yet_is_told_to_come_again():
+    bench = Bench("up")
+    await bench.keeper.run_once()
+    with pytest.raises(Unavailable):
+        await bench.alive(1, 2)
+    for up in (True, False):
+        with pytest.raises(Unavailable):
+            await bench.standby(0, up, 2, 1)
+    bench.map = shards.primary_lost(bench.map, 1)
+    assert (await bench.alive(1, 2)).lease_ms > 0
+    with pytest.raises(StaleTerm):
+        await bench.alive(0, 1)
 
 
 @in_a_loop
@@ -315,6 +331,25 @@ async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tm
         await follow(step=step.SYNC, term=0, authority=right())
     await door.close()
     await standby.close()
+
+
+@pytest.mark.parametrize(("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)])
+def test_of_two_that_take_themselves_for_the_primary_the_one_of_the_later_term_is(method, message):
+    clock, later = ManualClock(), []
+    door = PrimaryDoor(shard=1, member=2, term=7, clock=clock, secret=SECRET, on_later=lambda: later.append(True))
+    right = ServiceRight(clock, SECRET, 1)()
+
+    def answered(term, authority=right):
+        call = DirectCall(method, message(shard=1, member=2, term=term, authority=authority).SerializeToString())
+        door.handle(call)
+        return call.answer
+
+    assert isinstance(answered(6), StaleTerm) and isinstance(answered(7), StaleTerm) and not later
+    assert isinstance(answered(9, b"anybody"), StaleGrant) and not later
+    assert isinstance(answered(8), Unavailable) and later, "who is asked has become a standby"
+    call = DirectCall(method, b"\xff")
+    door.handle(call)
+    assert isinstance(call.answer, InvalidRequest)
 
 
 def test_a_right_is_one_of_a_service():
