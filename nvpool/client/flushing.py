@@ -30,7 +30,7 @@ class Stored(NamedTuple):
     cut: int
 
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 """For an answer, before the map is asked for: perhaps the target is gone."""
 
 

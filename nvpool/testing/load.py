@@ -125,14 +125,17 @@ class _Load:
 class _Changing(_Worker):
     """Changes files of its own in every way, and knows what they must hold."""
 
-    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int) -> None:
+    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, directories: int) -> None:
         super().__init__(f"load-{seed}", seed, stop)
         self.top, self.file_bytes_max = top, file_bytes_max
+        self.places = [f"d{number}/" for number in range(directories)] or [""]
         self.files: dict[str, bytearray] = {}
         self.counter = 0
 
     def begin(self) -> None:
         self.top.mkdir()
+        for place in filter(None, self.places):
+            (self.top / place).mkdir()
 
     def step(self) -> None:
         weights = {"create": 6, "overwrite": 5, "append": 4, "truncate": 2, "rename": 3, "unlink": 2, "check": 5, "replace": 2,
@@ -147,7 +150,7 @@ class _Changing(_Worker):
 
     def _fresh(self) -> str:
         self.counter += 1
-        return f"f{self.counter}"
+        return f"{self.chance.choice(self.places)}f{self.counter}"
 
     def _bytes(self) -> bytes:
         return self.chance.randbytes(self.chance.choice((1, 100, 4096, 5000, 70_000, self.file_bytes_max // 4)))
@@ -253,18 +256,20 @@ class _Changing(_Worker):
                 f"{content[first:first + 8].hex()} instead of {bytes(model[first:first + 8]).hex()}")
 
     def verify(self) -> None:
-        assert sorted(os.listdir(self.top)) == sorted(self.files), self.top
+        found = [place + name for place in self.places for name in os.listdir(self.top / place)]
+        assert sorted(found) == sorted(self.files), self.top
         for name in self.files:
             self.compare(name)
 
 
 class CheckingLoad(_Load):
-    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`."""
+    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `directories`: of each thread, which moves files
+    from one to another, as a rule from shard to shard; 0: its files have no directory of their own."""
 
-    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20) -> None:
+    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20, directories: int = 0) -> None:
         stop = threading.Event()
         top = Path(directory)
-        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max)
+        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
                           for number in range(threads)], stop)
 
 
@@ -303,12 +308,57 @@ class _Rewriting(_Worker):
             assert self.client.read_bytes(self.path) == self.model, "not what was written"
 
 
-class ClientLoad(_Load):
-    """The same for programs that use the SDK: `connect` makes a client, each thread has its own."""
+class _Naming(_Worker):
+    """Makes, moves, reads and removes files in directories of its own through a client of its own."""
 
-    def __init__(self, connect: Callable[[], Any], *, threads: int = 3) -> None:
+    DIRECTORIES = 4
+
+    def __init__(self, connect: Callable[[], Any], number: int, stop: threading.Event) -> None:
+        super().__init__(f"names-{number}", number, stop)
+        self.connect = connect
+        self.directories = [f"/n{number}-{each}" for each in range(self.DIRECTORIES)]
+        self.files: dict[str, bytes] = {}
+
+    def begin(self) -> None:
+        self.client = self.connect()
+        for directory in self.directories:
+            self.client.mkdir(directory)
+
+    def step(self) -> None:
+        fresh = f"{self.chance.choice(self.directories)}/{self.operations}"
+        kind = self.chance.choice(("move", "read", "remove")) if len(self.files) > 20 else "make"
+        name = self.chance.choice(list(self.files)) if self.files else ""
+        self.doing = f"{kind} {name} {fresh}"
+        if kind == "make":
+            content = self.chance.randbytes(self.chance.choice((0, 10, 5000, 100_000)))
+            self.client.write_bytes(fresh, content)
+            self.files[fresh] = content
+        elif kind == "move":
+            self.client.rename(name, fresh)
+            self.files[fresh] = self.files.pop(name)
+        elif kind == "remove":
+            self.client.remove(name)
+            del self.files[name]
+        else:
+            assert self.client.read_bytes(name) == self.files[name], "not what was written"
+
+    def end(self) -> None:
+        self.doing = "look at all at the end"
+        with self.client:
+            found = [f"{directory}/{name}" for directory in self.directories for name in self.client.list(directory)]
+            assert sorted(found) == sorted(self.files), "not the names that are to be there"
+            for name, content in self.files.items():
+                assert self.client.read_bytes(name) == content, f"{name}: not what was written"
+
+
+class ClientLoad(_Load):
+    """The same for programs that use the SDK: `connect` makes a client, each thread has its own. `names`: further ones that
+    change names."""
+
+    def __init__(self, connect: Callable[[], Any], *, threads: int = 3, names: int = 0) -> None:
         stop = threading.Event()
-        super().__init__([_Rewriting(connect, number, stop) for number in range(threads)], stop)
+        super().__init__([*(_Rewriting(connect, number, stop) for number in range(threads)),
+                          *(_Naming(connect, number, stop) for number in range(names))], stop)
 
 
 class _Resting(_Worker):

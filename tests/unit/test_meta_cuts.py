@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from msgspec.structs import replace
+
 from nvpool.base.clock import ManualClock
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.kv.memory import MemoryKv
@@ -98,3 +100,26 @@ def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_
         return decode_inode(5, kv.get(inode_key(5))).blocks
 
     assert asyncio.run(main()) < 8
+
+
+def test_a_target_that_is_silent_is_waited_for_until_the_map_calls_it_down():
+    async def main() -> list[int]:
+        told, silent = Told(pool_map(7, Chain(1, (1, 2)))), asyncio.Event()
+        answered = told.call
+
+        async def call(endpoints, *message, **options):
+            if endpoints == ("inproc://2",):
+                silent.set()
+                await asyncio.get_running_loop().create_future()
+            return await answered(endpoints, *message, **options)
+
+        told.call = call
+        cutting = asyncio.ensure_future(told.cut())
+        await silent.wait()
+        told.use(pool_map(8, Chain(1, (1, 2))))
+        without = pool_map(9, Chain(2, (1,)))
+        told.use(replace(without, targets=tuple(replace(target, state="down") if target.id == 2 else target
+                                                for target in without.targets)))
+        return await cutting
+
+    assert set(asyncio.run(main())) == {1}
