@@ -266,7 +266,8 @@ class CheckingLoad(_Load):
     """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `directories`: of each thread, which moves files
     from one to another, as a rule from shard to shard; 0: its files have no directory of their own."""
 
-    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20, directories: int = 0) -> None:
+    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
+                 directories: int = 0) -> None:
         stop = threading.Event()
         top = Path(directory)
         super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
