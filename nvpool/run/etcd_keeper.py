@@ -60,6 +60,8 @@ class EtcdKeeper:
         self._told = ""
         self._revoked = 0
         """What our member's list of those who were removed goes up to."""
+        self._hung_up = 0
+        """The same, of the member as it was started again last."""
 
     async def run(self) -> None:
         """Do this node's part until cancelled."""
@@ -168,8 +170,10 @@ class EtcdKeeper:
                 one.node < entry.node and one.state == "up" and one.revoked < removed and one.node in here
                 for one in pool_map.etcd):
             return
-        log.info("this node's member of etcd is started again, to hang up on a node that was removed")
-        await self._keeper.start_again()
+        if self._hung_up != removed:  # once: where the map can not be changed, only that is tried again
+            log.info("this node's member of etcd is started again, to hang up on a node that was removed")
+            await self._keeper.start_again()
+            self._hung_up = removed
         until_s = SYSTEM_CLOCK.boottime_s() + _LEAVE_S
         while not await answers_alone(entry.client, self._keeper.certificates(), _LOOK_S):
             if SYSTEM_CLOCK.boottime_s() > until_s:
