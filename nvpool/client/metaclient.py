@@ -211,7 +211,7 @@ class MetaClient:
             state.meeting = asyncio.create_task(self._renew(state, deadline_s))
             state.meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await asyncio.shield(state.meeting)
+            await self._until(state.meeting, deadline_s)
         except StaleSession:
             state.met = connection  # the request itself finds out, and begins another session
         except Unavailable as error:
@@ -315,7 +315,15 @@ class MetaClient:
         """On return there is one, in which all that is open has been named."""
         if state.opening is None or state.opening.done():
             state.opening = asyncio.create_task(self._open_session(state, deadline_s))
-        await asyncio.shield(state.opening)
+        await self._until(state.opening, deadline_s)
+
+    async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:
+        """Wait for what is asked once for several, each of whom may wait as long as he may."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
+                await asyncio.shield(asked)
+        except TimeoutError:
+            raise DeadlineExceeded("the shard has not told yet who it is", may_be_applied=False) from None
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
         request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)

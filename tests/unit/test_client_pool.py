@@ -31,7 +31,7 @@ from nvpool.meta.service import MetaOptions
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.transport import Reply
-from nvpool.wire.v1 import pool_pb2, wire_pb2
+from nvpool.wire.v1 import meta_pb2, pool_pb2, wire_pb2
 
 ME = Caller(1000, 1000)
 FAST = ClientOptions(deadline_s=5.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
@@ -491,6 +491,52 @@ def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
             service._end_session(service._sessions.get(state.session), service._clock.boottime_s())
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             await until(lambda: len(lost) == 3 and service._sessions.get(state.session).opens == {handle.inode: 1})
+    run(main())
+
+
+@pytest.mark.parametrize("asked", [wire_pb2.META_RENEW_SESSION, wire_pb2.META_OPEN_SESSION])
+def test_who_waits_for_what_another_asks_a_shard_waits_no_longer_than_he_may(asked):
+    async def main() -> None:
+        async with Case() as case:
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            meta, held = case.vfs.meta, []
+            state = meta._shard_of(ROOT_INODE)
+            before = case.pool.meta._routes[asked]
+            case.pool.meta._routes[asked] = held.append
+            state.met = None
+            if asked == wire_pb2.META_OPEN_SESSION:
+                meta._lost(state, state.session)
+            asking = asyncio.create_task(case.vfs.mkdir(ROOT_INODE, b"e", 0o755, ME))
+            await until(lambda: held)
+            soon_s = case.pool.clock.boottime_s() + 0.05
+            with pytest.raises(DeadlineExceeded) as refused:
+                if state.session:
+                    await meta._send(state, wire_pb2.META_RELEASE, meta_pb2.ReleaseRequest(session=state.session), soon_s)
+                else:
+                    await meta.ensure_session(state, soon_s)
+            assert not refused.value.may_be_applied
+            assert not (state.meeting if state.session else state.opening).done()
+            case.pool.meta._routes[asked] = before
+            for call in held:
+                before(call)
+            await asking
+    run(main())
+
+
+def test_a_question_to_a_shard_finds_it_where_it_has_moved_without_a_watch():
+    async def main() -> None:
+        async with Case(FAST._replace(leases=False), tells_map=True) as case:
+            pool = case.pool
+            await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+            await pool.stop_shard()
+            name = pool._endpoints
+            pool._endpoints = lambda role, number: name(role, number) + ("-moved" if role == "meta" else "")
+            await pool.change_map(lambda now: changed(now, shards=tuple(
+                replace(shard, endpoints=pool.new_shard(shard.id).endpoints) if shard.id == 1 else shard for shard in now.shards)))
+            await pool.start_shard()
+            request = meta_pb2.MetaStatusRequest()
+            reply = await case.vfs.meta.ask_shard(1, wire_pb2.META_STATUS, request, meta_pb2.MetaStatusReply)
+            assert reply.state == "serving" and case.vfs.meta._view.map.epoch == pool.pool_map.epoch
     run(main())
 
 
