@@ -102,11 +102,13 @@ class Repair:
 
     async def rebuilt(self, inode: int, index: int, table: int = 0) -> bool:
         """Whether the chunk, of which a record could not be read, can be now: another target that holds the chain gave all of
-        it. Of which table it is the others know, where it is not told. While it can not be read here no write of it is decided
-        without us: so what the others have is what the chain has. Errors as of `repaired`."""
+        it; or we only join the chain, which has none. Of which table it is the others know, where it is not told. While it can
+        not be read here no write of it is decided without us: so what the others have is what the chain has. Errors as of
+        `repaired`."""
         for one in [table] if table else sorted(self._map.table_by_id if self._map is not None else ()):
             chain = self._map.chain(one, chain_of(inode, index))
-            if self._target not in chain.targets:
+            joins = self._target in chain.joining
+            if self._target not in chain.targets and not joins:
                 continue
             for source in reversed(chain.targets):
                 if source == self._target:
@@ -118,6 +120,9 @@ class Repair:
                              source, error)
                     continue
                 await self._throttle.take(len(found.copy.content))
+                if joins and table and found.damage is None and not found.copy.version:
+                    await self._store.discard(inode, index)
+                    return True
                 if found.damage is not None or not found.copy.version or found.copy.bad or found.copy.table != one:
                     continue
                 if not self._store.unreadable(inode, index) or await self._store.install_over(found.copy):

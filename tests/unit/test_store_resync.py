@@ -29,6 +29,7 @@ from nvpool.logic.poolmap import MAP_FORMAT, Chain, ChainTable, Drive, Node, Poo
 from nvpool.store.chunkstore import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.reads import RESULT
+from nvpool.store.records import encode_segment, segment_key
 from nvpool.store.service import StoreService
 from nvpool.store.writes import WRITE
 from nvpool.testing.contracts.chunkstore import content, get, is_sound, put, some_bytes
@@ -283,6 +284,28 @@ async def until(condition, within_s=20):
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("chain_has_it", [True, False])
+def test_a_chunk_that_can_not_be_read_where_its_chain_is_joined_is_what_the_chain_has(chain_has_it):
+    async def run():
+        async with stores() as one:
+            ours, theirs = one.stores[JOINER], one.stores[SOURCE]
+            await put(theirs, 1, 0, 0, b"x" * 9000)
+            one.use(joins())
+            await one.equal()
+            if not chain_has_it:
+                await put(ours, 2, 0, 0, b"of nobody")
+            inode = 1 if chain_has_it else 2
+            segment = ours.index.segment(ours.index.chunk(inode, 0), 0)
+            ours.kv.apply([(segment_key(inode, 0, 0), encode_segment(segment, None, 0, 0))])
+            ours.index.forget(inode, 0)
+            assert ours.unreadable(inode, 0)
+            assert await one.services[JOINER].upkeep.repair.rebuilt(inode, 0, 1)
+            assert not ours.unreadable(inode, 0)
+            await same(one)
+
+    asyncio.run(run())
 
 
 class Load:
