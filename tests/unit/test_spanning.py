@@ -8,16 +8,17 @@ import stat
 
 import pytest
 
-from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, WouldLoop
+from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, Unavailable, WouldLoop
 from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.meta import records
 from nvpool.meta.options import MetaOptions
-from nvpool.meta.spanning import participant
+from nvpool.meta.spanning import coordinator, participant
 from nvpool.meta.spanning.peers import id_message
 from nvpool.meta.spanning.records import SpanId, partition_of_held
+from nvpool.meta.view import CutInProgress
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -341,6 +342,24 @@ def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypat
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     monkeypatch.setattr(participant, "ASK_S", 120.0)
     run(main, meta_options=MetaOptions(tick_s=3600.0))
+
+
+def test_a_change_over_shards_waits_for_a_cut_no_longer_than_for_anything_else(monkeypatch):
+    def decide(view, request, now_ns):
+        raise CutInProgress(5)
+
+    async def main(names: Names) -> None:
+        meta = names.pool.metas[1]
+        deciding, cutting = meta._spanning.coordinator, asyncio.get_running_loop().create_future()
+        meta._view.cutting[5] = cutting
+        span = deciding.begin(0)
+        with pytest.raises(Unavailable, match="still being cut"):
+            await asyncio.wait_for(deciding.decide(span, decide, None), 20)
+        deciding.end(span)
+        assert not cutting.done()
+        del meta._view.cutting[5]
+    monkeypatch.setattr(coordinator, "SPAN_S", 0.05)
+    run(main)
 
 
 def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):

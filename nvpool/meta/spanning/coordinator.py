@@ -124,7 +124,7 @@ class Coordinator:
         commits it, who has to wait for something decides anew.
 
         Refused     as the decision says
-        Unavailable somebody whom it takes did not answer, or there was too much coming and going, for SPAN_S
+        Unavailable somebody whom it takes did not answer, or there was too much coming and going, or a cut went on, for SPAN_S
         """
         until_s = self._clock.boottime_s() + SPAN_S
         for _ in range(ROUNDS_MAX):
@@ -140,7 +140,11 @@ class Coordinator:
                 await until_free(held.hold)
             except CutInProgress as wait:
                 self._give_back(span)
-                await asyncio.shield(self._view.cutting[wait.inode])
+                try:
+                    async with asyncio.timeout(max(0.0, until_s - self._clock.boottime_s())):
+                        await asyncio.shield(self._view.cutting[wait.inode])
+                except TimeoutError:
+                    raise Unavailable(f"inode {wait.inode} is still being cut", retry_after_s=0.2) from None
         raise Unavailable("a change over several shards needs more of them than can be")
 
     async def _gather(self, span: Span, need: Need, until_s: float) -> None:
