@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, holder_of, sync_directory
-from nvpool.base.errors import InvalidRequest, NotFound, NvpoolError
+from nvpool.base.errors import Busy, InvalidRequest, NotFound, NvpoolError
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.logic import moves
 from nvpool.logic.poolmap import PoolMap, Shard, ShardWanted, Standby
@@ -75,8 +77,18 @@ class MetaShards:
             return self._told(await self._add_here(wanted), wanted.id)
 
     async def _add_here(self, wanted: ShardWanted) -> PoolMap:
-        new = await self._make(self._leading.pool_map, wanted.id, wanted.standbys)
-        after = await self._leading.change(lambda newest: moves.shard_added(newest, new))
+        pool_map = self._leading.pool_map
+        new = await self._make(pool_map, wanted.id, wanted.standbys)
+        ports = used_ports(msgspec.structs.replace(pool_map, targets=(), nodes=(), etcd=(), shards=(new,)))
+
+        def decide(newest: PoolMap) -> PoolMap:
+            if new.id in newest.shard_by_id and newest.shard_by_id[new.id].endpoints == new.endpoints:
+                return newest  # asked again: what was thought to have failed was done
+            if new.id not in newest.shard_by_id and used_ports(newest) & ports:
+                raise Busy("the ports were taken meanwhile; the same command finds others", retry_after_s=0.1)
+            return moves.shard_added(newest, new)
+
+        after = await self._leading.change(decide)
         self._start()
         log.info("shard %d was added: %d partitions move to it", new.id, moves.left(after, new.id))
         return after

@@ -813,6 +813,7 @@ def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path)
             view = PoolView(first, directory=str(tmp_path), dialer=None, clock=case.pool.clock)
             assert not await view.newer(0.1)
             waiting = asyncio.create_task(view.newer(60.0))
+            await asyncio.sleep(0)  # it waits
             (tmp_path / "next").write_bytes(encode_map(changed(first)))
             (tmp_path / "next").rename(tmp_path / "poolmap.json")
             assert await waiting and view.map.epoch == first.epoch + 1

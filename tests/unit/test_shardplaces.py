@@ -5,13 +5,16 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from nvpool.base.config import Config
+from nvpool.base.config import Config, Network
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import Busy, NotFound
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.poolmap import Shard, Standby
+from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
+from nvpool.run.making import free_ports
+from nvpool.run.metashards import MetaShards
 from nvpool.run.shardplaces import ShardPlaces
 from nvpool.testing.contracts.coordinator import first_map
 
@@ -39,6 +42,38 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
         (away, here) = leading.pool_map.shards[0].standbys
         assert here.endpoints and not away.endpoints and (tmp_path / "here").joinpath(here.path).is_dir()
         assert [pool_map.epoch for pool_map in started] == [leading.pool_map.epoch]
+        await coordinator.close()
+
+    asyncio.run(run())
+
+
+def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):
+    config = Config(network=Network(base_port=23_000))
+
+    class Late(Leading):
+        """Somebody else is first."""
+
+        taken: int = 0
+
+        async def change(self, decide):
+            if not self.taken:
+                self.taken = free_ports(1, config.network, used_ports(self.pool_map))[0]
+                await super().change(lambda newest: replace(newest, nodes=tuple(
+                    replace(one, endpoints=(f"stream://127.0.0.1:{self.taken}",)) for one in newest.nodes)))
+            return await super().change(decide)
+
+    async def run() -> None:
+        first = first_map()
+        local = [replace(one, endpoints=("stream+unix:/here",)) for one in (*first.nodes, *first.targets)]
+        coordinator = await EmbeddedCoordinator.found(MemoryKv(), replace(
+            first, nodes=tuple(local[:1]), targets=tuple(local[1:]), shards=(Shard(1, 1, ("stream://127.0.0.1:1",)),)))
+        leading = Late(coordinator, 1, None, lambda target: None)
+        shards = MetaShards(PoolDirectory(tmp_path), config, 1, leading, None, start=lambda: None)
+        with pytest.raises(Busy, match="ports"):
+            await shards.verbs["shard-add"]({})
+        assert (await shards.verbs["shard-add"]({}))["shard"] == 2
+        at = leading.pool_map.shard_by_id[2].endpoints
+        assert not any(endpoint.endswith(f":{leading.taken}") for endpoint in at) and len(at) == 3
         await coordinator.close()
 
     asyncio.run(run())
