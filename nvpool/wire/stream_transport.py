@@ -286,7 +286,9 @@ class StreamConnection(_End, Asker):
 
     def _on_end(self, reason: str) -> None:
         if not self.greeted.done():
-            self.greeted.set_exception(Unreachable(f"{self.peer.address}: {reason}"))
+            plain = self._identity is None and not self.peer.local
+            self.greeted.set_exception(Unreachable(f"{self.peer.address}: {reason}" + (
+                "; does it speak TLS? Here plain text is spoken (network.plain_text, --plain-text)" if plain else "")))
         self._lost(f"{self.peer.name}: {reason}")
 
     async def close(self) -> None:
@@ -562,7 +564,7 @@ def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
     if isinstance(known, TooManyOpen):
         return known
     if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
-        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text)?")
+        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text, --plain-text)?")
     return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 
