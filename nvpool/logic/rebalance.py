@@ -140,14 +140,15 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
 
 def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     """InvalidRequest when what is stored has no room on the targets that shall hold it, or these are too few. `used_bytes` of
-    the targets that answered; each target keeps a tenth of its capacity free. There is room until the first of them is full: of
-    two nodes that have a copy of everything the smaller one counts, twice."""
+    the targets that answered: of a silent one it is taken that its chains hold as much as theirs on average. Each target keeps a
+    tenth of its capacity free. There is room until the first of them is full: of two nodes that have a copy of everything the
+    smaller one counts, twice."""
     here = usable(pool_map.targets)
     most = max((table.id for table in pool_map.tables), default=1)
     if len(here) < most:
         raise InvalidRequest(f"the pool keeps {most} cop{'y' if most == 1 else 'ies'} of each chunk and {len(here)} "
                              f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add")
-    used = sum(used_bytes.values())
+    used = sum(used_bytes.values()) + _silent_bytes(pool_map, used_bytes)
     replicas = pool_map.settings.replicas
     quota = Spread(here, pool_map.nodes, replicas).quota
     room = min(int(target.capacity_bytes * 0.9 * CHAINS_PER_TABLE * replicas / quota[target.id])
@@ -155,3 +156,12 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     if used > room:
         raise InvalidRequest(f"{format_bytes(used)} are stored and the drives that would be left have room for "
                              f"{format_bytes(room)}; add a drive first: nvpool drive add")
+
+
+def _silent_bytes(pool_map: PoolMap, used_bytes: Mapping[int, int]) -> int:
+    """What targets are to hold that did not say it; nothing of those that are lost."""
+    chains = [chain for table in pool_map.tables for chain in table.chains]
+    told = sum(target in used_bytes for chain in chains for target in chain.targets)
+    silent = {target.id for target in pool_map.targets if not target.is_over} - used_bytes.keys()
+    untold = sum(target in silent for chain in chains for target in chain.goal or chain.targets)
+    return sum(used_bytes.values()) * untold // told if told else 0

@@ -242,3 +242,14 @@ def test_targets_are_given_up_and_taken_back_and_no_chain_ever_loses_its_last_co
         assert all(target.wish == "share" for target in there.targets)
         assert taken_back(there, away) is there
         assert check_map(there) == []
+
+
+def test_what_a_silent_target_holds_is_counted_as_what_the_others_hold_on_average():
+    pool_map = a_pool((4, 4, 4, 4), 1)
+    told = dict.fromkeys((1, 2, 3), 3 * GIB)
+    check_room(wished(pool_map, 4, "lost"), told)
+    for used in (told, told | {4: 3 * GIB}):
+        with pytest.raises(InvalidRequest, match="12.0 GiB are stored"):
+            check_room(wished(pool_map, 4, "drain"), used)
+    check_room(wished(pool_map, 4, "drain"), dict.fromkeys((1, 2, 3), 2 * GIB))
+    check_room(wished(pool_map, 4, "drain"), {})
