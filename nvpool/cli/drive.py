@@ -109,6 +109,13 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     return await shown(title, watch(), look, quiet=quiet)
 
 
+def say_what_waits(done: dict[str, Any]) -> None:
+    """What a drain waits for from the start."""
+    if done["waits_for"]:
+        say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
+            f"back, or given up")
+
+
 def moving_on(seen: dict[str, Any]) -> str:
     """What is known of when all is moved, or of what keeps it."""
     silent = [str(one["drive"]) for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
@@ -194,6 +201,7 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
             click.echo(f"drive {result['drive']} is empty; remove it with: nvpool drive remove {pool} {result['drive']}")
         else:
             click.echo(f"drive {result['drive']} is being drained: {result['chains_to_go']} chains to go")
+            say_what_waits(result)
     _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"])
 
 
@@ -221,6 +229,8 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
         if give_up and result["chains"]:
             say(f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
                 f"(grant_s, two minutes at most by default); until then what is written to them waits")
+        say(f"note: what the pool had on it stays at {result['path']} of node {result['node']}; remove it when nobody wants "
+            f"it")
     _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
 
 

@@ -13,7 +13,7 @@ from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NotFound
 from nvpool.base.units import format_bytes
-from nvpool.cli.drive import wait_option
+from nvpool.cli.drive import say_what_waits, wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
@@ -205,6 +205,7 @@ def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json:
             click.echo(f"node {number} is empty; remove it with: nvpool node remove {pool} {number}")
         else:
             click.echo(f"node {number} is being drained: {_left(done)} to go")
+            say_what_waits(done)
     _end(pool, done, wait, as_json, f"{'filling' if cancel else 'draining'} node {number}")
 
 

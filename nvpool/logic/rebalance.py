@@ -140,8 +140,8 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
 
 def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     """InvalidRequest when what is stored has no room on the targets that shall hold it, or these are too few. `used_bytes` of
-    the targets that answered: of a silent one it is taken that its chains hold as much as theirs on average. Each target keeps a
-    tenth of its capacity free. There is room until the first of them is full: of two nodes that have a copy of everything the
+    the targets that answered: of a silent one it is taken that its chains hold as much as theirs on average. Each target keeps
+    a tenth of its capacity free. There is room until the first of them is full: of two nodes that have a copy of everything the
     smaller one counts, twice."""
     here = usable(pool_map.targets)
     most = max((table.id for table in pool_map.tables), default=1)

@@ -197,8 +197,10 @@ class Drives:
 
     def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
         target = find(pool_map, arguments, self._node, gone=True)
-        return {"drive": target.drive, "target": target.id, "state": state_of(pool_map, target), "epoch": pool_map.epoch,
-                "chains": held(pool_map)[target.id], "chains_to_go": going(pool_map)[target.id]}
+        drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
+        return {"drive": target.drive, "target": target.id, "node": target.node, "path": drive.path,
+                "state": state_of(pool_map, target), "epoch": pool_map.epoch, "chains": held(pool_map)[target.id],
+                "chains_to_go": going(pool_map)[target.id], "waits_for": waits_for(pool_map)}
 
     async def _replicas(self, arguments: dict) -> dict:
         """Make the chain table of a replica count, where there is none."""
@@ -285,6 +287,12 @@ def coming(pool_map: PoolMap) -> Counter[int]:
     """Chains that each target is still to get."""
     return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.goal
                    if target not in chain.targets)
+
+
+def waits_for(pool_map: PoolMap) -> list[int]:
+    """Drives that are down and are to get chains: those wait until they are back, or given up."""
+    to_come = coming(pool_map)
+    return [target.drive for target in pool_map.targets if target.state == "down" and to_come[target.id]]
 
 
 def going(pool_map: PoolMap) -> Counter[int]:

@@ -17,6 +17,7 @@ from nvpool.logic import nodes
 from nvpool.logic.joining import member_removed
 from nvpool.logic.poolmap import Node, PoolMap
 from nvpool.logic.shards import members, node_and_path
+from nvpool.run.drives import waits_for
 from nvpool.run.etcd_keeper import EtcdKeeper
 from nvpool.run.joining import Reception
 from nvpool.run.leading import Leading
@@ -113,7 +114,8 @@ class Nodes:
         node = pool_map.node_by_id.get(number)
         if node is None:
             return {"node": number, "wish": "removed", "epoch": pool_map.epoch}
-        return {"node": number, "epoch": pool_map.epoch} | told_of(pool_map, node, self._leading.leader())
+        told = {"node": number, "epoch": pool_map.epoch, "waits_for": waits_for(pool_map)}
+        return told | told_of(pool_map, node, self._leading.leader())
 
 
 def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:

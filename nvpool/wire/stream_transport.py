@@ -564,7 +564,8 @@ def _as_ours(error: OSError, endpoint: str) -> NvpoolError:
     if isinstance(known, TooManyOpen):
         return known
     if isinstance(error, ConnectionResetError) and not error.errno:  # so says the loop's TLS
-        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text, --plain-text)?")
+        return Unreachable(f"{endpoint} hung up in the handshake of TLS; does it speak plain text (network.plain_text, "
+                           f"--plain-text)?")
     return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 

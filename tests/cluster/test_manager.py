@@ -152,8 +152,9 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         all_is_there(pool, written)
         assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
         gone = pool.pid("target-1")
-        nvpool(pool, "drive", "remove", 1)
-        nvpool(pool, "drive", "remove", 1)
+        place = next(drive.path for drive in pool.pool_map.drives if drive.id == 1)
+        for _ in range(2):
+            assert f"stays at {place}" in nvpool(pool, "drive", "remove", 1).stderr
         pool.until(lambda: gone not in pool.processes(), "its process has ended")
         assert [one["drive"] for one in json.loads(nvpool(pool, "drive", "ls", "--json").stdout)] == [2, 3]
         kept.fsync()

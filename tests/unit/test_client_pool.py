@@ -531,8 +531,9 @@ def test_a_question_to_a_shard_finds_it_where_it_has_moved_without_a_watch():
             await pool.stop_shard()
             name = pool._endpoints
             pool._endpoints = lambda role, number: name(role, number) + ("-moved" if role == "meta" else "")
+            at = pool.new_shard(1).endpoints
             await pool.change_map(lambda now: changed(now, shards=tuple(
-                replace(shard, endpoints=pool.new_shard(shard.id).endpoints) if shard.id == 1 else shard for shard in now.shards)))
+                replace(shard, endpoints=at) if shard.id == 1 else shard for shard in now.shards)))
             await pool.start_shard()
             request = meta_pb2.MetaStatusRequest()
             reply = await case.vfs.meta.ask_shard(1, wire_pb2.META_STATUS, request, meta_pb2.MetaStatusReply)

@@ -20,6 +20,7 @@ from nvpool.logic.poolmap import (
     decode_map,
     encode_map,
 )
+from nvpool.run.drives import waits_for
 
 BIG = 1 << 30
 
@@ -106,6 +107,12 @@ def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():
         nodes.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member a drive
     with pytest.raises(InvalidRequest, match="no node 7"):
         nodes.drained(a_map(), 7, {})
+
+
+def test_a_drain_that_waits_for_a_drive_that_is_down_says_so():
+    assert waits_for(nodes.drained(a_map(), 3, {})) == []
+    down = transitions.died(a_map(), {2})
+    assert waits_for(nodes.drained(down, 3, {})) == [2]
 
 
 def test_a_lost_node_is_out_when_what_it_held_is_made_again():
