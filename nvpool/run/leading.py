@@ -66,8 +66,8 @@ class Leading:
         self._passing: set[asyncio.Task[None]] = set()
         self.manager: Manager | None = None
         self._reign: Reign | None = None
-        self._former: tuple[str, float] | None = None
-        """Who was last seen to lead, and since when."""
+        self._since_s: dict[str, float] = {}
+        """Who was seen to lead -> since when, the last time."""
         self._another: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when another one leads than before, or nobody; then there is a new one."""
         self._unbounded = False
@@ -83,11 +83,12 @@ class Leading:
             seeing.cancel()
 
     async def _see(self) -> None:
-        known = None
+        known = last = None
         while True:
             leader = self._coordinator.leader()
-            if leader is not None and (self._former is None or self._former[0] != leader):
-                self._former = leader, SYSTEM_CLOCK.boottime_s()
+            if leader not in (None, last):
+                last = leader
+                self._since_s[leader] = SYSTEM_CLOCK.boottime_s()
             if leader != known:
                 known = leader
                 self._tell_of_another()
@@ -98,8 +99,8 @@ class Leading:
         told.set_result(None)
 
     def _begun(self, lease: Lease) -> Reign:
-        former, since_s = self._former or ("", SYSTEM_CLOCK.boottime_s())
-        bounded = not self._unbounded and lease.former == former and SYSTEM_CLOCK.boottime_s() - since_s > LEASE_S
+        former, now_s = lease.former, SYSTEM_CLOCK.boottime_s()
+        bounded = not self._unbounded and former is not None and now_s - self._since_s.get(former, now_s) > LEASE_S
         self._unbounded = isinf(lease.left_s)
         return Reign(lease, bounded, int(former) if bounded and former != str(self._node) else None)
 
@@ -126,9 +127,10 @@ class Leading:
                 await asyncio.sleep(_RETRY_S)
             if lease is None:
                 continue
-            log.info("this node leads the pool")
             self._reign = self._begun(lease)
-            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s, gone=self._reign.gone,
+            gone = self._reign.gone
+            log.info("this node leads the pool%s", f"; node {gone} did before, and is silent" if gone is not None else "")
+            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s, gone=gone,
                                              replace_after_s=self._replace_after_s)
             self.grace_s = LEASE_S
             self._tell_of_another()
