@@ -6,14 +6,16 @@ from itertools import count
 import msgspec
 import pytest
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, InvalidRequest, StaleEpoch, StaleLease, Unavailable
 from nvpool.cluster import etcd as etcd_module
+from nvpool.cluster import etcd_calls
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_leases import EtcdLease
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, Target, changed, encode_map
 from nvpool.testing import real_etcd
-from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map
+from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map, until
 
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
@@ -239,6 +241,131 @@ def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
         assert mine.pool_map.epoch == 1
         await mine.close()
         await other.close()
+
+    asyncio.run(run())
+
+
+def stand_still(reign):
+    """As if the process of who leads did; but its clock goes on."""
+    reign._renewing.cancel()
+    reign.lost = asyncio.get_running_loop().create_future()
+
+
+async def a_pair_that_is_led(etcd, lease_s=LEASE_S):
+    mine, other = await pair(etcd)
+    return mine, other, await mine.lead("mine", lease_s, 10)
+
+
+def test_who_leads_next_knows_whether_all_that_the_former_one_has_lent_is_over(one):
+    async def run():
+        mine, other, first = await a_pair_that_is_led(one)
+        assert first.former is None
+        await first.release()
+        second = await other.lead("other", LEASE_S, 30)
+        assert second.former is None, "some of it may be left to whom the first has lent it"
+        stand_still(second)
+        third = await mine.lead("mine", LEASE_S, 30)
+        assert third.former == "other" and not second.holds
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_who_has_lost_the_lead_by_time_alone_need_not_wait_for_himself(one):
+    async def run():
+        mine, other, first = await a_pair_that_is_led(one, 3.0)
+        first._lease_s = 0.0  # it is over, others wait for it
+        await first.lost
+        assert (await mine.lead("mine", 60.0, 30)).former == "mine"
+        assert await other.lead("other", LEASE_S, 0.5) is None
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_lead_that_was_taken_unawares_is_taken_again_at_once(one):
+    async def run():
+        mine, other = await pair(one)
+        transact, tries = mine._calls.transact, []
+
+        async def lost(request, wait_s):
+            answer = await transact(request, wait_s)
+            if not tries:
+                tries.append(answer.succeeded)
+                raise Unavailable("the answer is lost", may_be_applied=True)
+            return answer
+
+        mine._calls.transact = lost
+        reign = await mine.lead("mine", 60.0, 30)
+        assert tries == [True] and reign.holds and reign.former is None
+        await mine.replace(changed(mine.pool_map, name="new"), reign)
+        assert await other.lead("other", LEASE_S, 0.5) is None
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_leader_of_an_earlier_version_leads_until_etcd_has_ended_its_lease(one):
+    async def run():
+        mine, other = await pair(one)
+        number = await mine._calls.grant_lease(600, 10)
+        put = etcd_module.rpc.PutRequest(key=mine._root + b"leader", value=b"old", lease=number)
+        await mine._calls.transact(etcd_module.rpc.TxnRequest(success=[etcd_module.rpc.RequestOp(request_put=put)]), 10)
+        await until(lambda: other.leader() == "old")
+        assert await other.lead("other", 0.1, 0.5) is None
+        waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
+        await mine._calls.revoke_lease(number, 10)
+        assert (await waiting).former is None
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_the_lead_passes_on_while_members_of_etcd_die_and_never_to_a_second_one(three):
+    async def run():
+        mine, other = await pair(three)
+        for number in range(3):
+            reign = await mine.lead("mine", LEASE_S, 60)
+            await until(lambda: other.leader() == "mine")
+            waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 60))
+            three.kill(number)  # one of them leads etcd
+            stand_still(reign)
+            while reign.holds:
+                assert not waiting.done()
+                await asyncio.sleep(0.01)
+            second = await waiting
+            assert second.former == "mine"
+            with pytest.raises((StaleLease, Unavailable)):
+                await mine.replace(changed(mine.pool_map, name="of the past"), reign)
+            three.start(number)
+            await asyncio.to_thread(three.wait, number)
+            await second.release()
+        assert mine.pool_map.epoch == 1
+        await mine.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_member_that_says_nothing_is_not_waited_for(three, monkeypatch):
+    monkeypatch.setattr(etcd_calls, "CALL_S", 600.0)
+
+    async def run():
+        three.stop(0)
+        try:
+            for _ in range(2):
+                await EtcdCoordinator.answers(three.members, wait_s=120.0)
+            calls = etcd_calls.EtcdCalls(three.members, SYSTEM_CLOCK)
+            await calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 120.0)
+            assert calls._at != 0, "who has answered is asked first from then on"
+            assert len(await calls.list_members(120.0)) == 3
+            await calls.close()
+        finally:
+            three.go_on(0)
 
     asyncio.run(run())
 

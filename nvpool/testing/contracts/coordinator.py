@@ -143,7 +143,7 @@ async def a_watch_of_who_is_present_ends_in_time(coordinator: Coordinator) -> No
 async def one_leads_at_a_time(coordinator: Coordinator) -> None:
     first = await coordinator.lead("a", LEASE_S, 10)
     assert first is not None and first.holds
-    await _until(lambda: coordinator.leader() == "a")
+    await until(lambda: coordinator.leader() == "a")
     assert await coordinator.lead("b", LEASE_S, 0.3) is None
     waiting = asyncio.ensure_future(coordinator.lead("c", LEASE_S, 30))
     await asyncio.sleep(0.05)
@@ -151,10 +151,10 @@ async def one_leads_at_a_time(coordinator: Coordinator) -> None:
     await first.release()
     second = await asyncio.wait_for(waiting, 10)
     assert second is not None and second.holds and not first.holds
-    await _until(lambda: coordinator.leader() == "c")
+    await until(lambda: coordinator.leader() == "c")
 
 
-async def _until(is_so: Callable[[], bool]) -> None:
+async def until(is_so: Callable[[], bool]) -> None:
     for _ in range(1000):
         if is_so():
             return
