@@ -104,6 +104,8 @@ def kill_primaries(pool, kills, seed):
                 one.verify()
             pauses += [max(one.longest_s for one in watching)]
             killed += len(lost)
+            if len(pauses) % 10 == 0:
+                print(f"{killed} killed: pauses of {median(pauses):.2f} s as a median, {max(pauses):.2f} s at most", flush=True)
             pool.until_up()
         for load in (mounted, programs):
             load.goes_on()  # after the last kill, too
