@@ -137,6 +137,8 @@ class ClientSection(msgspec.Struct, frozen=True):
         ge=0, le=GIB, extra=_BYTES, description="read ahead of one handle that reads in order")] = 8 * MIB
     read_ahead_bytes_max: Annotated[int, Meta(
         ge=0, le=64 * GIB, extra=_BYTES, description="read ahead of all handles together")] = 128 * MIB
+    rack: Annotated[str, Meta(
+        max_length=64, description="of this host where it is no node of the pool: replicas of that rack are read first")] = ""
 
 
 class Config(msgspec.Struct, frozen=True):

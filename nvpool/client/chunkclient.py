@@ -89,8 +89,8 @@ class ChunkClient:
         self._tasks: set[asyncio.Task] = set()
         self._read_flags = ASKER_KEEPS if options.direct_reads else 0
         self._held: list[Lane] | None = None  # lanes with reads that wait for send_held
-        self.replicas = Replicas(view, clock, dialer.greeting.host_id, self.lane)
-        self.hedging = Hedging(clock, self._is_late)
+        self.replicas = Replicas(view, clock, dialer.greeting.host_id, options.rack, self.lane)
+        self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
         self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = Flushing(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
@@ -106,7 +106,7 @@ class ChunkClient:
         for lane in self._lanes.values():
             target = pool_map.target_by_id.get(lane.target)
             if target is not None:
-                lane.endpoints = target.endpoints
+                lane.endpoints, lane.distance = target.endpoints, self.replicas.distance(target)
         self.map_changed_files()
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class ChunkClient:
             known = self._view.map.target_by_id.get(target)
             if known is None:
                 raise StaleEpoch(f"the pool map does not know target {target}")
-            lane = self._lanes[target] = Lane(target, known.endpoints, self.replicas.is_near(known))
+            lane = self._lanes[target] = Lane(target, known.endpoints, self.replicas.distance(known))
         return lane
 
     def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
@@ -316,6 +316,10 @@ class ChunkClient:
     def _is_late(self, lane: Lane) -> None:
         if self.replicas.failed(lane):
             self.map_changed_files()  # lanes that were chosen while it answered
+
+    def _look_for_slow(self) -> None:
+        if self.replicas.shun_slow(self._lanes.values()):
+            self.map_changed_files()
 
     def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
         if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled):

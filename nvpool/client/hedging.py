@@ -27,6 +27,8 @@ LATE_S = 0.5
 LAST = 128
 """Reads whose times are looked at."""
 _LOOK = 32
+SMOOTHED = 1 / 16
+"""What a new time counts in that of its lane."""
 
 
 class Sent:
@@ -52,11 +54,12 @@ def _nothing() -> None:
 
 
 class Hedging:
-    """`late(lane)`: it has not answered for LATE_S."""
+    """`late(lane)`: it has not answered for LATE_S. `looked()`: lanes know anew what they take, now and then."""
 
-    def __init__(self, clock: Clock, late: Callable[[Lane], None]):
+    def __init__(self, clock: Clock, late: Callable[[Lane], None], looked: Callable[[], None]):
         self._now_s = clock.boottime_s
         self._late = late
+        self._looked = looked
         self._loop = asyncio.get_running_loop()
         self._out: dict[int, Sent] = {}
         self._number = 0
@@ -80,6 +83,8 @@ class Hedging:
     def came(self, sent: Sent) -> None:
         self._out.pop(sent.number, None)
         took_s = self._now_s() - sent.sent_s
+        lane = sent.lane
+        lane.took_s += (took_s - lane.took_s) * (SMOOTHED if lane.took_s else 1.0)
         if len(self._times) < LAST:
             self._times.append(took_s)
         else:
@@ -88,6 +93,7 @@ class Hedging:
         if self._measured % _LOOK == 0:
             ordered = sorted(self._times)
             self.delay_s = min(DELAY_S_MAX, max(DELAY_S_MIN, SLOWER * ordered[len(ordered) * 95 // 100]))
+            self._looked()
 
     def _look(self) -> None:
         self._timer = None

@@ -25,16 +25,18 @@ def results_struct(count: int) -> struct.Struct:
 
 
 class Lane:
-    """The way to one target: its endpoints in the newest map, and the reads that wait for this turn of the loop to end. `near`:
-    it is of this host. Until `shunned_s` other replicas are asked first, since it did not answer."""
+    """The way to one target: its endpoints and `distance` (see Replicas) in the newest map, and the reads that wait for this
+    turn of the loop to end. Until `shunned_s` other replicas are asked first, since it did not answer or took much
+    longer than they. `took_s`: for an answer, smoothed; 0 before the first."""
 
-    __slots__ = ("target", "endpoints", "near", "shunned_s", "pending", "pending_bytes", "scheduled", "in_flight")
+    __slots__ = ("target", "endpoints", "distance", "shunned_s", "took_s", "pending", "pending_bytes", "scheduled", "in_flight")
 
-    def __init__(self, target: int, endpoints: tuple[str, ...], near: bool = False):
+    def __init__(self, target: int, endpoints: tuple[str, ...], distance: int = 0):
         self.target = target
         self.endpoints = endpoints
-        self.near = near
+        self.distance = distance
         self.shunned_s = 0.0
+        self.took_s = 0.0
         self.pending: list[Read] = []
         self.pending_bytes = 0
         self.scheduled = False

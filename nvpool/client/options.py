@@ -36,6 +36,8 @@ class ClientOptions(NamedTuple):
     of his own, as the kernel has one of a mount; others would read the drive again each time."""
     locations_bytes: int = 64 * MIB
     """For where blocks lie: some 1.3 KiB for each MiB that was read within the last seconds."""
+    rack: str = ""
+    """Where this client stands, if its host is no node of the pool: replicas of that rack are read before others."""
     retry_first_s: float = 0.01
     retry_last_s: float = 0.5
     release_s: float = 0.1

@@ -1,11 +1,11 @@
-"""Which of the targets that hold a chunk is asked: those that answer before those that did not lately, this host's before
-others, the one with fewer of our reads on their way before the busier; among equals each client takes the same for the same
-chunk, so that one of them has it in memory. Called by chunkclient. Asks nobody.
+"""Which of the targets that hold a chunk is asked: those that answer before those that lately did not, or took much longer than
+others; then this host's, then those of its rack, then others; of these the one with fewer of our reads on their way. Among
+equals each client takes the same for the same chunk, so that one of them has it in memory. Called by chunkclient. Asks nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import StaleEpoch
@@ -18,22 +18,37 @@ from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import Chain, ChainTable, PoolMap, Target
 
 SHUN_S = 2.0
-"""A target that did not answer is asked last for so long: a restart takes less, and a map without it comes sooner."""
+"""A target that did not answer is asked last for so long: a restart takes less, and a map without it comes sooner. So is a slow
+one, whose next answers say whether it still is."""
+SLOWER = 4.0
+"""Times what the quickest target takes: a slow one, where that is more than"""
+SLOW_S_MIN = 0.025
+"""since what is less may be the size of the reads, or a processor that others use."""
 BUSIER = 4
 """Reads on their way more than with another replica, from which on that one is the better one."""
+HERE, SAME_RACK, ELSEWHERE = range(3)
+"""How far a target is. A client on a node stands where the map says that node does; others say it in `rack`."""
 
 
 class Replicas:
-    def __init__(self, view: PoolView, clock: Clock, host_id: str, lane: Callable[[int], Lane]):
+    """`rack`: that of this host, where it is no node of the pool."""
+
+    def __init__(self, view: PoolView, clock: Clock, host_id: str, rack: str, lane: Callable[[int], Lane]):
         self._view = view
         self._now_s = clock.boottime_s
         self._host_id = host_id
+        self._rack_told = rack
         self._lane = lane
+        self._distances: dict[int, int] = {}
         self.several = False
         """Whether any chunk has more than one."""
         self.use_map(view.map)
 
     def use_map(self, pool_map: PoolMap) -> None:
+        here = [node for node in pool_map.nodes if self._host_id and node.host_id == self._host_id]
+        rack = here[0].rack if here else self._rack_told
+        self._distances = {node.id: HERE if node in here else SAME_RACK if rack and node.rack == rack else ELSEWHERE
+                           for node in pool_map.nodes}
         self.several = any(len(chain.targets) > 1 for table in pool_map.tables for chain in table.chains)
 
     @property
@@ -80,10 +95,9 @@ class Replicas:
 
     # -- whom to ask -------------------------------------------------------------------------------------------------------
 
-    def is_near(self, target: Target) -> bool:
-        """Whether the target is on this host."""
-        return bool(self._host_id) and any(node.id == target.node and node.host_id == self._host_id
-                                           for node in self._view.map.nodes)
+    def distance(self, target: Target) -> int:
+        """HERE, SAME_RACK or ELSEWHERE, in the newest map."""
+        return self._distances.get(target.node, ELSEWHERE)
 
     def best(self, targets: Sequence[int], tried: Collection[Lane], turn: int) -> Lane:
         """The lane to ask, not one of `tried` where there is another. `turn`: the same number, the same order of equals."""
@@ -92,7 +106,7 @@ class Replicas:
         for number in range(len(targets)):
             target = targets[(turn + number) % len(targets)]
             lane = self._lane(target)
-            rank = (lane in tried, known[target].state not in ("up", "draining"), lane.shunned_s > now_s, not lane.near,
+            rank = (lane in tried, known[target].state not in ("up", "draining"), lane.shunned_s > now_s, lane.distance,
                     (lane.in_flight + len(lane.pending)) // BUSIER)
             if found is None or rank < found[0]:
                 found = rank, lane
@@ -103,4 +117,15 @@ class Replicas:
         now_s = self._now_s()
         news = lane.shunned_s <= now_s
         lane.shunned_s = now_s + SHUN_S
+        return news
+
+    def shun_slow(self, lanes: Iterable[Lane]) -> bool:
+        """Those that took much longer than the quickest are as those that failed, and learnt anew; whether that is news."""
+        known = [lane for lane in lanes if lane.took_s]
+        limit_s = max(SLOW_S_MIN, SLOWER * min((lane.took_s for lane in known), default=0.0))
+        news = False
+        for lane in known:
+            if lane.took_s > limit_s:
+                lane.took_s = 0.0
+                news |= self.failed(lane)
         return news

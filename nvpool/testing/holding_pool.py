@@ -9,11 +9,12 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1.wire_pb2 import Method
 
 
 class HoldingPool(LocalPool):
     """`hold`: what a target is asked of these methods is not answered, not even looked at, until `let_go`. `mute`: it is done,
-    and the answer is lost."""
+    and the answer is lost. `delay`: reads of it are answered so much later."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -21,6 +22,7 @@ class HoldingPool(LocalPool):
         self.held: dict[int, list] = defaultdict(list)
         self._holding: dict[int, tuple] = {}
         self._muted: dict[int, tuple] = {}
+        self._delays: dict[int, float] = {}
         self._handlers: dict[int, object] = {}
 
     async def _listen(self, role, number, handler):
@@ -34,6 +36,9 @@ class HoldingPool(LocalPool):
             if call.method in self._holding.get(number, ()):
                 self.held[number].append(call)
                 return
+            if call.method == Method.DATA_READ and number in self._delays:
+                asyncio.get_running_loop().call_later(self._delays[number], handler, call)
+                return
             if call.method in self._muted.get(number, ()):
                 call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
                                        deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
@@ -42,6 +47,9 @@ class HoldingPool(LocalPool):
 
     def hold(self, target: int, *methods: int) -> None:
         self._holding[target] = methods
+
+    def delay(self, target: int, delay_s: float) -> None:
+        self._delays[target] = delay_s
 
     def mute(self, target: int, *methods: int) -> None:
         self._muted[target] = methods

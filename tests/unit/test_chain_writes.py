@@ -197,6 +197,22 @@ async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
 
 
 @in_loop
+async def test_a_target_that_takes_much_longer_than_the_other_is_asked_for_few_reads(tmp_path):
+    async with made(tmp_path, targets=2) as (pool, vfs):
+        content = content_of(5, 4 * MIB)
+        handle = await written(vfs, b"file", content)
+        pool.delay(1, 0.08)
+        client = await pool.client("reader", FAST)
+        opened = await client.vfs.open(handle.file.inode, 0, ME)
+        chance, reads = random.Random(2), 600
+        before = pool.asked[1, Method.DATA_READ]
+        for _ in range(reads):
+            offset = chance.randrange(len(content) - 4096)
+            assert await client.vfs.read(opened, offset, 4096) == content[offset:offset + 4096]
+        assert pool.asked[1, Method.DATA_READ] - before < reads / 4
+
+
+@in_loop
 async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
     async with made(tmp_path) as (pool, vfs):
         content = content_of(4, 2 * MIB)

@@ -16,7 +16,7 @@ from nvpool.testing.pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine", "workers"}
 CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20,
-           "transport": "stream", "short_cut": False, "locations_bytes": 1 << 20}
+           "transport": "stream", "short_cut": False, "locations_bytes": 1 << 20, "rack": "row 3"}
 
 
 def opened(where, **given) -> ClientOptions:
