@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import NvpoolError, StaleIdentity
 from nvpool.logic.poolmap import Node, PoolMap, decode_map
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
@@ -28,14 +28,19 @@ def away(endpoints: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def newest_elsewhere(pool_map: PoolMap, own: int, dialer: Dialer) -> PoolMap | None:
-    """The newest map that another node knows, where that is newer than `pool_map`. Waits ASK_S at most."""
+    """The newest map that another node knows, where that is newer than `pool_map`. Waits ASK_S at most. StaleIdentity: nobody
+    has answered, and somebody that this node is not in the pool."""
     keeping = {one.node for one in pool_map.etcd}
     others = sorted((node for node in pool_map.nodes if node.id != own), key=lambda node: node.id not in keeping)
     found = await asyncio.gather(*(_map_of(node, pool_map.epoch, dialer) for node in others[:_NODES_MAX]))
-    return max((one for one in found if one is not None), key=lambda one: one.epoch, default=None)
+    refused = next((one for one in found if isinstance(one, StaleIdentity)), None)
+    if refused is not None and not any(isinstance(one, PoolMap) or one is None for one in found):
+        raise refused
+    return max((one for one in found if isinstance(one, PoolMap)), key=lambda one: one.epoch, default=None)
 
 
-async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | None:
+async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | NvpoolError | None:
+    """None: nothing newer."""
     request = pool_pb2.MapRequest(newer_than=epoch).SerializeToString()
     try:
         reply = await dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
@@ -44,4 +49,4 @@ async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | None:
         return decode_map(raw) if raw else None
     except NvpoolError as error:
         log.debug("node %d has no newer map for us: %s", node.id, error)
-        return None
+        return error

@@ -18,7 +18,7 @@ from math import inf
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, write_whole
-from nvpool.base.errors import InvalidRequest, NvpoolError, Refused, StaleLease, Unavailable
+from nvpool.base.errors import InvalidRequest, NvpoolError, Refused, StaleIdentity, StaleLease, Unavailable
 from nvpool.cluster.coordinator import WATCH_S_MAX
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.cluster.etcd_calls import answers_alone
@@ -60,6 +60,8 @@ class EtcdKeeper:
         self._told = ""
         self._revoked = 0
         """What our member's list of those who were removed goes up to."""
+        self._turned_away = False
+        """Whether those who answer say that this node is not in the pool, whatever our map is."""
         self._hung_up = 0
         """The same, of the member as it was started again last."""
 
@@ -219,7 +221,13 @@ class EtcdKeeper:
             held = self._keeper.relay.inner
             if not self._keeper.is_in_etcd or not isinstance(held, HeldMap):
                 continue
-            newer = await newest_elsewhere(held.pool_map, self._node, self._dialer)
+            try:
+                newer = await newest_elsewhere(held.pool_map, self._node, self._dialer)
+                self._turned_away = False
+            except StaleIdentity as error:
+                self._say("the other nodes do not know this one: %s", error)
+                self._turned_away = True
+                continue
             if newer is not None:
                 self._keeper.learn(newer)
 
@@ -322,6 +330,9 @@ class EtcdKeeper:
     def problems(self) -> list[str]:
         """Sentences for `nvpool status`."""
         pool_map, etcd = self._keeper.relay.pool_map, self._etcd
+        if self._node not in pool_map.node_by_id or self._turned_away and etcd is None:
+            return ["this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
+                    "here may be old. To be a node again it joins with another directory: nvpool node join --dir"]
         where = ", ".join(etcdmembers.clients(pool_map) or self._keeper.members)
         if self._keeper.own_data_is_lost and etcd is None:
             return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "

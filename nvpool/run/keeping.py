@@ -25,7 +25,7 @@ import msgspec
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, write_whole
-from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, Unavailable
+from nvpool.base.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
 from nvpool.base.host import host_id
 from nvpool.cluster.coordinator import Coordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
@@ -184,6 +184,8 @@ class MapKeeper:
         dialer = Dialer(Greeting("supervisor", pool_map.fingerprint, identity=identity), host_id=host_id())
         try:
             newer = await newest_elsewhere(pool_map, own.node, dialer)
+        except StaleIdentity:  # told in the status: run/etcd_keeper
+            newer = None
         finally:
             await dialer.close()
         if newer is not None and newer.etcd:

@@ -9,13 +9,16 @@ import pytest
 
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Unavailable
+from nvpool.base.errors import StaleIdentity, Unavailable
 from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.cluster.relay import Relay
+from nvpool.cluster.relay import HeldMap, Relay
 from nvpool.logic.poolmap import EtcdMember, Revoked
 from nvpool.run import etcd_keeper
 from nvpool.testing import real_etcd
 from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.transport import Greeting
 
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
@@ -43,6 +46,34 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
 
     with real_etcd.RealEtcd() as etcd:
         asyncio.run(run(etcd.members))
+
+
+@pytest.mark.parametrize("in_map", [True, False])
+def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, monkeypatch, in_map):
+    monkeypatch.setattr(etcd_keeper, "_AGAIN_S", 0.01)
+
+    async def run() -> None:
+        listener = await listen(f"inproc://removed-{in_map}", Greeting("node 2"),
+                                lambda call: call.fail(StaleIdentity("node/one is not in the pool any more")))
+        first = first_map()
+        one, two = first.nodes[0], msgspec.structs.replace(first.nodes[0], id=2, endpoints=(f"inproc://removed-{in_map}",))
+        held = HeldMap(msgspec.structs.replace(first, nodes=(one, two) if in_map else (two,)), "etcd is silent")
+        maps = SimpleNamespace(relay=Relay(held), is_in_etcd=True, own_data_is_lost=False, external="", members=(), own=None,
+                               learn=None)
+        dialer = Dialer(Greeting("node 1"))
+        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, dialer)
+        keeper._node = one.id
+        learning = asyncio.ensure_future(keeper._learn())
+        try:
+            async with asyncio.timeout(30):
+                while not any("was removed from the pool" in told for told in keeper.problems()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            learning.cancel()
+            await dialer.close()
+            await listener.close()
+
+    asyncio.run(run())
 
 
 def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_map_can_not_be_changed(tmp_path):
