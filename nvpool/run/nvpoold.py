@@ -16,7 +16,7 @@ import sys
 
 from nvpool.base.config import load
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import Fenced, InvalidRequest, NvpoolError, WrongFormat
+from nvpool.base.errors import Fenced, InvalidRequest, NotFound, NvpoolError, WrongFormat
 
 log = logging.getLogger("nvpool.run.nvpoold")
 
@@ -116,6 +116,9 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     coordinator = keeper.relay
     directory.keep_reserve()
     pool_map = coordinator.pool_map
+    if directory.node not in pool_map.node_by_id:
+        raise NotFound(f"this node was removed from the pool, and serves nothing; what it had can go: nvpool pool destroy "
+                       f"{directory.path}")
     identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
     greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity)
     supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting, keeper)
