@@ -550,7 +550,7 @@ class ChunkClient:
                 lane = self.lane(target)
                 reply = await self._dialer.call(lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
                 return bytes(reply.message)
-            except (StaleEpoch, WrongTarget, Unavailable) as error:
+            except (StaleEpoch, StaleTenure, WrongTarget, Unavailable) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
                 left = deadline_s - self._clock.boottime_s()
                 if left <= 0:

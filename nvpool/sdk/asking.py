@@ -1,20 +1,25 @@
 """Questions to one shard or target of a pool by its number: for checks and inspection, which concern daemons and not files.
 
-Called by checkup, dumpfile and describe. Nothing is repeated here: each of these works in steps with a cursor, ends with the
-error of the step that failed, and is begun again by whoever wanted it.
+Called by checkup, dumpfile and describe. Nothing is repeated here but what a target may not answer for a moment, until its next
+sign of life is answered: each of these works in steps with a cursor, ends with the error of the step that failed, and is begun
+again by whoever wanted it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import NotFound, StaleTenure
 from nvpool.wire.codec import decoded
 
 STEP_S = 60.0
 """For one step: the longest reads 64 MiB from a drive that also serves others."""
+TENURE_S = 15.0
+"""Several leases: whoever has none again by then is out of the chains, or away."""
+AGAIN_S = 0.2
 
 
 class Asking:
@@ -32,10 +37,17 @@ class Asking:
 
     async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
         """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""
-        if hasattr(request, "map_epoch"):
-            request.map_epoch = self.pool_map.epoch
-        found = await self._ask(self.pool_map.target_by_id.get(target), f"target {target}", method, request, reply_type, ())
-        return found[0]
+        until_s = SYSTEM_CLOCK.boottime_s() + TENURE_S
+        while True:
+            if hasattr(request, "map_epoch"):
+                request.map_epoch = self.pool_map.epoch
+            daemon = self.pool_map.target_by_id.get(target)
+            try:
+                return (await self._ask(daemon, f"target {target}", method, request, reply_type, ()))[0]
+            except StaleTenure:
+                if SYSTEM_CLOCK.boottime_s() >= until_s:
+                    raise
+                await asyncio.sleep(AGAIN_S)
 
     async def _ask(self, daemon: Any, name: str, method: int, request: Any, reply_type: Any,
                    payload: Sequence) -> tuple[Any, memoryview]:

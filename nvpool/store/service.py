@@ -509,6 +509,7 @@ class StoreService:
         request = self._parse(pb.DescribeRequest, call)
         found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
         chunks = [pb.ChunkDescription(**one._asdict()) for one in found]
+        self.tenure.check()
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
 
     def _extents(self, call: Call) -> None:
@@ -519,6 +520,7 @@ class StoreService:
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
+        self.tenure.check()  # the holes of the past are bytes of now
         call.reply(pb.ExtentsReply(map_epoch=self._epoch, extents=extents, more=goes_on < until,
                                    next=goes_on).SerializeToString())
 
@@ -550,6 +552,9 @@ class StoreService:
         source = request.from_inode, request.from_index, request.from_offset
         version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
                                                   cut=request.cut, request=name, given_up=given_up, table=table)
+        if request.map_epoch != self._epoch:  # while it was copied the source may have gone on without us
+            self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
+        self.tenure.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())
 
     def _list(self, call: Call) -> None:

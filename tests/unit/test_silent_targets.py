@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 from contextlib import asynccontextmanager
 
@@ -72,6 +73,24 @@ async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_
         pool.let_go(second)
         assert await copying == len(content)
         assert len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]  # it never said anything
+        await vfs.flush(copy)
+        assert await content_of(vfs, copy) == content
+
+
+@in_loop
+async def test_who_asks_for_places_where_the_lease_has_ended_asks_again(monkeypatch):
+    monkeypatch.setattr(ranges, "_PATIENCE_S", 0.05)
+    async with made() as (pool, vfs):
+        content = os.urandom(100_000)
+        handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
+        without_lease = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
+        for target in without_lease:
+            pool.stores[target].tenure.until_s = 0.0
+        copying = asyncio.create_task(vfs.copy_range(handle, 0, copy, 0, len(content)))
+        await pool.until(lambda: all(pool.asked[target, Method.DATA_EXTENTS] for target in without_lease))
+        for target in without_lease:
+            pool.stores[target].tenure.until_s = math.inf
+        assert await copying == len(content)
         await vfs.flush(copy)
         assert await content_of(vfs, copy) == content
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import struct
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -355,6 +356,29 @@ async def test_before_the_map_says_what_the_store_may_have_lost_it_answers_nothi
                 assert not answers
             else:
                 assert answers
+
+
+@served
+async def test_who_may_have_been_replaced_tells_no_holes_and_copies_and_describes_nothing(bench):
+    bench.service.tenure = tenure = Tenure(1, bench.clock)
+    pool_map = a_map()
+    both = changed(pool_map, tables=(*pool_map.tables, build_table(pool_map.targets, 2)))
+    bench.service.update_map(both)
+    ours = chunk_of(both, 1)
+    of_it = {"target": 1, "map_epoch": both.epoch}
+    whole = {"from_inode": 1, "from_index": ours, "inode": 1, "index": ours, "length": 4096, "offset": 4096, "sequence": 5}
+    asks = [
+        (Method.DATA_EXTENTS, pb.ExtentsRequest(inode=1, until=9, grant=bench.grant(), **of_it)),
+        (Method.DATA_DESCRIBE, pb.DescribeRequest(inode=1, **of_it)),
+        (Method.DATA_COPY, pb.CopyRequest(read_grant=bench.grant(), write_grant=bench.grant(), session=9, **whole, **of_it))]
+    for served in (True, False):
+        if served:
+            tenure.renewed(bench.clock.boottime_s(), 3.0, 0)
+        else:
+            bench.clock.advance(3.0)
+        for method, request in asks:
+            with nullcontext() if served else pytest.raises(errors.StaleTenure):
+                await bench.call(method, request)
 
 
 @served
