@@ -2,15 +2,16 @@
 
 Three passes. *Metadata* (`checkup_names`): each shard checks its own records in steps; what they say of one another's inodes
 is laid together. *Chunks*: each target names the inodes that it has chunks of; they must exist, lie in a chain of this
-target, and not know a later cut than their inode. What belongs to no inode may be waiting for the collector, so that is run
-before anything is called a problem. *Blocks*: each target reads everything and compares checksums, and its index with its
-free map.
+target, not know a later cut than their inode, and be as at the other members of their chain (`checkup_copies`). What belongs
+to no inode may be waiting for the collector, so that is run before anything is called a problem; what a target removes by
+itself, since its chain has moved, is none. *Blocks*: each target reads everything and compares checksums, and its index with
+its free map.
 
 Called by `nvpool fsck`. Without `repair` nothing is changed (the collector only does what it would do anyway). With it shards
-mend what they can, and chunks of files that are gone for certain are removed; a bad block can not be mended from one replica:
-the file has to be restored. Memory is bounded by the problems found, of which the first are kept, and in a pool of several
-shards by the inodes with names on another one (directories, and files that were moved) and by wide directories: a hundred bytes
-each.
+mend what they can, chunks of files that are gone for certain are removed, and those that a member of a chain lacks fetched
+from another. A bad block can not be mended from one replica: the file has to be restored. Memory is bounded by the problems
+found, of which the first are kept, and in a pool of several shards by the inodes with names on another one (directories, and
+files that were moved) and by wide directories: a hundred bytes each.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from nvpool.base import grants
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import Chain
 from nvpool.sdk.asking import Asking
+from nvpool.sdk.checkup_copies import Copies, service_right
 from nvpool.sdk.checkup_names import check_names
-from nvpool.sdk.describe import chunks_on
+from nvpool.sdk.describe import CHUNKS_AT_ONCE, chunks_on
 from nvpool.sdk.found import Checkup, Problem
 from nvpool.sdk.lost import lost_files
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
@@ -36,7 +37,6 @@ BLOCKS_A_STEP = 4096
 """16 MiB: a step that a store can answer between two requests of others."""
 ASKED_AT_ONCE = 32
 COLLECTIONS_MAX = 100
-REMOVAL_GRANT_MS = 60_000
 
 
 async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
@@ -63,6 +63,7 @@ class _Check:
         self._checkup = checkup
         self._repair = repair
         self._secret = grant_secret
+        self._copies = Copies(client, self._asking, checkup, grant_secret if repair else None)
 
     async def run(self, scrub: bool) -> None:
         targets = [target.id for target in self._map.targets if not target.is_over]
@@ -98,6 +99,7 @@ class _Check:
             after = inodes[-1] if inodes else after
         if gone:
             await self._gone(target, gone)
+        await self._copies.settle()
 
     async def _inode(self, target: int, inode: int) -> int | None:
         """Compare what `target` holds of `inode` with its record; the inode when it has none."""
@@ -115,17 +117,24 @@ class _Check:
 
     async def _chunks_of(self, target: int, inode: int, attr) -> None:
         table = self._map.table_by_id.get(attr.table)
+        held: list[data_pb2.ChunkDescription] = []
         async for chunk in chunks_on(self._asking, target, inode):
+            if len(held) >= CHUNKS_AT_ONCE:
+                await self._copies.look(target, inode, attr.table, held)
+                held = []
             self._checkup.chunks += 1
             where = f"target {target}, chunk {chunk.index} of inode {inode}"
             chain = table.chains[chain_of(inode, chunk.index)] if table is not None else None
-            if chain is None or not _is_looked_for(target, chain, table.id):
+            if chain is not None and target in chain.targets:
+                held.append(chunk)
+            elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, table.id)):
                 self._checkup.note(Problem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
             if chunk.cut > attr.cut:
                 # A truncate may be under way: the shard's record is newer by now.
                 if chunk.cut > (await self._fresh(inode)).cut:
                     self._checkup.note(Problem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
                                                              f"back in time"))
+        await self._copies.look(target, inode, attr.table, held)
 
     async def _fresh(self, inode: int):
         """The inode's attributes as the shard has them now, past the client's cache."""
@@ -152,9 +161,7 @@ class _Check:
             self._checkup.note(Problem("leaked", f"target {target}, inode {inode}", text, repaired))
 
     async def _remove(self, target: int, inode: int) -> bool:
-        ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + REMOVAL_GRANT_MS
-        authority = grants.sign(grants.Grant(grants.SERVICE, 0, 0, 0, 0, ends_ms), self._secret)
-        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=authority,
+        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(self._secret),
                                          inodes=struct.pack("<Q", inode))
         try:
             await self._asking.target(target, wire_pb2.DATA_REMOVE, request, data_pb2.RemoveReply)

@@ -23,9 +23,10 @@ LOCK_KINDS = {RECORD: "fcntl", WHOLE: "flock"}
 LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 
-async def chunks_on(asking: Asking, target: int, inode: int) -> AsyncIterator[data_pb2.ChunkDescription]:
-    """What `target` holds of `inode`, in order."""
-    first, more = 0, True
+async def chunks_on(asking: Asking, target: int, inode: int,
+                    first: int = 0) -> AsyncIterator[data_pb2.ChunkDescription]:
+    """What `target` holds of `inode` from the chunk `first` on, in order."""
+    more = True
     while more:
         request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE)
         reply = await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)

@@ -10,6 +10,9 @@ Called by store/service and store/resync.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from nvpool.store.chunkstore import ChunkCopy
 
 REMEMBERED_MAX = 100_000
@@ -18,13 +21,25 @@ REMEMBERED_MAX = 100_000
 class Guard:
     def __init__(self) -> None:
         self.active = False
-        """Nothing is remembered otherwise."""
+        """Whether all that comes is remembered; otherwise only while somebody is `watching`."""
+        self._watching = 0
         self._cuts: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self._removed: dict[int, None] = {}
         self.came = 0
         """How many cuts have come. A copy that was asked for before one of its inode came is from before that, whoever has told
         its source of the number."""
         self._last: dict[int, int] = {}  # inode -> the last of them
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Remember what comes within it."""
+        self._watching += 1
+        try:
+            yield
+        finally:
+            self._watching -= 1
+            if not self.active:
+                self.forget()
 
     def cut(self, inode: int, size: int, number: int, chunk_bits: int, end: int) -> None:
         """Before the store cuts."""
@@ -33,7 +48,7 @@ class Guard:
         self._last[inode] = self.came
         if len(self._last) > REMEMBERED_MAX:
             del self._last[next(iter(self._last))]
-        if not self.active or not 0 <= chunk_bits < 64:
+        if not (self.active or self._watching) or not 0 <= chunk_bits < 64:
             return
         first = size >> chunk_bits
         last = (end - 1 >> chunk_bits) if end else 1 << 32
@@ -44,7 +59,7 @@ class Guard:
 
     def removed(self, inodes: list[int]) -> None:
         """Before the store removes."""
-        if not self.active:
+        if not (self.active or self._watching):
             return
         for inode in inodes:
             self._removed[inode] = None
@@ -67,5 +82,7 @@ class Guard:
         return inode in self._cuts
 
     def forget(self) -> None:
+        if self._watching:
+            return
         self._cuts.clear()
         self._removed.clear()

@@ -407,6 +407,31 @@ class Resync:
             await asyncio.sleep(AGAIN_S)
         raise Busy(f"chunk {index} of inode {inode} did not keep still while it was pulled")
 
+    async def level(self, table: int, inode: int, index: int, source: int) -> int:
+        """Fetch the chunk from `source` if that has a newer version of it: for a holder of the chain that lacks what it should
+        have. Returns the version that is here then, 0 for none.
+
+        WrongTarget: one of the two does not hold the chain. Busy: it is being changed, or was cut here and not there yet;
+        nothing was done. Else as `pull`.
+        """
+        if self._map is None or table not in self._map.table_by_id or \
+                not {self._target, source} <= set(self._map.chain(table, chain_of(inode, index)).targets):
+            raise WrongTarget(f"target {self._target} and {source} do not both hold chunk {index} of inode {inode}")
+        with self.guard.watching():
+            asked, before = self.guard.came, self._store.state(inode, index)
+            (found, *_), _ = await self._others.fetch(source, [(inode, index, table)])
+            if found.damage is not None:
+                raise found.damage
+            if found.copy.version <= before.version:
+                return before.version
+            await self._throttle.take(CHUNK_COST_BYTES + len(found.copy.content))
+            if found.pending or found.copy.known.cut < before.cut or not self.guard.allows(found.copy, asked) \
+                    or not (await self._store.install([(found.copy, before)]))[0]:
+                raise Busy(f"chunk {index} of inode {inode} does not keep still")
+        log.warning("target %d: chunk %d of inode %d, which was not as it should be here, is a copy of target %d's now",
+                    self._target, index, inode, source)
+        return found.copy.version
+
     # -- telling ---------------------------------------------------------------------------------------------------------
 
     def _tell(self, waits_for: str = "", *, soon: bool = True) -> None:

@@ -44,6 +44,7 @@ from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
 from nvpool.store.losing import Owners
+from nvpool.store.orders import Orders
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
@@ -113,14 +114,16 @@ class StoreService:
         if self.upkeep is not None and self.replica.writes is not None:
             writes, repair = self.replica.writes, self.upkeep.repair
             writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
+        orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
+                        epoch=lambda: self._epoch)
         self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
             Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
-            Method.DATA_LIST: self._list, Method.DATA_SCRUB: self._scrub, Method.DATA_STATUS: self._status,
-            Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: self._scrub_order,
-            Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch,
+            Method.DATA_LIST: self._list, Method.DATA_SCRUB: orders.scrub, Method.DATA_STATUS: self._status,
+            Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: orders.scrub_order,
+            Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch, Method.DATA_PULL: orders.pull,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -508,9 +511,13 @@ class StoreService:
     def _describe(self, call: Call) -> None:
         request = self._parse(pb.DescribeRequest, call)
         found, more = self.store.describe(request.inode, request.first, max(1, min(request.limit or 1024, 4096)))
-        chunks = [pb.ChunkDescription(**one._asdict()) for one in found]
+        chunks = [pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict()) for one in found]
         self.tenure.check()
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
+
+    def _leaves(self, inode: int, index: int) -> bool:
+        chain = self.store.table_of(inode, index), chain_of(inode, index)
+        return self.upkeep is not None and self.upkeep.strays.leaves(chain)
 
     def _extents(self, call: Call) -> None:
         request = self._parse(pb.ExtentsRequest, call)
@@ -562,29 +569,6 @@ class StoreService:
         found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
         call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
                                 map_epoch=self._epoch).SerializeToString())
-
-    def _scrub(self, call: Call) -> None:
-        request = self._parse(pb.ScrubRequest, call)
-        self._later(call, self._do_scrub(call, request))
-
-    async def _do_scrub(self, call: Call, request: pb.ScrubRequest) -> None:
-        step = await self.store.scrub(request.cursor, request.blocks, request.repair)
-        if request.repair and step.bad and self.upkeep is not None:
-            good = await self.upkeep.repair.repaired(step.bad)
-            step = step._replace(bad=[one for one in step.bad if one not in good], mended=[*step.mended, *[
-                f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is written anew" for one in good]])
-        reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
-                              mended=step.mended, map_epoch=self._epoch,
-                              bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
-        call.reply(reply.SerializeToString())
-
-    def _scrub_order(self, call: Call) -> None:
-        request = self._parse(pb.ScrubOrderRequest, call)
-        self._authority(request.authority)
-        if self.upkeep is None:
-            raise NotSupported("this store does nothing by itself")
-        self.upkeep.rounds.order(request.order)
-        call.reply(pb.ScrubOrderReply(map_epoch=self._epoch, scrubbing=self.upkeep.rounds.told()).SerializeToString())
 
     def _status(self, call: Call) -> None:
         self._parse(pb.DataStatusRequest, call)

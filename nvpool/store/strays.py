@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 STAY_S = 60.0
 """Longer than a location lives (5 s), and than a client waits before it asks for the map again."""
+LATE_S = 600.0
+"""What was not ours for so long, and is still here, is not removed by itself."""
 CHUNK_COST_BYTES = 64 << 10
 """Of a removal, for the throttle: two thousand a second at its default."""
 _STEP = 256
@@ -128,6 +130,10 @@ class Strays:
         if self.removed_chunks > before:
             log.info("target %d: %d chunks of chains that it left are removed", self._target, self.removed_chunks - before)
         return self.removed_chunks - before
+
+    def leaves(self, name: ChainName) -> bool:
+        """Whether what is here of the chain is none of ours, and goes by itself; not of what should be gone for long."""
+        return name in self._open and self._clock.boottime_s() < self._lost_s[name] + LATE_S
 
     def _is_due(self, name: ChainName) -> bool:
         lost_s = self._lost_s.get(name)

@@ -4,11 +4,13 @@ import asyncio
 import os
 import struct
 
+import pytest
 from test_store_damage import leak
 
 from nvpool.base import grants
 from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Busy, WrongTarget
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import chain_of
 from nvpool.sdk.checkup import Checkup, check
@@ -118,3 +120,110 @@ def test_a_chunk_that_knows_a_later_cut_than_its_inode_is_found():
         await client.vfs.release(handle)
 
     run(main)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch):
+    monkeypatch.setattr("nvpool.sdk.checkup_copies.LOOKS_S", (0.01, 0.02, 0.05))
+
+
+def of_two_replicas(test):
+    """The test, on a pool in memory in which every chunk has two copies, with a file of three chunks that is open."""
+    def run_it(quick_looks):
+        async def main():
+            async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
+                client = await pool.client()
+                _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
+                await client.vfs.write(handle, 0, b"x" * 3_000_000)
+                await client.vfs.fsync(handle, False)
+                await test(pool, client, handle)
+                assert not (await checked(client)).problems
+                for index in range(3):
+                    head, last = pool.pool_map.chain(2, chain_of(handle.inode, index)).targets
+                    copies = [await pool.stores[target].store.fetch(handle.inode, index) for target in (head, last)]
+                    assert copies[0].content == copies[1].content and copies[0].version == copies[1].version > 0
+                await client.vfs.release(handle)
+        asyncio.run(asyncio.wait_for(main(), 120))
+    run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
+    return run_it
+
+
+async def found_and_repaired(pool, client):
+    for repair, secret, unrepaired in ((False, None, 1), (True, None, 1), (True, pool.grant_secret, 0)):
+        found = await checked(client, repair=repair, grant_secret=secret)
+        assert [(problem.kind, "not the same" in problem.text) for problem in found.problems] == [("copies", True)]
+        assert found.unrepaired == unrepaired and "file" in found.problems[0].text
+
+
+@of_two_replicas
+async def test_a_chunk_that_a_member_of_its_chain_lacks_is_found_and_fetched_again(pool, client, handle):
+    for member in (0, 1):
+        target = pool.pool_map.chain(2, chain_of(handle.inode, 1)).targets[member]
+        await pool.stores[target].store.discard(handle.inode, 1)
+        await found_and_repaired(pool, client)
+
+
+@of_two_replicas
+async def test_a_chunk_that_is_older_at_a_member_of_its_chain_is_found_and_fetched_again(pool, client, handle):
+    for member in (0, 1):
+        store = pool.stores[pool.pool_map.chain(2, chain_of(handle.inode, 2)).targets[member]].store
+        old = await store.fetch(handle.inode, 2)
+        await client.vfs.write(handle, 2_500_000, b"newer %d" % member)
+        await client.vfs.fsync(handle, False)
+        assert await store.install([(old, store.state(handle.inode, 2))]) == [True]
+        await found_and_repaired(pool, client)
+
+
+@of_two_replicas
+async def test_chunks_that_are_written_while_copies_are_compared_are_no_problem(pool, client, handle):
+    over = asyncio.Event()
+
+    async def write():
+        count = 0
+        while not over.is_set():
+            await client.vfs.write(handle, count * 4096 % 3_000_000, b"%d" % count)
+            await client.vfs.fsync(handle, False)
+            count += 1
+        return count
+    writing = asyncio.create_task(write())
+    other = await pool.client("other")
+    for _ in range(5):
+        assert not (await checked(other)).problems
+    over.set()
+    assert await writing
+
+
+def test_what_was_cut_where_it_is_missing_is_not_fetched_from_who_has_not_heard_of_the_cut():
+    async def main():
+        async with LocalPool(replicas=2) as pool:
+            client = await pool.client()
+            _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
+            await client.vfs.write(handle, 0, b"x" * 4096)
+            await client.vfs.fsync(handle, False)
+            head, last = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
+            store, resync = pool.stores[head].store, pool.stores[head].upkeep.resync
+            await store.cut(handle.inode, 0, 1, 20, 0)
+            with pytest.raises(Busy):
+                await resync.level(2, handle.inode, 0, last)
+            assert not store.state(handle.inode, 0).version
+            with pytest.raises(WrongTarget):
+                await resync.level(2, handle.inode, 0, 3)
+    asyncio.run(main())
+
+
+def test_what_a_target_has_of_a_chain_that_moved_is_a_problem_only_when_it_stays(monkeypatch):
+    async def main():
+        async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
+            client = await pool.client()
+            _, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
+            await client.vfs.write(handle, 0, b"x" * 4096)
+            await client.vfs.fsync(handle, False)
+            members = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
+            other, = set(pool.stores) - set(members)
+            store = pool.stores[other].store
+            copy = await pool.stores[members[0]].store.fetch(handle.inode, 0)
+            assert await store.install([(copy, store.state(handle.inode, 0))]) == [True]
+            assert not (await checked(client)).problems
+            monkeypatch.setattr("nvpool.store.strays.LATE_S", 0.0)
+            assert [problem.kind for problem in (await checked(client)).problems] == ["misplaced"]
+    asyncio.run(main())

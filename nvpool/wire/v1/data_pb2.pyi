@@ -213,20 +213,22 @@ class DescribeRequest(_message.Message):
     def __init__(self, target: _Optional[int] = ..., inode: _Optional[int] = ..., first: _Optional[int] = ..., limit: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class ChunkDescription(_message.Message):
-    __slots__ = ("index", "version", "blocks", "extents", "cut", "end")
+    __slots__ = ("index", "version", "blocks", "extents", "cut", "end", "leaving")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     index: int
     version: int
     blocks: int
     extents: int
     cut: int
     end: int
-    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., blocks: _Optional[int] = ..., extents: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., blocks: _Optional[int] = ..., extents: _Optional[int] = ..., cut: _Optional[int] = ..., end: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("chunks", "more", "map_epoch")
@@ -471,6 +473,32 @@ class FetchReply(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[FetchedChunk]
     busy: bool
     def __init__(self, map_epoch: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[FetchedChunk, _Mapping]]] = ..., busy: _Optional[bool] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("map_epoch", "target", "authority", "table", "inode", "index", "source")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    target: int
+    authority: bytes
+    table: int
+    inode: int
+    index: int
+    source: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., authority: _Optional[bytes] = ..., table: _Optional[int] = ..., inode: _Optional[int] = ..., index: _Optional[int] = ..., source: _Optional[int] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("map_epoch", "version")
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    map_epoch: int
+    version: int
+    def __init__(self, map_epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Scrubbing(_message.Message):
     __slots__ = ("state", "began_ms", "blocks", "blocks_total", "bad", "mended", "seconds_left", "next_ms", "last_began_ms", "last_ended_ms", "last_blocks", "last_bad", "last_mended")

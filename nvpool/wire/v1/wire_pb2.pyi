@@ -26,6 +26,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_VERSIONS: _ClassVar[Method]
     DATA_FETCH: _ClassVar[Method]
     DATA_SCRUB_ORDER: _ClassVar[Method]
+    DATA_PULL: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -101,6 +102,7 @@ DATA_PEER_WRITE: Method
 DATA_VERSIONS: Method
 DATA_FETCH: Method
 DATA_SCRUB_ORDER: Method
+DATA_PULL: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method
