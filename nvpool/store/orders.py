@@ -1,4 +1,4 @@
-"""What operators and checks ask of a store beside serving: a step of a scrub, a round of it, a chunk fetched from another target.
+"""What operators and checks ask of a store beside serving: a step of a scrub, a round of it, a chunk of another target.
 
 Made by store/service, which says who may and answers what goes wrong.
 """
