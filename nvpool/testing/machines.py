@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -74,6 +75,7 @@ class Machines:
         self._place = Path(tempfile.mkdtemp(prefix="nvpool-machines-", dir=parent))
         self._machines: list[Machine] = []
         self._switch: Machine | None = None
+        self._delays: dict[int, subprocess.Popen] = {}
 
     def __enter__(self) -> list[Machine]:
         try:
@@ -108,7 +110,33 @@ class Machines:
         self._machines[number - 1].run("tc", "qdisc", "replace", "dev", "eth0", *bucket)
         self._switch.run("tc", "qdisc", "replace", "dev", f"to{number}", *bucket)
 
+    def delay(self, number: int, to_s: float, from_s: float) -> None:
+        """Let what is sent to the machine arrive so much later, and what it sends; both 0: at once again. From 1. Connections
+        stay. The cable carries some tens of MiB/s then, at the cost of a processor (see delays)."""
+        switch = self._switch
+        before = self._delays.pop(number, None)
+        if before is not None:
+            switch.run("ip", "link", "set", f"to{number}", "master", "switch")
+            switch.run("ip", "link", "del", f"far{number}")
+            before.kill()
+            before.wait()
+            before.stdout.close()
+        if not to_s and not from_s:
+            return
+        relay = self._delays[number] = switch.popen(
+            sys.executable, "-P", "-m", "nvpool.testing.delays", f"in{number}", f"out{number}", str(to_s), str(from_s),
+            stdout=subprocess.PIPE, text=True)
+        assert relay.stdout.readline().strip() == "ready", "no tap can be made: is there /dev/net/tun?"
+        switch.run("ip", "link", "add", f"far{number}", "type", "bridge")
+        for device, bridge in ((f"in{number}", "switch"), (f"out{number}", f"far{number}"), (f"to{number}", f"far{number}")):
+            switch.run("ip", "link", "set", device, "master", bridge, "up")
+        switch.run("ip", "link", "set", f"far{number}", "up")
+
     def __exit__(self, *_) -> None:
+        for relay in self._delays.values():
+            relay.kill()
+            relay.wait()
+            relay.stdout.close()
         for machine in [*self._machines, *([self._switch] if self._switch else [])]:
             machine.end()
         shutil.rmtree(self._place, ignore_errors=True)
