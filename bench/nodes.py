@@ -2,16 +2,19 @@
 
     make bench-nodes                                    three rounds of everything, and failures.py
     python bench/nodes.py --rounds 1 --quick            a first look, some four minutes
-    python bench/nodes.py --only scaling                one of: scaling, tls, replicas, balance
+    python bench/nodes.py --only scaling                one of: scaling, tls, replicas, balance, growth
 
 A node is a network namespace with an address, a machine-id and mounts of its own (nvpool/testing/machines.py); so is a client.
 
 * scaling: 1, 2 and 4 nodes with as many clients, each node's cable limited to the same rate in both directions (`tc tbf`), so
-  that the cables are what is measured and not the processors, which all share. Each client reads blocks at random from a file
-  of its own, whose chunks lie on all nodes, none twice. Floor, in turns: as many plain TCP streams over the same cables.
+  that the cables are what is measured and not the processors, which all share (the table says how busy they were). Each client
+  reads blocks at random from a file of its own, whose chunks lie on all nodes, none twice. Floor, in turns: as many plain TCP
+  streams over the same cables.
 * tls: one node and one client, cables without a limit, with certificates and in plain text, in turns.
 * replicas: 2 against 1, in a pool of one node (two drives, its own mount) and of two nodes (a client's mount), in turns.
 * balance: a drive is added to a pool with data: chunks moved over those that had to, and how even the drives are afterwards.
+* growth: a third drive is added to two, each on a node of its own whose limited cable stands for what a drive gives: what three
+  clients read and write together before and after, and by how much that has grown beside the drive's share.
 
 Reads come from the memory of the stores: it was written just before. A figure is the median of the rounds. Needs root. Ends and
 removes all it started, also when interrupted. A whole run writes nodes.json and nodes.md to bench/results; others where
@@ -27,7 +30,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -50,12 +53,12 @@ from workspace import (  # noqa: E402
 
 from nvpool.base.units import KIB, MIB  # noqa: E402
 from nvpool.testing import machines, real_etcd  # noqa: E402
-from nvpool.testing.machines import Machines  # noqa: E402
+from nvpool.testing.machines import Machine, Machines  # noqa: E402
 from nvpool.testing.real_nodes import Node, Pool  # noqa: E402
 from nvpool.testing.real_pool import RealPool  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("scaling", "tls", "replicas", "balance")
+PARTS = ("scaling", "tls", "replicas", "balance", "growth")
 COUNTS = (1, 2, 4)
 BLOCK = 256 * KIB
 IN_FLIGHT = 64
@@ -63,6 +66,13 @@ IN_FLIGHT = 64
 PORT = 7999
 STARTED_S = 1.5
 """Until the clients of a load have started."""
+BUSY_MAX = 0.9
+"""Of the processors: above it they are measured, and not the cables."""
+GROWN = 0.9
+"""Of a drive's share, by which throughput is to grow: the chunks of a file fall on drives by chance, and the busiest one is
+waited for."""
+NO_LIMIT_MIB_S = 4000.0
+WRITE_S_MAX = 300.0
 
 WRITE = """
 import os, sys, nvpool
@@ -70,6 +80,19 @@ with nvpool.connect(sys.argv[1]) as pool, pool.open(sys.argv[2], "wb", buffering
     for _ in range(int(sys.argv[3])):
         file.write(os.urandom(1 << 20))
     file.fsync()
+"""
+WRITE_TIMED = """
+import json, os, sys, time, nvpool
+piece, count = os.urandom(1 << 20), int(sys.argv[3])
+with nvpool.connect(sys.argv[1]) as pool, pool.open(sys.argv[2], "wb", buffering=0) as file:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin = time.perf_counter()
+    for _ in range(count):
+        file.write(piece)
+    file.fsync()
+    rate = count / (time.perf_counter() - begin)
+print(json.dumps({"rate": rate, "bytes_rate": rate * (1 << 20), "p50_us": 0, "p99_us": 0}))
 """
 SEND = """
 import socket, sys
@@ -97,10 +120,17 @@ print(json.dumps({"rate": count / (now - begin), "bytes_rate": count / (now - be
 
 
 class Cluster:
-    """`nodes` of a pool and `clients` that have joined it, each with a machine of its own."""
+    """`nodes` of a pool and `clients` that have joined it, each with a machine of its own; machines that do nothing yet."""
 
-    def __init__(self, hosts: Machines, pool: Pool, clients: list[Node]) -> None:
-        self.hosts, self.pool, self.nodes, self.clients = hosts, pool, pool.nodes, clients
+    def __init__(self, hosts: Machines, pool: Pool, clients: list[Node], spare: list[Machine]) -> None:
+        self.hosts, self.pool, self.nodes, self.clients, self._spare = hosts, pool, pool.nodes, clients, spare
+
+    def add_node(self) -> None:
+        """A spare machine joins with its drives, and has its share of the chunks."""
+        node = Node(self._spare.pop())
+        self.nodes.append(node)
+        self.pool.join(node, self.nodes[0].json("node", "token", str(self.nodes[0].path)))
+        self.nodes[0].nvpool("pool", "rebalance", str(self.nodes[0].path), "--wait")
 
     def command(self, client: Node, *words: object) -> list[str]:
         return client.machine.command(*map(str, (sys.executable, "-P", *words)))
@@ -117,6 +147,11 @@ class Cluster:
                                  f"{file_mib}MiB", "--block", block, "--in-flight", in_flight, "--seconds", seconds, "--cold",
                                  "--wait") for number, client in enumerate(self.clients)]
         return throughput.together(commands, dict(os.environ), seconds)
+
+    def write_timed(self, name: str, file_mib: int) -> dict:
+        """A new file of each client, all at the same time, durably."""
+        return throughput.together([self.command(client, "-c", WRITE_TIMED, client.path, f"/{name}-{number}", file_mib)
+                                    for number, client in enumerate(self.clients)], dict(os.environ), WRITE_S_MAX)
 
     def floor(self, seconds: float) -> dict:
         """What plain TCP carries from each node to a client of its own, all at the same time."""
@@ -146,12 +181,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(directory: Path, nodes: int, clients: int, *words: str, plain: bool = False, capacity: str = "8G",
-            drives: int = 1) -> Iterator[Cluster]:
+            drives: int = 1, spare: int = 0) -> Iterator[Cluster]:
     """`words`: for `nvpool pool create`. All chains are where they belong when it is handed over."""
-    hosts = Machines(nodes + clients, directory)
+    hosts = Machines(nodes + clients + spare, directory)
     with hosts as made:
         pool = Pool(made[:nodes], plain, drives=drives, capacity=capacity)
-        joined = [Node(one) for one in made[nodes:]]
+        joined = [Node(one) for one in made[nodes:nodes + clients]]
         try:
             join = pool.found(*words)
             for node in pool.nodes[1:]:
@@ -160,7 +195,7 @@ def cluster(directory: Path, nodes: int, clients: int, *words: str, plain: bool 
             pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--wait")
             for client in joined:
                 pool.client(client)
-            yield Cluster(hosts, pool, joined)
+            yield Cluster(hosts, pool, joined, made[nodes + clients:])
         finally:
             for node in (*pool.nodes, *joined):
                 node.kill_all()
@@ -184,7 +219,7 @@ class Rounds:
 
 
 def scaling(directory: Path, options: argparse.Namespace) -> dict:
-    rounds, busy, lies = Rounds(), {}, {}
+    rounds, lies = Rounds(), {}
     for count in COUNTS:
         with cluster(directory, count, count, "--chunk-size", "256KiB") as made:
             made.write(options.file_mib)
@@ -193,23 +228,58 @@ def scaling(directory: Path, options: argparse.Namespace) -> dict:
                 made.hosts.limit(number, options.rate)
             for _ in range(options.rounds):
                 rounds.add(f"floor {count}", made.floor(options.seconds)["bytes_rate"] / MIB, "MiB/s")
-                rounds.add(f"nodes {count}", made.read(options.file_mib, options.seconds)["bytes_rate"] / MIB, "MiB/s")
-            busy[count] = busy_while(lambda made=made: made.read(options.file_mib, options.seconds), options.seconds)
+                found, busy = busy_while(lambda made=made: made.read(options.file_mib, options.seconds), options.seconds)
+                rounds.add(f"nodes {count}", found["bytes_rate"] / MIB, "MiB/s")
+                rounds.add(f"busy {count}", 100 * busy, "% of the processors")
     one = rounds.median("nodes 1")
     rows = [{"nodes": count, "mib_s": rounds.median(f"nodes {count}"), "floor_mib_s": rounds.median(f"floor {count}"),
-             "of_linear": rounds.median(f"nodes {count}") / (count * one), "busy": busy[count],
+             "of_linear": rounds.median(f"nodes {count}") / (count * one), "busy": rounds.median(f"busy {count}") / 100,
              "lies": lies[count]} for count in COUNTS]
     return {"rate_mib_s": options.rate, "rows": rows, "rounds": rounds.found}
 
 
-def busy_while(work, seconds: float) -> float:
-    """The share of the processors that is busy, others' work included, in the middle of a load of so many seconds."""
-    thread = threading.Thread(target=work)
+def busy_while(work: Callable[[], dict], seconds: float) -> tuple[dict, float]:
+    """What `work` found, a load of so many seconds, and the share of the processors that was busy in its middle, others' work
+    included."""
+    shares: list[float] = []
+
+    def look() -> None:
+        time.sleep(STARTED_S)
+        shares.append(busy_share(seconds / 2))
+
+    thread = threading.Thread(target=look)
     thread.start()
-    time.sleep(STARTED_S)
-    share = busy_share(seconds / 2)
-    thread.join()
-    return share
+    try:
+        found = work()
+    finally:
+        thread.join()
+    return found, shares[0]
+
+
+def growth(directory: Path, options: argparse.Namespace) -> dict:
+    rounds, before = Rounds(), 2
+    file_mib = round(options.rate * options.seconds)
+    for turn in range(options.rounds):
+        place = directory / f"growth-{turn}"
+        place.mkdir()
+        with cluster(place, before, before + 1, "--chunk-size", "256KiB", spare=1) as made:
+            made.write(options.file_mib)
+            cables = (*range(1, before + 1), len(made.nodes) + len(made.clients) + 1)
+            for count in (before, before + 1):
+                for number in cables:
+                    made.hosts.limit(number, options.rate)
+                for what, work in (("read", lambda made=made: made.read(options.file_mib, options.seconds)),
+                                   ("write", lambda made=made, count=count: made.write_timed(f"timed-{count}", file_mib))):
+                    found, busy = busy_while(work, options.seconds)
+                    rounds.add(f"{what} {count}", found["bytes_rate"] / MIB, "MiB/s")
+                    rounds.add(f"busy {what} {count}", 100 * busy, "% of the processors")
+                if count == before:
+                    for number in cables:
+                        made.hosts.limit(number, NO_LIMIT_MIB_S)
+                    made.add_node()
+    rows = [{"what": what, "before": rounds.median(f"{what} {before}"), "after": rounds.median(f"{what} {before + 1}"),
+             "share": 1 / before, "busy": rounds.median(f"busy {what} {before + 1}") / 100} for what in ("read", "write")]
+    return {"rate_mib_s": options.rate, "rows": rows, "rounds": rounds.found}
 
 
 def tls(directory: Path, options: argparse.Namespace) -> dict:
@@ -293,7 +363,7 @@ def markdown(results: dict) -> str:
         rows = [f"| nodes and clients, {found['rate_mib_s']:g} MiB/s each | read, MiB/s | share of linear | plain TCP, MiB/s | "
                 "share of it | processors busy |", "|---|---:|---:|---:|---:|---:|"]
         rows += [f"| {row['nodes']} | {row['mib_s']:,.1f} | {judged(row['of_linear'], 0.95)} | {row['floor_mib_s']:,.1f} | "
-                 f"{row['mib_s'] / row['floor_mib_s']:.0%} | {row['busy']:.0%} |" for row in found["rows"]]
+                 f"{row['mib_s'] / row['floor_mib_s']:.0%} | {told_busy(row['busy'])} |" for row in found["rows"]]
         parts.append("\n".join(rows))
     if "tls" in results:
         rows = ["| one client, one node | TLS | plain text | TLS ÷ plain text |", "|---|---:|---:|---:|"]
@@ -312,7 +382,20 @@ def markdown(results: dict) -> str:
                  f"{judged(row['moved'] / row['least'], 1.1, True)} | {min(row['used']):.1%}–{max(row['used']):.1%} | "
                  f"{judged(100 * (max(row['used']) - min(row['used'])), 5, True)} |" for row in results["balance"]["rows"]]
         parts.append("\n".join(rows))
+    if "growth" in results:
+        found = results["growth"]
+        rows = [f"| a third drive beside two, {found['rate_mib_s']:g} MiB/s each | before, MiB/s | after | grown by | "
+                "of its share | processors busy |", "|---|---:|---:|---:|---:|---:|"]
+        for row in found["rows"]:
+            grown = row["after"] / row["before"] - 1
+            rows.append(f"| {row['what']} | {row['before']:,.1f} | {row['after']:,.1f} | {grown:.0%} of {row['share']:.0%} | "
+                        f"{judged(grown / row['share'], GROWN)} | {told_busy(row['busy'])} |")
+        parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
+
+
+def told_busy(share: float) -> str:
+    return f"{share:.0%}" + (" (they were the limit)" if share > BUSY_MAX else "")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -321,7 +404,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="short loads on small files: what is said is rough")
     parser.add_argument("--seconds", type=float, help="of each load [6, quick 2]")
     parser.add_argument("--file-mib", type=int, help="the file of each client [512, quick 160]")
-    parser.add_argument("--rate", type=float, default=50.0, help="of each node's cable, MiB/s")
+    parser.add_argument("--rate", type=float, default=10.0, help="of each node's cable, MiB/s [10]: two processors serve four")
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; repeat it")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, help="write nodes.json and nodes.md there")
@@ -336,7 +419,7 @@ def main(words: list[str] | None = None) -> int:
     wanted = [name for name in PARTS if not options.only or name in options.only]
     results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "rounds": options.rounds,
                      "seconds": options.seconds, "file_mib": options.file_mib, "busy_before": warn_of_others()}
-    parts = dict(zip(PARTS, (scaling, tls, replicas, balance), strict=True))
+    parts = dict(zip(PARTS, (scaling, tls, replicas, balance, growth), strict=True))
     begin = time.monotonic()
     with workspace(options.directory) as (directory, _), processors_awake(can_keep_awake()):
         os.environ[MARK] = str(directory)  # what namespaces hold is ended with the rest

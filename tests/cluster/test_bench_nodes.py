@@ -49,6 +49,14 @@ def test_shares_and_ratios_are_judged_against_their_goals():
     assert "1.08 of 1.1 ✓" in text and "1.12 of 1.1 ✗" in text and "4.00 of 5 ✓" in text and "6.00 of 5 ✗" in text
 
 
+def test_growth_is_judged_against_the_drives_share_and_busy_processors_are_named():
+    rows = [{"what": "read", "before": 20.0, "after": 29.4, "share": 0.5, "busy": 0.5},
+            {"what": "write", "before": 20.0, "after": 28.0, "share": 0.5, "busy": 0.97}]
+    text = nodes.markdown(HEAD | {"growth": {"rate_mib_s": 10.0, "rows": rows}})
+    assert "47% of 50% | 0.94 of 0.9 ✓ | 50% |" in text
+    assert "40% of 50% | 0.80 of 0.9 ✗ | 97% (they were the limit) |" in text
+
+
 def test_the_worst_pause_counts_from_the_detection_and_the_worst_of_all_from_the_failure():
     def seen(pause, detected):
         return {"detected_s": detected, "whole_s": 5.0, "pauses_s": {"read": pause, "write": 4.5, "create": 0.2}}
