@@ -220,7 +220,7 @@ class BatchReader:
             connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done)
 
     def _came(self, sent: Sent, on_done, reply, error) -> None:
-        self._chunks.hedging.came(sent)
+        self._chunks.hedging.came(sent, error is None)
         on_done(reply, error)
 
     def _late(self, batch: _Batch, into: memoryview, sent: Sent) -> None:

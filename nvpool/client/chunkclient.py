@@ -261,7 +261,7 @@ class ChunkClient:
                 sent.end = end
 
     def _answered_watched(self, sent: Sent, reply, error) -> None:
-        self.hedging.came(sent)
+        self.hedging.came(sent, error is None)
         self._answered(sent.lane, sent.jobs, reply, error)
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:

@@ -80,11 +80,13 @@ class Hedging:
             self._timer = self._loop.call_later(self.delay_s, self._look)
         return sent
 
-    def came(self, sent: Sent) -> None:
+    def came(self, sent: Sent, good: bool) -> None:
+        """`good`: with bytes. How fast somebody refuses says nothing of what a read takes there."""
         self._out.pop(sent.number, None)
         took_s = self._now_s() - sent.sent_s
-        lane = sent.lane
-        lane.took_s += (took_s - lane.took_s) * (SMOOTHED if lane.took_s else 1.0)
+        if good:
+            lane = sent.lane
+            lane.took_s += (took_s - lane.took_s) * (SMOOTHED if lane.took_s else 1.0)
         if len(self._times) < LAST:
             self._times.append(took_s)
         else:

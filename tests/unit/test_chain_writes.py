@@ -219,7 +219,7 @@ async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
         handle = await written(vfs, b"file", content)
         hedging = vfs.chunks.hedging
         hedging.delay_s = 0.0  # every read is slow
-        hedging.came = lambda sent: hedging._out.pop(sent.number, None)
+        hedging.came = lambda sent, good: hedging._out.pop(sent.number, None)
         before = {number: pool.asked[number, Method.DATA_READ] for number in pool.stores}
         chance, reads = random.Random(1), 1500
         opened = await vfs.open(handle.file.inode, 0, ME)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.client.hedging import Hedging
 from nvpool.client.lanes import Lane
 from nvpool.client.replicas import BUSIER, ELSEWHERE, HERE, SAME_RACK, SHUN_S, SLOW_S_MIN, Replicas
 from nvpool.logic.poolmap import Node, PoolMap
@@ -86,6 +88,19 @@ def test_who_is_silent_or_slow_is_asked_last_for_a_while_however_near():
     assert reader.order(1, 3) == [1, 3]
     assert reader.replicas.failed(reader.lane(1)) and not reader.replicas.failed(reader.lane(1))
     assert reader.order(1, 3) == [3, 1]
+
+
+def test_how_fast_a_target_refuses_is_not_what_a_read_takes_there():
+    async def main() -> list[float]:
+        lanes = Lane(1, ()), Lane(2, ())
+        hedging = Hedging(SYSTEM_CLOCK, lambda lane: None, lambda: None)
+        for lane, good in zip(lanes, (False, True), strict=True):
+            hedging.came(hedging.watch(lane, (), lambda sent: None, 1.0), good)
+        hedging.close()
+        return [lane.took_s for lane in lanes]
+
+    refused_s, answered_s = asyncio.run(main())
+    assert refused_s == 0.0 < answered_s
 
 
 def test_all_that_are_slow_alike_or_quick_enough_are_none_to_be_left_alone():
