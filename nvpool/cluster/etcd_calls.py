@@ -72,6 +72,7 @@ class EtcdCalls:
         self._certificates: Certificates | None = None
         self._members: list[_Member] = []
         self._at = 0
+        self._closed = False
         self._closing: set[asyncio.Task[None]] = set()
         self.use(members, certificates)
 
@@ -117,7 +118,7 @@ class EtcdCalls:
                 left_s = until_s - self._clock.boottime_s()
                 if left_s > PAUSE_S or not (told or asked):
                     member = self._members[at % len(self._members)]
-                    trying = asyncio.ensure_future(_answer(ask(member, max(0.05, min(CALL_S, left_s)))))
+                    trying = asyncio.ensure_future(_answer(ask, member, max(0.05, min(CALL_S, left_s))))
                     trying.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when it comes late
                     asked[trying] = member
                     at += 1
@@ -131,6 +132,10 @@ class EtcdCalls:
                         continue
                     try:
                         answer = one.result()
+                    except grpc.aio.UsageError:
+                        if self._closed:
+                            raise Unavailable("our connections to etcd are closed", may_be_applied=True) from None
+                        told = "its channel was closed"
                     except grpc.aio.AioRpcError as error:
                         if error.code() in _NOT_LET_IN:
                             raise AccessDenied(f"etcd does not let us in: {error.details()}") from None
@@ -179,14 +184,17 @@ class EtcdCalls:
 
     async def keep_alive(self, number: int, wait_s: float) -> bool:
         """Whether the lease is there, and has its whole time again from some moment of this call on. Unavailable."""
-        call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
+        try:
+            call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
+        except grpc.aio.UsageError:
+            raise Unavailable("our connections to etcd are closed") from None
         try:
             await call.write(rpc.LeaseKeepAliveRequest(ID=number))
             answer = await call.read()
             if answer is grpc.aio.EOF:
                 raise Unavailable("etcd has ended a renewal")
             return answer.TTL > 0
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             self.elsewhere()
             raise Unavailable(f"etcd does not renew a lease: {error}") from None
         except asyncio.CancelledError:
@@ -197,8 +205,12 @@ class EtcdCalls:
             call.cancel()
 
     def watch(self, at: int):
-        """A stream of WatchRequest and WatchResponse, as grpc.aio has it, at the member of that number, counted round."""
-        return self._members[at % len(self._members)].watches.Watch(metadata=NEEDS_LEADER)
+        """A stream of WatchRequest and WatchResponse, as grpc.aio has it, at the member of that number, counted round.
+        Unavailable after `close`."""
+        try:
+            return self._members[at % len(self._members)].watches.Watch(metadata=NEEDS_LEADER)
+        except grpc.aio.UsageError:
+            raise Unavailable("our connections to etcd are closed") from None
 
     # -- members -----------------------------------------------------------------------------------------------------------
 
@@ -230,11 +242,13 @@ class EtcdCalls:
                 raise Unavailable(f"etcd does not change its members: {error.details()}", retry_after_s=1.0) from None
 
     async def close(self) -> None:
+        """What is under way, and what comes later, is Unavailable."""
+        self._closed = True
         await asyncio.gather(*(one.channel.close() for one in self._members), *self._closing, return_exceptions=True)
 
 
-async def _answer(call: Awaitable[_Answer]) -> _Answer:
-    return await call
+async def _answer(ask: Callable[[_Member, float], Awaitable[_Answer]], member: _Member, timeout_s: float) -> _Answer:
+    return await ask(member, timeout_s)
 
 
 async def answers_alone(address: str, certificates: Certificates | None, wait_s: float) -> bool:

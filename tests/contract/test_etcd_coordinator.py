@@ -488,3 +488,18 @@ def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
         await other.close()
         await (await EtcdCoordinator.open(one.members, other.pool_map.pool_id)).close()
     asyncio.run(run())
+
+
+def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_asked():
+    """A coordinator is closed under those who ask it when the map moves to another one."""
+    async def run():
+        calls = etcd_calls.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
+        await calls.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await calls.range(etcd_module.rpc.RangeRequest(key=b"a"), 30.0)
+        with pytest.raises(Unavailable, match="closed"):
+            await calls.keep_alive(1, 30.0)
+        with pytest.raises(Unavailable, match="closed"):
+            calls.watch(0)
+
+    asyncio.run(run())
