@@ -84,15 +84,16 @@ def moving_of(one: dict[str, Any]) -> str:
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
-    """Return the status when nothing of the drive, or of the pool, is to be moved any more. The pool may be away for a while;
-    any error that is not of that kind ends it."""
+    """Return the status when nothing of the drive, or of the pool, is to be moved any more, and the drive is empty if it is
+    drained. The pool may be away for a while; any error that is not of that kind ends it."""
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
     most = 0
 
     def left() -> int:
-        return sum(one["chains_to_come"] + one["chains_to_go"] for one in seen["drives"] if drive in (None, one["drive"]))
+        here = [one for one in seen["drives"] if drive in (None, one["drive"])]
+        return sum(one["chains_to_come"] + one["chains_to_go"] for one in here) + (drive is not None and is_emptied(here))
 
     async def watch() -> dict[str, Any]:
         nonlocal seen, most
@@ -114,6 +115,11 @@ def say_what_waits(done: dict[str, Any]) -> None:
     if done["waits_for"]:
         say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
             f"back, or given up")
+
+
+def is_emptied(drives: list[dict[str, Any]]) -> bool:
+    """Whether one of the drives has given away all its chains, and still removes what it had of them."""
+    return any(one["wish"] == "drained" and one["state"] == "serving" and one["used_bytes"] for one in drives)
 
 
 def moving_on(seen: dict[str, Any]) -> str:

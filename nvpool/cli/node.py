@@ -227,7 +227,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str)
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
     """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
-    from nvpool.cli.drive import moving_on
+    from nvpool.cli.drive import is_emptied, moving_on
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
@@ -238,7 +238,7 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         here = [drive for drive in seen["drives"] if drive["node"] == number]
         moving = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
         if one["wish"] in ("", "drained"):
-            return moving
+            return moving + is_emptied(here)
         return moving + len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
 
     async def watch() -> dict[str, Any]:

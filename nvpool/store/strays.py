@@ -1,9 +1,11 @@
 """Chunks of chains that this target has nothing to do with any more: removed, late and slowly.
 
 A chain is ours while the map names us anywhere in it, also in its goal. Nothing of it is removed before STAY_S have passed
-since it was not: by then no client uses a map or a location that leads here. A chunk with a version of a later epoch than our
-map knows of its chain says that our map is old: it stays. Of which table a chunk is stands in it, by the right under which it
-was written; one of a table that the map does not have stays, and one that can not be read goes when it is none of any table's.
+since it was not: by then no client uses a map or a location that leads here. Whoever drains the target waits for it to be
+empty, so there it is DRAINED_STAY_S, which covers the locations; who comes with an older map is refused. A chunk with a version
+of a later epoch than our map knows of its chain says that our map is old: it stays. Of which table a chunk is stands in it, by
+the right under which it was written; one of a table that the map does not have stays, and one that can not be read goes when it
+is none of any table's.
 
 Made by store/upkeep; `run_once` is what its task does, for tests.
 """
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 STAY_S = 60.0
 """Longer than a location lives (5 s), and than a client waits before it asks for the map again."""
+DRAINED_STAY_S = 10.0
 LATE_S = 600.0
 """What was not ours for so long, and is still here, is not removed by itself."""
 CHUNK_COST_BYTES = 64 << 10
@@ -46,6 +49,7 @@ class Strays:
         self._clock = clock
         self._throttle = throttle
         self._on_fail = on_fail
+        self._stay_s = STAY_S
         self._epochs: dict[ChainName, int] = {}
         self._lost_s: dict[ChainName, float] = {}
         """Chains that are not ours, and since when."""
@@ -58,6 +62,8 @@ class Strays:
 
     def update_map(self, pool_map: PoolMap) -> None:
         now_s = self._clock.boottime_s()
+        own = pool_map.target_by_id.get(self._target)
+        self._stay_s = STAY_S if own is None or own.wish == "share" else min(STAY_S, DRAINED_STAY_S)
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):
                 name = table.id, number
@@ -83,7 +89,7 @@ class Strays:
             self._changed.clear()
             wait_s: float | None = None
             if self._open:
-                wait_s = max(0.0, min([self._lost_s[name] for name in self._open]) + STAY_S - self._clock.boottime_s())
+                wait_s = max(0.0, min([self._lost_s[name] for name in self._open]) + self._stay_s - self._clock.boottime_s())
                 if not wait_s:
                     try:
                         await self.run_once()
@@ -137,7 +143,7 @@ class Strays:
 
     def _is_due(self, name: ChainName) -> bool:
         lost_s = self._lost_s.get(name)
-        return lost_s is not None and lost_s + STAY_S <= self._clock.boottime_s()
+        return lost_s is not None and lost_s + self._stay_s <= self._clock.boottime_s()
 
     def _are_due(self, number: int) -> bool:
         """Those of this number in all tables."""

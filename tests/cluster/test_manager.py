@@ -148,7 +148,7 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
         nvpool(pool, "drive", "drain", 1, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 1)
-        assert (one["chains"], one["wish"]) == (0, "drained")
+        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
         all_is_there(pool, written)
         assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
         gone = pool.pid("target-1")
