@@ -150,6 +150,11 @@ def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
     return pool_map
 
 
+def on_host(pool_map: PoolMap, number: int, host_id: str) -> PoolMap:
+    """The map in which the node runs on that host."""
+    return _with(pool_map, number, host_id=host_id)
+
+
 def in_rack(pool_map: PoolMap, number: int, rack: str) -> PoolMap:
     """The map in which the node stands in that rack (empty: in one of its own), and chains go where that wants them."""
     if len(rack) > 64 or not rack.isprintable():

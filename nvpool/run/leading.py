@@ -185,11 +185,14 @@ class Leading:
         if self.manager is not None:
             self.manager.died({target: pid})
         else:
-            self._own(self._tell_death(target))
+            self._own(self._tell_death(target, pid))
 
-    async def _tell_death(self, target: int) -> None:
+    async def _tell_death(self, target: int, pid: int) -> None:
+        def decide(newest: PoolMap) -> PoolMap:
+            return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest  # else another process serves it
+
         try:
-            await self.change(lambda pool_map: died(pool_map, {target}))
+            await self.change(decide)
         except NvpoolError as error:  # who leads will miss its signs of life
             log.warning("the map does not know yet that target %d has died: %s", target, error)
 

@@ -36,7 +36,8 @@ from nvpool.base.host import host_id
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
-from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, changed, encode_map
+from nvpool.logic.nodes import on_host
+from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
 from nvpool.run.child import Child
@@ -268,10 +269,17 @@ class Supervisor:
         dead = {target.id for target in targets if target.node == self._node
                 and holder_of(self._directory.run / f"target-{target.id}.lock") is None}
         if len(dead) == len(targets) and all(self._ended_at(target) == pool_map.epoch for target in dead):
-            await self.leading.change(begun)
-            self._begun = dead
-            self.leading.grace_s = _START_S
-            return
+            looked_at = []
+
+            def decide(newest: PoolMap) -> PoolMap:
+                looked_at.append(newest.epoch)
+                return begun(newest) if newest.epoch == pool_map.epoch else newest
+
+            await self.leading.change(decide)
+            if looked_at[-1] == pool_map.epoch:  # else another change was first: they have not ended at its epoch
+                self._begun = dead
+                self.leading.grace_s = _START_S
+                return
         try:
             await self.leading.change(lambda newest: died(newest, dead))
         except Unavailable as error:  # none of them is started before it could be
@@ -303,10 +311,8 @@ class Supervisor:
         """After a move to another machine the map must not send others to unix sockets that they do not have."""
         pool_map = self._coordinator.pool_map
         if any(node.id == self._node and node.host_id != host_id() for node in pool_map.nodes):
-            nodes = tuple(msgspec.structs.replace(node, host_id=host_id()) if node.id == self._node else node
-                          for node in pool_map.nodes)
             try:
-                await self.leading.change(lambda newest: changed(newest, nodes=nodes))
+                await self.leading.change(lambda newest: on_host(newest, self._node, host_id()))
             except Unavailable as error:
                 log.warning("the map does not know yet that this node is on another host now: %s", error)
 

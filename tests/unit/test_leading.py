@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import Unavailable
+from nvpool.base.errors import StaleEpoch, Unavailable
+from nvpool.logic.poolmap import changed
 from nvpool.run.leading import Leading
 from nvpool.testing.meta_shard import DirectCall
 from nvpool.wire.v1.wire_pb2 import META_ALIVE
@@ -72,3 +73,26 @@ def test_who_waits_for_a_leader_that_is_silent_and_leads_itself_answers_itself()
         others.leads = "1"
         assert await question is None
     asking(check)
+
+
+@pytest.mark.parametrize("serves_again", [False, True])
+def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serves_again):
+    """Who leads gives that one leases, and would not know for a moment that others go on without it."""
+    class Coordinator(Others):
+        async def replace(self, new, leader=None):
+            if self.pool_map.epoch == before:  # another one was first
+                self.pool_map = changed(self.pool_map)
+                pids[1] = 8 if serves_again else 7
+                raise StaleEpoch
+            self.pool_map = new
+
+    async def main():
+        others = Coordinator()
+        leading = Leading(others, 1, others, pids.get)
+        leading.died(1, 7)
+        await asyncio.gather(*leading._passing)
+        assert any(1 in chain.targets for chain in others.pool_map.tables[-1].chains) == serves_again
+
+    pids = {1: 7}
+    before = Others().pool_map.epoch
+    asyncio.run(main())

@@ -146,3 +146,10 @@ def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
                for chain in there.table_by_id[2].chains)
     with pytest.raises(InvalidRequest):
         nodes.in_rack(there, 2, "x" * 65)
+
+
+def test_a_node_on_another_host_changes_nothing_of_other_nodes():
+    before = nodes.in_rack(a_map(), 2, "left")
+    after = nodes.on_host(before, 1, "there")
+    assert [(node.id, node.host_id, node.rack) for node in after.nodes] == [
+        (node.id, "there" if node.id == 1 else node.host_id, node.rack) for node in before.nodes]
