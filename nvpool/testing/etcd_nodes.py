@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import time
 
 from nvpool.base.clock import SYSTEM_CLOCK
@@ -24,8 +25,15 @@ def members(node: Node) -> set[int]:
 
 
 def has_keys(node: Node) -> bool:
-    """Whether it can let others in."""
-    return all((node.path / "secret" / below / "authority.key").exists() for below in (".", "etcd"))
+    """Whether it can let others in: it has the keys of the pool's authorities. AssertionError where others than it may read
+    them."""
+    keys = [node.path / "secret" / below / "authority.key" for below in (".", "etcd")]
+    try:
+        modes = [stat.S_IMODE(key.stat().st_mode) for key in keys]
+    except FileNotFoundError:
+        return False
+    assert modes == [0o600, 0o600], f"{keys} may be read by others: {modes}"
+    return True
 
 
 def token_of(node: Node):
@@ -46,4 +54,4 @@ def of_three(pool: Pool) -> None:
     for node in others:
         token = first.json("node", "token", str(first.path))["token"]
         node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, *pool.plain)
-    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in others), "three members", first)
+    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in pool.nodes[:3]), "three members", first)

@@ -1,6 +1,7 @@
 """The coordinator in a real etcd: the contract, and what only several members and several coordinators can show."""
 
 import asyncio
+import ssl
 from itertools import count
 
 import msgspec
@@ -16,6 +17,7 @@ from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import Drive, Node, Target, changed, encode_map
 from nvpool.testing import real_etcd
 from nvpool.testing.contracts.coordinator import CHECKS, LEASE_S, first_map, until
+from nvpool.testing.handshake import agreed_version
 
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
@@ -503,3 +505,14 @@ def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_ask
             calls.watch(0)
 
     asyncio.run(run())
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_etcd_refuses_old_versions_of_tls():
+    """3.4 has no option for a lowest version: its own is 1.2."""
+    with real_etcd.RealEtcd(secured=True) as etcd:
+        host, port = etcd.members[0].split(":")
+        there = host, int(port), etcd.files[0].read_bytes(), *etcd.files[1:]
+        assert agreed_version(*there) == "TLSv1.3"
+        with pytest.raises(ssl.SSLError):
+            agreed_version(*there, ssl.TLSVersion.TLSv1_1)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import ssl
 
 import pytest
 import uvloop
@@ -11,6 +12,7 @@ from nvpool.base.authority import Authority, request_certificate
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, Kept, Subject, echo, refused, soon, until
+from nvpool.testing.handshake import agreed_version
 from nvpool.wire import registry
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import PLAIN_TEXT, Identity, Shown, authority_known, leaves_host
@@ -266,6 +268,27 @@ def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
     # gRPC's poller, shared by all loops of a process, says so when another was first to read what woke both of them
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR
                 and not (record.exc_info and isinstance(record.exc_info[1], BlockingIOError))]
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+@pytest.mark.parametrize(("scheme", "newest"), [("stream", ssl.TLSVersion.TLSv1_2), ("stream", ssl.TLSVersion.TLSv1_1),
+                                                ("grpc", ssl.TLSVersion.TLSv1_1)])
+def test_old_versions_of_tls_are_refused(scheme, newest, tmp_path):
+    """gRPC has no word for a lowest version: its own is 1.2."""
+    known, files = shown("client/ws1"), (tmp_path / "crt", tmp_path / "key")
+    files[0].write_bytes(known.certificate)
+    files[1].write_bytes(known.key)
+
+    async def main():
+        listener = await _serve(scheme, NODE)
+        at = parse_endpoint(listener.endpoint)
+        there = at.host, at.port, known.authority, *files
+        assert await asyncio.to_thread(agreed_version, *there) == "TLSv1.3"
+        with pytest.raises(ssl.SSLError):
+            await asyncio.to_thread(agreed_version, *there, newest)
+        await listener.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
