@@ -2,14 +2,15 @@
 
 For fault tests and benches of failures: run one while daemons are killed, drives fill up or links break, then `verify`. Each
 thread owns what it changes and a model of it; an operation that returned is in the model, one that raised stops the thread and
-is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK; `Pauses`
-makes, reads or writes without haste and tells how long it had to wait.
+is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK; `FillingLoad` fills
+a pool until it is full, and goes on; `Pauses` makes, reads or writes without haste and tells how long it had to wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import random
@@ -272,6 +273,93 @@ class CheckingLoad(_Load):
         top = Path(directory)
         super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
                           for number in range(threads)], stop)
+
+
+class _Filling(_Worker):
+    """Makes files until there is no room for more, and goes on so. What was flushed stays; what was refused can be removed."""
+
+    FILE_BYTES = 1 << 20
+
+    def __init__(self, top: Path, number: int, stop: threading.Event) -> None:
+        super().__init__(f"filling-{number}", number, stop)
+        self.top, self.held, self.counter, self.refused = top, dict[str, bytes](), 0, 0
+        self.make_room = threading.Event()
+        """Half of what it holds is removed; cleared when that is done."""
+
+    def begin(self) -> None:
+        self.top.mkdir()
+
+    def step(self) -> None:
+        if self.make_room.is_set():
+            for name in list(self.held)[::2]:
+                self.doing = f"unlink {name}"
+                os.unlink(self.top / name)
+                del self.held[name]
+            self.make_room.clear()
+        self.counter += 1
+        name, seed = f"f{self.counter}", self.chance.randbytes(32)
+        self.doing = f"create {name}"
+        try:
+            with open(self.top / name, "xb", buffering=0) as file:
+                assert file.write(self.content(seed)) == self.FILE_BYTES
+                os.fsync(file.fileno())
+            self.held[name] = seed
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self.refused += 1
+            self.doing = f"unlink {name}, which was refused"
+            (self.top / name).unlink(missing_ok=True)
+            self.stop.wait(0.05)  # there is room when what was removed is collected
+        if self.held:
+            self.compare(self.chance.choice(list(self.held)))
+
+    def content(self, seed: bytes) -> bytes:
+        return hashlib.shake_128(seed).digest(self.FILE_BYTES)
+
+    def compare(self, name: str) -> None:
+        self.doing = f"read {name}"
+        assert (self.top / name).read_bytes() == self.content(self.held[name]), f"{name} is not what was flushed"
+
+    def verify(self) -> None:
+        assert sorted(os.listdir(self.top)) == sorted(self.held), self.top
+        for name in self.held:
+            self.compare(name)
+
+
+class FillingLoad(_Load):
+    """Fills the pool, and goes on where it is full: ENOSPC is no error here, and the only one that is not."""
+
+    def __init__(self, directory: Path, *, threads: int = 3) -> None:
+        stop = threading.Event()
+        super().__init__([_Filling(Path(directory) / f"filling-{number}", number, stop) for number in range(threads)], stop)
+
+    @property
+    def held(self) -> int:
+        """Files that were made and flushed, and not removed since."""
+        return sum(len(worker.held) for worker in self.workers)
+
+    def until_full(self, refusals: int = 3, wait_s: float = 240.0) -> None:
+        """Return when each worker was refused so many times more."""
+        goals = [worker.refused + refusals for worker in self.workers]
+        self._until(lambda: all(worker.refused >= goal for worker, goal in zip(self.workers, goals, strict=True)),
+                    "it never fills up", wait_s)
+
+    def make_room(self, wait_s: float = 120.0) -> None:
+        """Each worker removes half of what it holds; return when that is done, and more was written since."""
+        for worker in self.workers:
+            worker.make_room.set()
+        self._until(lambda: not any(worker.make_room.is_set() for worker in self.workers), "nothing can be removed", wait_s)
+        goals = [len(worker.held) + 3 for worker in self.workers]
+        self._until(lambda: all(len(worker.held) >= goal for worker, goal in zip(self.workers, goals, strict=True)),
+                    "nothing can be written although there is room", wait_s)
+
+    def _until(self, holds: Callable[[], bool], otherwise: str, wait_s: float) -> None:
+        end = time.monotonic() + wait_s
+        while not holds():
+            assert not self.errors, "; ".join(self.errors)
+            assert time.monotonic() < end, f"{otherwise}: {[(w.doing, len(w.held), w.refused) for w in self.workers]}"
+            time.sleep(0.01)
 
 
 class _Rewriting(_Worker):

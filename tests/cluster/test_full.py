@@ -11,7 +11,9 @@ import subprocess
 import pytest
 
 from nvpool.base.units import MIB
+from nvpool.testing.command import nvpool
 from nvpool.testing.history import content
+from nvpool.testing.load import FillingLoad
 from nvpool.testing.real_pool import RealPool, end_process
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
@@ -107,6 +109,33 @@ def test_a_full_block_device_refuses_and_takes_again(tmp_path):
         end_process(pool.pid("target-1"))
         pool.wait()
         room_again(pool, client, held, refused)
+
+
+@needs_root
+@pytest.mark.mount
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")
+def test_a_load_on_a_mount_fills_block_devices_and_meets_nothing_but_that(tmp_path):
+    place = tmp_path / "mount"
+    place.mkdir()
+    with contextlib.ExitStack() as stack:
+        devices = tuple(stack.enter_context(loop_device(tmp_path / f"image-{number}", 80 * MIB)) for number in range(2))
+        pool = stack.enter_context(RealPool(tmp_path / "pool", sizes=(), drives=devices, replicas=2))
+        pool.make()
+        pool.start()
+        nvpool("mount", pool.path, place)
+        stack.callback(nvpool, "umount", place, check=False)
+        with FillingLoad(place) as load:
+            for _ in range(2):
+                load.until_full()
+                assert load.held > 20
+                load.make_room()
+            load.until_full()
+            end_process(pool.pid("target-1"))
+            pool.wait()
+            load.until_full()
+            load.make_room()
+        load.verify()
+        assert pool.fsck() == []
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Three nodes with two copies of everything, under a checking load on a real mount of a fourth machine: each node killed as a
-whole, cut off, stopped, slowed down. No error at the application, bounded pauses, a clean check afterwards. Real processes."""
+whole, cut off, stopped, slowed down; etcd without one or most of its members; bits that turn on the drives of a node. No error
+at the application, bounded pauses, a clean check afterwards. Real processes."""
 
-import json
 import os
 import signal
 import time
@@ -9,123 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.testing import machines, real_etcd
-from nvpool.testing.load import CheckingLoad, Pauses
+from nvpool.testing.load import Pauses
 from nvpool.testing.machines import Machines
-from nvpool.testing.real_nodes import Node, Pool
+from nvpool.testing.nodes_in_use import PoolInUse, Under
 from nvpool.testing.real_pool import end_process
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
               pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
-WAIT_S = 120.0
 AWAY_S = 5.0
 """Longer than any lease."""
-
-
-def until(holds, what, *nodes, wait_s=WAIT_S):
-    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
-    while not (found := holds()):
-        assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}\n" + "\n".join(
-            f"== {node.machine.name}: {node.map().shards} {node.map().etcd}\n{node.said()}" for node in nodes)
-        time.sleep(0.1)
-    return found
-
-
-class Three(Pool):
-    """Nodes 1 to 3 and a client that has the pool mounted."""
-
-    def __init__(self, hosts, switch):
-        super().__init__(hosts, plain=False, drives=2)
-        self.hosts = switch
-        self.client_node = self.nodes[3]
-
-    def begin(self):
-        first, second, third, client = self.nodes
-        self.join(second, self.found("--replicas", "2", "--standbys", "1"))
-        self.join(third, first.json("node", "token", str(first.path)))
-        self.until_whole()
-        self.client(client)
-        (client.machine.place / "mount").mkdir()
-        client.nvpool("mount", str(client.path), str(client.machine.place / "mount"))
-
-    @property
-    def mount(self) -> Path:
-        """As it is seen from here."""
-        return Path(f"/proc/{self.client_node.machine.pid}/root{self.client_node.machine.place}/mount")
-
-    def seen_by(self, node: Node) -> dict:
-        done = node.nvpool("status", str(node.path), "--json", check=False)
-        return json.loads(done.stdout) if done.returncode == 0 else {}
-
-    def until_whole(self):
-        """Every chain has its copies, the shard a standby on another node that has everything, etcd its three members."""
-        def whole():
-            seen = self.seen_by(self.nodes[0])
-            if not seen or seen["problems"] or seen["chains"]["full"] != seen["chains"]["total"] or seen["chains"]["to_copy"]:
-                return False
-            found, = seen["shards"]
-            where = {member["state"]: member["node"] for member in found["members"]}
-            return (len(found["members"]) == 2 and set(where) == {"primary", "up"} and where["primary"] != where["up"]
-                    and sum(node["etcd"] for node in seen["nodes"]) == 3 and any(node["leads"] for node in seen["nodes"]))
-        until(whole, "all is whole", *self.nodes[:3])
-
-    def lead_and_primary(self) -> tuple[Node, Node]:
-        seen = self.seen_by(self.nodes[1]) or self.seen_by(self.nodes[0])
-        leads = next(node["node"] for node in seen["nodes"] if node["leads"])
-        return self.nodes[leads - 1], self.nodes[self.nodes[1].map().shards[0].node - 1]
-
-    def check(self):
-        found = self.client_node.nvpool("fsck", str(self.client_node.path), check=False)
-        assert found.returncode == 0, found.stdout + found.stderr
-
-    def end(self):
-        self.client_node.nvpool("umount", str(self.client_node.machine.place / "mount"), check=False)
-        for node in self.nodes:
-            node.kill_all()
 
 
 @pytest.fixture(scope="module")
 def pool():
     switch = Machines(4)
     with switch as hosts:
-        made = Three(hosts, switch)
+        made = PoolInUse(switch, hosts)
+        first, second, third, _ = made.nodes
         try:
-            made.begin()
+            made.join(second, made.found())
+            made.join(third, first.json("node", "token", str(first.path)))
+            made.until_whole()
+            made.mount_client()
             yield made
         finally:
             made.end()
-
-
-class Under:
-    """A load and a look at its pauses; on the way out all that it knows is compared with what is there."""
-
-    def __init__(self, pool: Three, seed: int):
-        self.directory = pool.mount / f"run-{seed}"
-        self.directory.mkdir()
-        self.load = CheckingLoad(self.directory, threads=2, seed=seed, file_bytes_max=1 << 20)
-        self.pause = Pauses(self.directory)
-
-    def __enter__(self):
-        self.load.__enter__()
-        self.pause.__enter__()
-        return self
-
-    def goes_on(self):
-        """Return when each of them has got further. The first that was waited for longest says what it met."""
-        self.pause.goes_on(20, WAIT_S)
-        self.load.goes_on(10, WAIT_S)
-
-    def __exit__(self, *exc):
-        self.pause.__exit__(*exc)
-        self.load.finish()
-        if exc[0] is None:
-            self.pause.verify()
-            self.load.verify()
-            assert self.pause.longest_s < WAIT_S / 2
-            print(f"{self.directory.name}: no file could be made for {self.pause.longest_s:.2f} s, no other step took longer "
-                  f"than {self.load.longest_s:.2f} s ({self.load.longest})")
 
 
 @pytest.mark.parametrize("number", [3, 2, 1])
@@ -148,12 +58,12 @@ def test_a_node_is_cut_off_for_longer_than_its_leases(pool):
     number = pool.nodes.index(node) + 1
     with Under(pool, 20) as load:
         load.goes_on()
-        pool.hosts.cut(number)
+        pool.switch.cut(number)
         try:
             load.goes_on()
             time.sleep(AWAY_S)  # what is tested is that it is away for so long
         finally:
-            pool.hosts.cut(number, restore=True)
+            pool.switch.cut(number, restore=True)
         load.goes_on()
     pool.until_whole()
     pool.check()
@@ -191,3 +101,63 @@ def test_a_slow_link_slows_down_and_breaks_nothing(pool):
         load.goes_on()
     pool.until_whole()
     pool.check()
+
+
+@pytest.mark.parametrize("how_many", [1, 2], ids=["one", "most"])
+def test_members_of_etcd_stand_still_for_longer_than_all_leases(pool, how_many):
+    leads = pool.lead_and_primary()[0]
+    nodes = sorted(pool.nodes[:3], key=lambda node: node is not leads)[:how_many]
+    with Under(pool, 50 + how_many) as load:
+        load.goes_on()
+        stopped = [node.directory.state_of(f"etcd-{node.directory.node}").pid for node in nodes]
+        for pid in stopped:
+            end_process(pid, signal.SIGSTOP)
+        try:
+            if how_many == 1:
+                load.goes_on()
+            time.sleep(AWAY_S)  # well within the deadline of a call
+        finally:
+            for pid in stopped:
+                end_process(pid, signal.SIGCONT)
+        load.goes_on()
+    pool.until_whole()
+    pool.check()
+
+
+def test_bits_turn_on_the_drives_of_a_node_and_no_reader_sees_it(pool):
+    node, words = pool.nodes[1], ("scrub", "start", str(pool.nodes[1].path), "--wait")
+    drives = list(node.machine.place.glob("drive-*/**/data"))
+    with Under(pool, 60) as load, Pauses(load.directory, ("read",)) as reader:
+        load.goes_on()
+        reader.goes_on(100)
+        turned = sum(turn_bits(drive) for drive in drives)
+        assert turned > 100
+        reader.goes_on(1000)  # past the kernel's memory
+        load.goes_on()
+        done = node.json(*words)
+        load.goes_on()
+    reader.verify()
+    assert sum(one["last_bad"] for one in done["scrub"]) > 0, "the load alone does not read all of it"
+    again = node.json(*words)["scrub"]
+    assert [one["last_bad"] for one in again] == [0] * len(again) and sum(one["last_blocks"] for one in again) > 0
+    pool.until_whole()
+    pool.check()
+
+
+def turn_bits(data: Path) -> int:
+    """One bit in every eighth block that is written; how many."""
+    turned = at = 0
+    with open(data, "r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while at < size:
+            try:
+                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                break
+            at += 100
+            byte = os.pread(file.fileno(), 1, at)
+            if byte:
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
+                turned += 1
+            at += 8 * 4096 - 100
+    return turned

@@ -1,0 +1,182 @@
+"""What an operator does with nodes and drives under a checking load on a mount that was there before: nodes join, get racks,
+are drained and lost; drives come and go; what is interrupted goes on. No error at the application. Real processes."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.machines import Machines
+from nvpool.testing.nodes_in_use import PoolInUse, Under, until
+from nvpool.testing.real_nodes import CAPACITY, NVPOOL
+from nvpool.testing.real_pool import end_process
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+
+
+@pytest.fixture(scope="module")
+def founded():
+    """One node, and a client that has mounted."""
+    switch = Machines(4)
+    with switch as hosts:
+        pool = PoolInUse(switch, hosts)
+        try:
+            pool.first_token = pool.found()
+            pool.mount_client()
+            yield pool
+        finally:
+            pool.end()
+
+
+@pytest.fixture
+def pool(founded):
+    if len(founded.nodes[0].map().nodes) == 1:
+        let_join(founded)
+    return founded
+
+
+def let_join(pool):
+    first, second, third, _ = pool.nodes
+    with Under(pool, 1) as load:
+        load.goes_on()
+        pool.join(second, pool.first_token)
+        load.goes_on()
+        pool.join(third, first.json("node", "token", str(first.path)))
+        load.goes_on()
+        pool.until_whole()
+        load.goes_on()
+    pool.check(moved=True)
+
+
+def told(pool, number):
+    """Of a node, by the first one."""
+    return next((one for one in pool.seen_by(pool.nodes[0]).get("nodes", ()) if one["node"] == number), {})
+
+
+def chains_of(pool, node):
+    return sum(node in {now.target_by_id[target].node for target in chain.targets + chain.joining}
+               for now in [pool.nodes[0].map()] for table in now.tables for chain in table.chains)
+
+
+def interrupted(pool, *words, begun):
+    """The command is begun; when `begun` holds, who leads loses its supervisor to SIGKILL, and the command is interrupted."""
+    first = pool.nodes[0]
+    command = first.machine.popen(*NVPOOL, *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until(begun, f"{words} has begun", first)
+        end_process(pool.lead_and_primary()[0].directory.supervisor().pid)
+        assert command.poll() is None, command.communicate()
+        command.send_signal(signal.SIGINT)
+        said = command.communicate(timeout=120)[0]
+        assert command.returncode != 0 and "Traceback" not in said, said
+    finally:
+        command.kill()
+        command.wait()
+
+
+def slowly(pool):
+    """What moves takes its time, until `fast`."""
+    pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "1")
+
+
+def fast(pool):
+    pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "0")
+
+
+def test_nodes_join_and_a_client_that_was_there_before_notices_nothing(founded):
+    if len(founded.nodes[0].map().nodes) == 1:
+        let_join(founded)
+    assert len(founded.nodes[0].map().etcd) == 3 and all(chains_of(founded, number) > 0 for number in (1, 2, 3))
+
+
+def test_copies_move_to_other_racks(pool):
+    first, path = pool.nodes[0], str(pool.nodes[0].path)
+    with Under(pool, 2) as load:
+        load.goes_on()
+        for number, rack in ((1, "left"), (2, "right"), (3, "right")):
+            first.nvpool("node", "rack", path, str(number), rack, "--wait")
+            load.goes_on()
+        pool.until_copied(first)
+        now = first.map()
+        racks = [{now.node_by_id[now.target_by_id[target].node].rack for target in chain.targets}
+                 for chain in now.table_by_id[2].chains]
+        assert racks == [{"left", "right"}] * len(racks)
+        for number in (1, 2, 3):
+            first.nvpool("node", "rack", path, str(number), "", "--wait")
+        load.goes_on()
+    pool.until_whole()
+    pool.check(moved=True)
+
+
+def test_a_node_is_drained_and_filled_again_with_interruptions(pool):
+    first, path = pool.nodes[0], str(pool.nodes[0].path)
+    before = chains_of(pool, 3)
+    with Under(pool, 3) as load:
+        load.goes_on()
+        slowly(pool)
+        interrupted(pool, "node", "drain", path, "3", "--wait", begun=lambda: 0 < chains_of(pool, 3) < before)
+        load.goes_on()
+        first.nvpool("node", "drain", path, "3", "--cancel")
+        until(lambda: told(pool, 3).get("wish") == "", "it shall hold its share again", first)
+        fast(pool)
+        load.goes_on()
+        first.nvpool("node", "drain", path, "3", "--wait")
+        one = told(pool, 3)
+        assert (one["wish"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == ("drained", 0, False, [], [])
+        assert chains_of(pool, 3) == 0
+        load.goes_on()
+        first.nvpool("node", "drain", path, "3", "--cancel", "--wait")
+        pool.until_whole()
+        load.goes_on()
+    assert chains_of(pool, 3) > 0
+    pool.check(moved=True)
+
+
+def test_drives_come_and_go_with_interruptions(pool):
+    first, path = pool.nodes[0], str(pool.nodes[0].path)
+    new = first.machine.place / "new"
+    new.mkdir()
+
+    def drive():
+        """The one that is added."""
+        return next((one for one in first.json("drive", "ls", path) if one["path"].startswith(str(new))), {})
+
+    with Under(pool, 4) as load:
+        load.goes_on()
+        slowly(pool)
+        interrupted(pool, "drive", "add", path, str(new), "--size", CAPACITY, "--wait",
+                    begun=lambda: (one := drive()) and one["chains"] and one["chains_to_come"])
+        load.goes_on()
+        fast(pool)
+        first.nvpool("pool", "rebalance", path, "--wait")
+        assert (full := drive())["chains"] and not full["chains_to_come"]
+        load.goes_on()
+        slowly(pool)
+        interrupted(pool, "drive", "drain", path, str(full["drive"]), "--wait",
+                    begun=lambda: 0 < drive()["chains"] < full["chains"])
+        load.goes_on()
+        fast(pool)
+        first.nvpool("drive", "drain", path, str(full["drive"]), "--wait")
+        assert (drive()["chains"], drive()["wish"]) == (0, "drained")
+        first.nvpool("drive", "remove", path, str(full["drive"]))
+        load.goes_on()
+    pool.until_whole()
+    pool.check(moved=True)
+
+
+def test_a_node_is_lost_and_what_it_held_is_made_again(pool):
+    first, third = pool.nodes[0], pool.nodes[2]
+    with Under(pool, 5) as load:
+        load.goes_on()
+        third.kill_all()
+        first.nvpool("node", "remove", str(first.path), "3", "--lost", "--wait")
+        load.goes_on()
+        pool.until_copied(first)
+        assert chains_of(pool, 3) == 0
+        until(lambda: pool.seen_by(first) and not told(pool, 3), "it is not listed any more", first)
+        load.goes_on()
+    pool.check(moved=True)
