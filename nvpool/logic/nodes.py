@@ -155,6 +155,18 @@ def on_host(pool_map: PoolMap, number: int, host_id: str) -> PoolMap:
     return _with(pool_map, number, host_id=host_id)
 
 
+def still_counted_on(pool_map: PoolMap) -> bool:
+    """Whether a lost node is a member of etcd yet, or of a chain that others hold too: seconds, while etcd has most members."""
+    for node in pool_map.nodes:
+        if node.wish == "lost":
+            here = {target.id for target in targets_of(pool_map, node.id)}
+            if any(one.node == node.id for one in pool_map.etcd) or any(
+                    here & {*chain.targets, *chain.joining} and not here >= set(chain.targets)
+                    for table in pool_map.tables for chain in table.chains):
+                return True
+    return False
+
+
 def in_rack(pool_map: PoolMap, number: int, rack: str) -> PoolMap:
     """The map in which the node stands in that rack (empty: in one of its own), and chains go where that wants them."""
     if len(rack) > 64 or not rack.isprintable():

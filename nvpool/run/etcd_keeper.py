@@ -25,6 +25,7 @@ from nvpool.cluster.etcd_calls import answers_alone
 from nvpool.cluster.relay import HeldMap
 from nvpool.logic import etcdmembers
 from nvpool.logic.etcdmembers import Change, Remove, of_node
+from nvpool.logic.nodes import still_counted_on
 from nvpool.logic.poolmap import EtcdMember, Node, PoolMap
 from nvpool.meta.service_right import ServiceRight
 from nvpool.run.elsewhere import ASK_S, away, newest_elsewhere
@@ -162,13 +163,14 @@ class EtcdKeeper:
 
     async def _hang_up(self, pool_map: PoolMap, entry: EtcdMember) -> None:
         """On those who were removed: etcd is told who they are, and started again, since it looks at nobody twice. One member
-        after the other, so that the others decide meanwhile."""
+        after the other, so that the others decide meanwhile. Not while a lost node is counted on: without its member and
+        ours most might be missing, and who leads then begins anew to wait for who is silent."""
         removed = etcdmembers.last_revoked(pool_map)
         if removed != self._revoked:
             self._keeper.write_revoked()
             self._revoked = removed
         here = self._here(pool_map)
-        if entry.state != "up" or entry.revoked >= removed or self._scheme == "http" or any(
+        if entry.state != "up" or entry.revoked >= removed or self._scheme == "http" or still_counted_on(pool_map) or any(
                 one.node < entry.node and one.state == "up" and one.revoked < removed and one.node in here
                 for one in pool_map.etcd):
             return

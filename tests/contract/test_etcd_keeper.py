@@ -103,3 +103,30 @@ def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_m
 
     with real_etcd.RealEtcd() as etcd:
         asyncio.run(run(etcd.members[0]))
+
+
+def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
+    async def run(client: str) -> None:
+        found, started = first_map(), []
+        own = EtcdMember(found.nodes[0].id, client, client)
+        lost = msgspec.structs.replace(found.nodes[0], id=9, wish="lost")
+        pool_map = msgspec.structs.replace(found, revoked=(Revoked("9", 1, 5),), nodes=(*found.nodes, lost),
+                                           etcd=(own, EtcdMember(9, "h:1", "h:2")))
+
+        async def start_again() -> None:
+            started.append(client)
+
+        async def change(decide) -> None:
+            assert decide(pool_map).etcd[0].revoked == 5
+
+        written = []
+        maps = SimpleNamespace(relay=SimpleNamespace(present=dict), certificates=lambda: None,
+                               write_revoked=lambda: written.append(client), start_again=start_again)
+        keeper = etcd_keeper.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
+        await keeper._hang_up(pool_map, own)
+        assert not started and written, "who comes anew is not let in"
+        await keeper._hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
+        assert started == [client]
+
+    with real_etcd.RealEtcd() as etcd:
+        asyncio.run(run(etcd.members[0]))

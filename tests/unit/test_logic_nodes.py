@@ -9,6 +9,7 @@ from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import (
     MAP_FORMAT,
     Drive,
+    EtcdMember,
     Node,
     PartitionRange,
     PoolMap,
@@ -153,3 +154,17 @@ def test_a_node_on_another_host_changes_nothing_of_other_nodes():
     after = nodes.on_host(before, 1, "there")
     assert [(node.id, node.host_id, node.rack) for node in after.nodes] == [
         (node.id, "there" if node.id == 1 else node.host_id, node.rack) for node in before.nodes]
+
+
+def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_names_it():
+    before = replace(a_map(), etcd=tuple(EtcdMember(n, f"h{n}:1", f"h{n}:2") for n in (1, 2, 3)))
+    assert not nodes.still_counted_on(before)
+    lost = nodes.lost(before, 3, {}, 1000)
+    assert nodes.still_counted_on(lost)
+    chains_only = replace(lost, etcd=lost.etcd[:2])
+    assert nodes.still_counted_on(chains_only)
+    died = transitions.died(chains_only, {3})
+    assert not nodes.still_counted_on(died) and nodes.still_counted_on(replace(died, etcd=lost.etcd))
+    assert died.node_by_id[3].wish == "lost", "it is listed still"
+    alone = transitions.died(nodes.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
+    assert not nodes.still_counted_on(alone), "what nobody else has may wait for ever"
