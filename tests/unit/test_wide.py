@@ -180,6 +180,24 @@ def test_whoever_has_changed_it_sees_so_in_the_attributes_and_everybody_else_who
     run(main)
 
 
+def test_what_came_at_one_shard_and_went_at_another_is_counted_once_for_all_of_them():
+    async def main(wide: Wide) -> None:
+        for count, (one, other) in enumerate(((3, 1), (1, 3), (2, 1), (3, 2))):
+            for number in range(2):
+                old, new = wide.names_at(one, 1, b"%d-%d-" % (count, number))[0], wide.names_at(other, 1, b"new%d" % number)[0]
+                await wide.make(old)
+                await wide.vfs.rename(wide.inode, old, wide.inode, new, 0, ME)
+                assert (await wide.other.getattr(wide.inode)).size == 1
+                await wide.other.unlink(wide.inode, new, ME)
+                assert (await wide.other.getattr(wide.inode)).size == (await wide.vfs.getattr(wide.inode)).size == 0
+                directory = wide.names_at(one, 1, b"directory")[0]
+                await wide.vfs.mkdir(wide.inode, directory, 0o755, ME)
+                await wide.vfs.rename(wide.inode, directory, wide.inode, new, 0, ME)
+                await wide.other.rmdir(wide.inode, new, ME)
+                assert (await wide.other.getattr(wide.inode)).links == 2
+    run(main)
+
+
 def test_names_that_are_not_there_are_known_to_be_there_when_another_has_made_them():
     async def main(wide: Wide) -> None:
         for shard in SHARDS:

@@ -237,9 +237,10 @@ class Core:
             if entry.attr.change == before:
                 break
         attr = entry.attr
-        for part in (part for reply in replies for part in reply.parts):
-            attr.size = max(0, attr.size + part.entries)
-            attr.links = max(2, attr.links + part.subdirectories)
+        parts = [part for reply in replies for part in reply.parts]
+        attr.size = max(0, attr.size + sum(part.entries for part in parts))  # one alone may take away more than there is so far
+        attr.links = max(2, attr.links + sum(part.subdirectories for part in parts))
+        for part in parts:
             attr.mtime_ns = max(attr.mtime_ns, part.mtime_ns)
             attr.ctime_ns = max(attr.ctime_ns, part.ctime_ns)
             attr.change += part.change
