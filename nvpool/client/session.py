@@ -51,6 +51,10 @@ class Client:
         self._tasks = [asyncio.create_task(self._tick())]
 
     @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
     def pool_map(self) -> PoolMap:
         return self._view.map
 

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import NotFound, StaleTenure
 from nvpool.wire.codec import decoded
 
@@ -37,7 +36,7 @@ class Asking:
 
     async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
         """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""
-        until_s = SYSTEM_CLOCK.boottime_s() + TENURE_S
+        until_s = self._client.clock.boottime_s() + TENURE_S
         while True:
             if hasattr(request, "map_epoch"):
                 request.map_epoch = self.pool_map.epoch
@@ -45,7 +44,7 @@ class Asking:
             try:
                 return (await self._ask(daemon, f"target {target}", method, request, reply_type, ()))[0]
             except StaleTenure:
-                if SYSTEM_CLOCK.boottime_s() >= until_s:
+                if self._client.clock.boottime_s() >= until_s:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
@@ -53,7 +52,7 @@ class Asking:
                    payload: Sequence) -> tuple[Any, memoryview]:
         if daemon is None:
             raise NotFound(f"the pool has no {name}")
-        deadline_s = SYSTEM_CLOCK.boottime_s() + STEP_S
+        deadline_s = self._client.clock.boottime_s() + STEP_S
         reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), payload,
                                                deadline_s=deadline_s)
         return decoded(reply_type, reply.message), reply.payload

@@ -58,7 +58,7 @@ class _Check:
     def __init__(self, client, checkup: Checkup, repair: bool, grant_secret: bytes | None):
         self._client, self._vfs = client, client.vfs
         self._asking = Asking(client)
-        self._paths = PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK)
+        self._paths = PathFinder(lambda: client.pool_map, client.dialer, client.clock)
         self._map = client.pool_map
         self._checkup = checkup
         self._repair = repair
