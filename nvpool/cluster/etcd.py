@@ -109,7 +109,12 @@ class EtcdCoordinator:
     async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
         """The coordinator of the pool that etcd knows. CorruptRecord when there is no map of it, or a bad one. Unavailable."""
-        calls = EtcdCalls(members, clock, certificates)
+        return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock)
+
+    @classmethod
+    async def over(cls, calls: EtcdCalls, pool_id: str, publish: Callable[[bytes], None] = lambda raw: None,
+                   clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
+        """As `open`, through `calls`, which are its own from here on."""
         try:
             found = await calls.range(rpc.RangeRequest(key=_root(pool_id) + b"map"), CHANGE_S)
             if not found.kvs:

@@ -14,7 +14,7 @@ from math import isinf
 
 from google.protobuf.message import DecodeError
 
-from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NvpoolError, Unavailable
 from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
@@ -55,9 +55,10 @@ class Leading:
     """`manager` while this node leads."""
 
     def __init__(self, coordinator: Coordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
-                 replace_after_s: float = 0.0):
+                 replace_after_s: float = 0.0, clock: Clock = SYSTEM_CLOCK):
         """`pid_of`: the process that serves one of our targets, 0 for none, None where the target is not ours.
         `replace_after_s`: see Manager."""
+        self._clock = clock
         self._replace_after_s = replace_after_s
         self._coordinator = coordinator
         self._node = node
@@ -88,7 +89,7 @@ class Leading:
             leader = self._coordinator.leader()
             if leader not in (None, last):
                 last = leader
-                self._since_s[leader] = SYSTEM_CLOCK.boottime_s()
+                self._since_s[leader] = self._clock.boottime_s()
             if leader != known:
                 known = leader
                 self._tell_of_another()
@@ -99,7 +100,7 @@ class Leading:
         told.set_result(None)
 
     def _begun(self, lease: Lease) -> Reign:
-        former, now_s = lease.former, SYSTEM_CLOCK.boottime_s()
+        former, now_s = lease.former, self._clock.boottime_s()
         bounded = not self._unbounded and former is not None and now_s - self._since_s.get(former, now_s) > LEASE_S
         self._unbounded = isinf(lease.left_s)
         return Reign(lease, bounded, int(former) if bounded and former != str(self._node) else None)
@@ -130,8 +131,8 @@ class Leading:
             self._reign = self._begun(lease)
             gone = self._reign.gone
             log.info("this node leads the pool%s", f"; node {gone} did before, and is silent" if gone is not None else "")
-            self.manager = manager = Manager(self._coordinator, leader=lease, grace_s=self.grace_s, gone=gone,
-                                             replace_after_s=self._replace_after_s)
+            self.manager = manager = Manager(self._coordinator, clock=self._clock, leader=lease, grace_s=self.grace_s,
+                                             gone=gone, replace_after_s=self._replace_after_s)
             self.grace_s = LEASE_S
             self._tell_of_another()
             deciding = asyncio.ensure_future(manager.run())
@@ -229,7 +230,7 @@ class Leading:
         one. Unavailable: nobody leads, or the call was passed on to us by another node."""
         if call.peer.member:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)  # never in a circle
-        until_s = min(call.deadline_s, SYSTEM_CLOCK.boottime_s() + LEASE_S / 3)
+        until_s = min(call.deadline_s, self._clock.boottime_s() + LEASE_S / 3)
         while True:
             leader, another = self._coordinator.leader(), self._another
             node = self._coordinator.pool_map.node_by_id.get(int(leader)) if leader is not None else None

@@ -9,17 +9,23 @@ import msgspec
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import StaleEpoch
 from nvpool.client import flushing
-from nvpool.cluster import embedded
+from nvpool.client.vfs import wide
+from nvpool.cluster import embedded, etcd_leases
 from nvpool.kv import shipping
 from nvpool.logic import transitions
-from nvpool.meta import gate, records
+from nvpool.meta import gate, parts, records
+from nvpool.meta.moving import giver, ranges, taker
 from nvpool.meta.spanning import holds, participant
+from nvpool.meta.spanning import view as spanning_view
 from nvpool.store import chain, resync, service, tenure
 from nvpool.store.memory import MemoryChunkStore
-from nvpool.testing.sim import members, naming, works
+from nvpool.testing.sim import listing, members, naming, works
 from nvpool.testing.sim import pool as sim_pool
 from nvpool.testing.sim.faults import KINDS
 from nvpool.testing.sim.scenario import simulate
+from nvpool.wire.v1 import meta_pb2
+
+NAMES = (naming.Naming, listing.Listings)
 
 
 def found(seeds, **named) -> list[str]:
@@ -107,7 +113,7 @@ def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch
                 pass  # and tries the same map as the next one
 
     monkeypatch.setattr(embedded.EmbeddedCoordinator, "replace", replaced)
-    assert found(range(1, 41), standbys=2, replicas=2, kinds={"kill_node": 1})
+    assert found(range(1, 41), standbys=2, replicas=2, etcd=False, kinds={"kill_node": 1})
 
 
 def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
@@ -147,3 +153,51 @@ def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
 def test_a_shard_that_shows_what_a_change_holds(monkeypatch):
     monkeypatch.setattr(holds.Holds, "of", lambda self, key: None)
     assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(naming.Naming,))
+
+
+def test_a_shard_that_gives_away_what_it_copied_and_not_what_was_changed_meanwhile(monkeypatch):
+    monkeypatch.setattr(giver.Giver, "_note", lambda self, changed: None)
+    assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=NAMES)
+
+
+def test_a_shard_that_goes_on_with_what_it_hands_over(monkeypatch):
+    monkeypatch.setattr(ranges.Ranges, "close", lambda self, partitions: None)
+    assert found(range(1, 41), shards=2, moving=True, kinds={"cut": 1}, only=NAMES)
+
+
+def test_a_shard_that_leaves_behind_who_has_locks_in_what_it_gives_away(monkeypatch):
+    monkeypatch.setattr(giver, "sessions_to_move", lambda inside, partitions: iter(()))
+    assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=(works.Locks,), seconds=60.0)
+
+
+def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_partitions_from(monkeypatch):
+    async def begin_numbers_at(self, bound):
+        pass
+
+    monkeypatch.setattr(taker.Taker, "_begin_numbers_at", begin_numbers_at)
+    assert found(range(1, 41), shards=1, moving=True, kinds={"kill": 1}, of="meta", only=NAMES)
+
+
+def test_a_shard_that_does_not_look_for_names_of_a_wide_directory_that_is_removed(monkeypatch):
+    monkeypatch.setattr(spanning_view.SpanView, "has_names", lambda self, directory: False)
+    assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
+
+
+def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
+    async def ask_step(self, request, before=wide.Wide._ask_step):
+        return await before(self, request) if request.cursor == 0 else meta_pb2.ListDirReply()
+
+    monkeypatch.setattr(wide.Wide, "_ask_step", ask_step)
+    assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
+
+
+def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
+    monkeypatch.setattr(parts, "take_in", lambda directory, counts: None)
+    assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
+
+
+def test_a_node_that_leads_on_when_its_lease_has_ended(monkeypatch):
+    monkeypatch.setattr(etcd_leases.EtcdLease, "holds", True)
+    monkeypatch.setattr(etcd_leases.EtcdLease, "left_s", float("inf"))
+    monkeypatch.setattr(etcd_leases.EtcdLease, "_end", lambda self: None)
+    assert found(range(1, 41), standbys=1, shards=1, moving=False, etcd=True, kinds={"alone": 1, "majority": 1})

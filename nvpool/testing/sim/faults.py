@@ -15,6 +15,8 @@ NEVER_BROKEN = ("client", "judge")
 
 KINDS = {"kill": 2, "kill_node": 1, "die": 4, "cut": 2, "isolate": 2, "stop": 1, "stop_asked": 2, "fade": 1}
 """How often each comes."""
+KINDS_OF_ETCD = {"majority": 2, "alone": 2}
+"""Besides, where the map is etcd's."""
 KINDS_WITH_POWER = KINDS | {"power": 5}
 KINDS_WITH_FULL = {"fill": 4, "kill": 1, "die": 2, "cut": 1}
 KINDS_OF_ROT = {"rot": 1}
@@ -104,6 +106,33 @@ class Faults:
         await asyncio.sleep(lasts_s)
         process.go_on()
 
+    async def _majority(self, _name: str) -> None:
+        """Most members of etcd are stopped, or dead: it decides nothing."""
+        members = sorted(name for name in self._pool.processes if name.startswith("etcd"))
+        some, lasts_s = self._chance.sample(members, 2), self._chance.uniform(0.5, 12.0)
+        self._tell(f"{some} are silent for {lasts_s:.1f} s")
+        self._done["etcd"] += 1
+        for name in some:
+            process = self._pool.processes[name]
+            if self._chance.random() < 0.5:
+                process.kill()
+            else:
+                process.stop()
+        await asyncio.sleep(lasts_s)
+        for name in some:
+            self._pool.processes[name].go_on()
+
+    async def _alone(self, _name: str) -> None:
+        """One node reaches no member of etcd, nor, where these have no nodes of their own, the nodes of theirs."""
+        network = self._pool.network
+        places = {name: place for name, place in network.places.items() if name.startswith("etcd")}
+        node = self._chance.choice(sorted(set(self._pool.processes[name].node for name in self._pool.processes
+                                              if name.startswith("supervisor"))))
+        for place in places.values():
+            network.cut(node, place)
+        self._done["etcd"] += 1
+        await self._cut_off(f"{node} does not reach etcd", self._chance.uniform(0.5, 9.0))
+
     async def _stop_asked(self, name: str) -> None:
         """For longer than a lease, when it has just been asked for something and has not answered yet."""
         process, stopped = self._pool.processes[name], asyncio.Event()
@@ -167,7 +196,8 @@ class Faults:
         await asyncio.gather(*[self._pool.start_again(name) for name in dead])
         if fragile:
             for name in dead:
-                self._pool.processes[name].die_after = self._chance.randint(1, 6)
+                if name in self._pool.processes:  # else its shard has left the pool
+                    self._pool.processes[name].die_after = self._chance.randint(1, 6)
 
     async def mend(self) -> None:
         pool = self._pool

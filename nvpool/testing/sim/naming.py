@@ -1,5 +1,5 @@
-"""What the clients of a simulated pool do with names: create, link, rename, also over what is there, unlink, look. Judged by
-search, so each directory has few calls. Called by `sim/scenario`.
+"""What the clients of a simulated pool do with names: create, link, rename, also over what is there, unlink, look; in plain and
+in wide directories. Judged by search, so each directory has few calls. Called by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nvpool.testing.sim.works import CALLER, ROOT, Act, Work, Worker
 NAMES = [b"0a", b"0b", b"1a", b"1b"]
 """Each in the first or in the second of two directories, which may be two shards'."""
 CALLS_PER_DIRECTORY = 21
+WIDE_SHARE = 0.4
+"""Of the directories."""
 KINDS = {"create": 4, "unlink": 2, "rename": 1, "replace": 2, "link": 2, "lookup": 3}
 
 
@@ -31,6 +33,7 @@ class Naming(Work):
         self._one_shard = one_shard
         self._pairs: list[tuple[list[int], list[NameCall]]] = []
         self._final: list[Names] = []
+        self._wrong: list[str] = []
         self._tries = 0
         self._releasing: set[asyncio.Task] = set()
 
@@ -41,7 +44,8 @@ class Naming(Work):
         vfs, chance = worker.client.vfs, worker.chance
         if not self._pairs or len(self._pairs[-1][1]) >= CALLS_PER_DIRECTORY:
             self._tries += 1
-            made = [(await vfs.mkdir(ROOT, b"d%d-%d" % (self._tries, number), 0o755, CALLER)).inode for number in range(2)]
+            made = [(await vfs.mkdir(ROOT, b"d%d-%d" % (self._tries, number), 0o755, CALLER,
+                                     wide=chance.random() < WIDE_SHARE)).inode for number in range(2)]
             self._pairs.append((made, []))
             return
         directories, history = self._pairs[-1]
@@ -93,9 +97,15 @@ class Naming(Work):
                 with contextlib.suppress(NotFound):
                     there.add((name, (await judge.client.vfs.look(directories[name[0] - 48], name)).inode))
             self._final.append(frozenset(there))
+            for number, directory in enumerate(directories):
+                here = {name: inode for name, inode in there if name[0] - 48 == number}
+                listed, size = await judge.listed(directory), (await judge.client.vfs.getattr(directory)).size
+                if sorted(listed) != sorted(here.items()) or size != len(here):
+                    self._wrong.append(f"directory {directory:#x} lists {listed}, tells of {size} names, and has {here}")
 
     def problems(self) -> list[str]:
-        return [f"directories {directories[0]:#x} and {directories[1]:#x}: {problem}"
-                for (directories, history), final in zip(self._pairs, self._final, strict=True)
-                for problem in names_problems(without_what_was_seen_too_early(
-                    history, self._losses, lambda call: call.kind != "lookup" and call.outcome in ("ok", None)), final)]
+        return [*self._wrong, *(
+            f"directories {directories[0]:#x} and {directories[1]:#x}: {problem}"
+            for (directories, history), final in zip(self._pairs, self._final, strict=True)
+            for problem in names_problems(without_what_was_seen_too_early(
+                history, self._losses, lambda call: call.kind != "lookup" and call.outcome in ("ok", None)), final))]

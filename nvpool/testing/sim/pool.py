@@ -1,9 +1,8 @@
-"""SimPool: manager, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
+"""SimPool: who manages it, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-What is real: services, clients, manager and coordinator, who keeps the shards, members of shards and their engines (on files
-in a directory in memory), transport contract, formats of messages. What is simulated: time, network, the drives of stores (the
-twins in memory, behind doors at which a process can die), and the supervisors that start processes and tell of deaths. Called
-by `sim/scenario`.
+What is real: services, clients, what manages (`sim/managing`), members of shards and their engines (on files in a directory in
+memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (the twins in
+memory, behind doors at which a process can die), and who starts processes and tells of deaths. Called by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Bug, Damaged, NvpoolError
+from nvpool.base.errors import Bug, Damaged, Fenced, NvpoolError
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
-from nvpool.cluster.coordinator import LEASE_S_MIN, Lease
-from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.manager import BEAT_S, EQUAL, Manager, change
-from nvpool.kv.memory import MemoryKv
+from nvpool.cluster.manager import BEAT_S, EQUAL
+from nvpool.logic import moves
 from nvpool.logic.layout import chain_of
 from nvpool.logic.placement import build_table
 from nvpool.logic.poolmap import (
@@ -37,78 +34,74 @@ from nvpool.logic.poolmap import (
     Standby,
     Target,
     decode_map,
-    encode_map,
 )
-from nvpool.logic.shards import dealt, endpoints_of, node_and_path, process_name
+from nvpool.logic.shards import dealt, node_and_path, process_name
 from nvpool.logic.transitions import restarted
 from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.service import MetaService
-from nvpool.run.leading import Reign
-from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
-from nvpool.testing.sim.doors import KV_STEPS, STORE_STEPS, Door, Killed, Process
+from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
+from nvpool.testing.sim.managing import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import Network, SimTransport
 from nvpool.testing.sim.truths import Truths
 from nvpool.wire.dial import Dialer
-from nvpool.wire.transport import Call, Greeting
+from nvpool.wire.transport import Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 CHUNK_BYTES = 64 * 1024
-MANAGER = ("inproc://manager",)
-FOLLOW_S = 2.0
+MANAGING = ("manager", "supervisor", "etcd")
+"""What processes are called that `managing` starts."""
 TOLD_S = 0.3
 """After which a supervisor has told of a death, where it reaches the manager."""
 
 
-class _Coordinator(EmbeddedCoordinator):
-    """What it says is looked at."""
+def _shard(number: int, standbys: int, nodes: int) -> Shard:
+    """Each of its members on another node, as far as there are so many."""
+    def place(member: int) -> tuple[int, tuple[str, ...]]:
+        return (number + member - 1) % nodes + 1, (f"inproc://{process_name(number, member)}",)
 
-    truths: Truths
-
-    async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
-        await super().replace(new, leader)
-        self.truths.map_is(self.pool_map)
+    return Shard(number, *place(0), standbys=tuple(Standby(member, *place(member), "syncing")
+                                                   for member in range(1, standbys + 1)))
 
 
 class SimPool:
-    """`targets` stores on as many nodes, the members of the shard on the first of these, the manager and each client on nodes
-    of their own. Use as an async context."""
+    """`targets` stores on as many nodes, the members of the shards on these, each client on a node of its own; the manager too,
+    or, with `etcd`, supervisors on the nodes of the targets, and etcd's members. Use as an async context."""
 
     def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1, standbys: int = 0,
-                 shards: int = 1, options: ClientOptions | None = None, durability: str = "interval") -> None:
+                 shards: int = 1, options: ClientOptions | None = None, durability: str = "interval",
+                 etcd: bool = False) -> None:
         self.loop = loop
         self.seed = seed
         self.replicas = replicas
         self.chance = random.Random(f"{seed} faults")
         self.network = Network(loop, f"{seed} network")
         self._clocks = 0
-        self.clock = self._clock("pool")
+        self.clock = self.new_clock("pool")
         self.secret = bytes(range(32))
         self.failures: list[str] = []
         self.processes: dict[str, Process] = {}
         self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
         self.truths = Truths()
         self.power_losses: list[float] = []
+        self._standbys = standbys
         self._durability = durability
         memory = Path("/dev/shm")
         self._directory = Path(tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None))
         self.drives = {(shard, member): MemberDrive(self._directory / process_name(shard, member))
                        for shard in range(1, shards + 1) for member in range(standbys + 1)}
-        self.map_kv = MemoryKv()
+        self.managing: Managing = Supervisors(self, targets) if etcd else OneManager(self)
         self.first_map = self._first_map(targets, standbys, shards)
         self._starting: dict[str, asyncio.Task] = {}
         self._burials: dict[str, asyncio.Task] = {}
-        self._keeper: ShardKeeper | None = None
         self._members: dict[str, ShardMember] = {}
         self._member_of = {process_name(*place): place for place in self.drives}
         self.closing = False
-        self.coordinator: EmbeddedCoordinator | None = None
-        self.manager: Manager | None = None
         self._newest: tuple[bytes, PoolMap | None] = b"", None
         self._services: dict[str, MetaService | StoreService] = {}
         self._tasks: dict[str, list[asyncio.Task]] = {}
@@ -120,37 +113,33 @@ class SimPool:
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
-        nodes = tuple(Node(number, f"node-{number}", f"host-{number}", MANAGER) for number in range(1, count + 1))
+        nodes = tuple(Node(number, f"node-{number}", f"host-{number}", self.managing.endpoints(number))
+                      for number in range(1, count + 1))
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
         targets = tuple(Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
                         for number in range(1, count + 1))
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
-        def place(shard: int, member: int) -> tuple[int, tuple[str, ...]]:
-            return (shard + member - 1) % count + 1, (f"inproc://{process_name(shard, member)}",)
-
-        all_shards = tuple(Shard(shard, *place(shard, 0), standbys=tuple(
-            Standby(member, *place(shard, member), "syncing") for member in range(1, standbys + 1)))
-            for shard in range(1, shards + 1))
+        all_shards = tuple(_shard(number, standbys, count) for number in range(1, shards + 1))
         return PoolMap(format=MAP_FORMAT, pool_id="simulated", name="simulated", epoch=1,
                        settings=Settings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
                        tables=tables, shards=all_shards, partitions=dealt(shards))
 
     @property
     def pool_map(self) -> PoolMap:
-        return self.coordinator.pool_map if self.coordinator is not None else self.first_map
+        return self.managing.pool_map
 
     def _went_wrong(self, loop, context: dict) -> None:
         error = context.get("exception")
         if not isinstance(error, Killed):
             self.failures.append(f"{context.get('message')}: {error!r}")
 
-    def _clock(self, name: str) -> Clock:
+    def new_clock(self, name: str) -> Clock:
         """A process that is started again draws other numbers; its node's clock is as wrong as before."""
         self._clocks += 1
         return VirtualClock(self.loop, f"{self.seed} {name} {self._clocks}",
                             random.Random(f"{self.seed} {name}").uniform(-0.5, 0.5))
 
-    def _dialer(self, process: Process, clock: Clock) -> Dialer:
+    def new_dialer(self, process: Process, clock: Clock) -> Dialer:
         old = self._dialers.pop(process.name, None)
         if old is not None:
             self._later(old.close())
@@ -159,13 +148,17 @@ class SimPool:
                                              transports={"inproc": transport})
         return self._dialers[process.name]
 
-    def _process(self, name: str, node: str) -> Process:
+    def process(self, name: str, node: str) -> Process:
         self.network.places[name] = node
         self.processes[name] = process = Process(self.loop, name, node, self._died)
         self.network.contexts[name] = process.context
         return process
 
-    def _disk_s(self) -> float:
+    def pid_of(self, target: int, node: int) -> int | None:
+        """The process of a target of that node, None for one of another."""
+        return self._pids.get(target, 0) if target == node else None
+
+    def disk_s(self) -> float:
         return self.chance.uniform(0.0001, 0.003)
 
     def _later(self, work) -> asyncio.Task:
@@ -182,7 +175,7 @@ class SimPool:
     # -- life
 
     async def __aenter__(self) -> SimPool:
-        await self.start_manager()
+        await self.managing.begin(self.first_map)
         for number in self.stores:
             await self.start_store(number)
         for shard, member in self.drives:
@@ -193,114 +186,59 @@ class SimPool:
     async def __aexit__(self, *_) -> None:
         for client in self._clients.values():
             await client.close()
-        for name in sorted(self.processes, key=lambda name: name == "manager"):
+        for name in sorted(self.processes, key=lambda name: name.startswith(MANAGING)):
             if self.processes[name].alive and not name.startswith("client") and name != "judge":
                 self.processes[name].kill()
         self.closing = True
+        self.managing.close()
         while self._ending:
             await asyncio.wait(list(self._ending))
         for dialer in self._dialers.values():
             await dialer.close()
         shutil.rmtree(self._directory)
 
-    async def start_manager(self) -> None:
-        process = self._process("manager", "node-of-manager")
-        clock = self._clock(process.name)
-        kv = Door(self.map_kv, process, KV_STEPS, self._disk_s)
-        try:
-            await kv.sync()  # as the opening of a real engine does with what it finds
-            self.coordinator = await (_Coordinator.open(kv) if self.map_kv.get(b"map") is not None
-                                      else _Coordinator.found(kv, self.first_map))
-        except Killed:
-            return
-        coordinator = self.coordinator
-        coordinator.truths = self.truths
-        self.truths.map_is(coordinator.pool_map)
-        lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
-        assert lease is not None
-        reign = Reign(lease)
-        self.manager = manager = Manager(coordinator, clock=clock)
-        self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
-                                            lambda: self.secret, lambda: reign)
-        self._own(process, manager.run())
-        self._own(process, keeper.run())
-        self._own(process, self._look(coordinator, manager))
-        transport = SimTransport(self.network, process.name, clock)
-        await transport.listen(MANAGER[0], Greeting("manager", self.first_map.fingerprint),
-                               lambda call: self._answer(process, manager, keeper, call))
-
-    @staticmethod
-    async def _look(coordinator: EmbeddedCoordinator, manager: Manager) -> None:
-        epoch = -1
-        while True:
-            newest = await coordinator.watch(epoch, FOLLOW_S)
-            if newest is not None:
-                epoch = newest.epoch
-                manager.look()
-
-    def _answer(self, process: Process, manager: Manager, keeper: ShardKeeper, call: Call) -> None:
-        if call.method == wire_pb2.POOL_ALIVE:
-            call.reply(manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString())
-        elif call.method in ShardKeeper.METHODS:
-            self._own(process, self._answer_member(keeper, call))
-        else:
-            self._own(process, self._answer_map(manager, call))
-
-    @staticmethod
-    async def _answer_member(keeper: ShardKeeper, call: Call) -> None:
-        try:
-            call.reply(await keeper.answer(call.method, bytes(call.message)))
-        except NvpoolError as error:
-            call.fail(error)
-
-    async def _answer_map(self, manager: Manager, call: Call) -> None:
-        request = pool_pb2.MapRequest.FromString(bytes(call.message))
-        newest = await manager._coordinator.watch(request.newer_than, min(request.wait_s, FOLLOW_S))
-        call.reply(pool_pb2.MapReply(map=encode_map(newest) if newest is not None else b"").SerializeToString())
-
-    def _own(self, process: Process, work) -> None:
+    def own(self, process: Process, work) -> None:
         tasks = self._tasks.setdefault(process.name, [])
         tasks[:] = [task for task in tasks if not task.done()]
         tasks.append(self.loop.create_task(work, context=process.context))
 
     async def start_store(self, number: int) -> None:
-        """As a supervisor does: its chains have the next epoch before it serves. A manager that is dead is started first."""
+        """As a supervisor does: its chains have the next epoch before it serves. A supervisor that is dead is started first."""
         while not await self._restarted(number):  # noqa: ASYNC110 - a supervisor tries again, too
             await asyncio.sleep(0.05)
-        process = self._process(f"target-{number}", f"node-{number}")
+        process = self.process(f"target-{number}", f"node-{number}")
         store = self.stores[number]
         if store.fenced_because:  # it begins with what the drive is known to hold
             store.crash()
         store.on_fence = partial(self._ends, process)
-        clock = self._clock(process.name)
-        dialer = self._dialer(process, clock)
+        clock = self.new_clock(process.name)
+        dialer = self.new_dialer(process, clock)
         tenure = Tenure(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
         asked = asyncio.Event()
-        service = StoreService(Door(self.stores[number], process, STORE_STEPS, self._disk_s), target=number,
+        service = StoreService(Door(self.stores[number], process, STORE_STEPS, self.disk_s), target=number,
                                grant_secret=self.secret, clock=clock, dialer=dialer, refresh_map=asked.set, tenure=tenure)
         await self.loop.create_task(self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context)
-        self._own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number]))
-        self._own(process, self._follow(process, service, dialer, clock, asked))
+        self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number]))
+        self.own(process, self._follow(process, service, dialer, clock, asked))
 
     async def _restarted(self, number: int) -> bool:
-        if not self.processes["manager"].alive:
-            await self.start_manager()
         try:
-            await change(self.coordinator, lambda pool_map: restarted(pool_map, number))
+            await self.managing.change(lambda pool_map: restarted(pool_map, number), number)
         except (Killed, NvpoolError):
             return False
         return True
 
     async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int) -> None:
         """As run/beating does."""
+        endpoints = self.managing.endpoints(number)
         while True:
             sent_s = clock.boottime_s()
             equal = service.upkeep.resync.equal
             request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch, verifier=tenure.verifier,
                                             equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]))
             try:
-                reply = await dialer.call(MANAGER, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
+                reply = await dialer.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
                 tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)
             except NvpoolError:
@@ -308,11 +246,11 @@ class SimPool:
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))
 
     async def _follow(self, process: Process, service, dialer: Dialer, clock: Clock, asked: asyncio.Event) -> None:
-        epoch = 0
+        epoch, endpoints = 0, self.managing.endpoints(int(process.node[5:]))
         while True:
             request = pool_pb2.MapRequest(newer_than=epoch, wait_s=FOLLOW_S)
             try:
-                reply = await dialer.call(MANAGER, wire_pb2.POOL_MAP, request.SerializeToString(),
+                reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request.SerializeToString(),
                                           deadline_s=clock.boottime_s() + FOLLOW_S + 1.0)
                 raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
                 if raw:
@@ -330,35 +268,50 @@ class SimPool:
             self._newest = raw, decode_map(raw)
         return self._newest[1]
 
+    async def add_shard(self) -> int:
+        """A new shard with as many standbys as the others; its number. Partitions begin to move to it."""
+        number = moves.shards_given(self.pool_map) + 1
+        new = _shard(number, self._standbys, len(self.stores))
+        for member in range(self._standbys + 1):
+            self.drives[number, member] = MemberDrive(self._directory / process_name(number, member))
+            self._member_of[process_name(number, member)] = number, member
+            await self._make_member(number, member)
+        await until_changed(self.managing, lambda now: now if number in now.shard_by_id else moves.shard_added(now, new))
+        for member in range(self._standbys + 1):
+            await self.start_member(number, member)
+        return number
+
     async def _make_member(self, shard: int, member: int) -> None:
         path = self.drives[shard, member].path
         path.mkdir()
         if not member:
-            process = self._process(process_name(shard, member), "node-1")
-            floor = SimFloor(self.loop, process, self.drives[shard, member], self._disk_s)
+            process = Process(self.loop, f"making of {process_name(shard, member)}", "node-1", lambda _: None)
+            floor = SimFloor(self.loop, process, self.drives[shard, member], self.disk_s)
             await make_primary(path, engine_options(floor=floor))
 
     async def start_member(self, shard: int, member: int) -> None:
         """A new process of it. It asks to begin, and serves or stands by, in its own time."""
         name = process_name(shard, member)
         node, _ = node_and_path(self.pool_map.shard_by_id[shard], member)
-        process = self._process(name, f"node-{node}")
-        self._own(process, self._run_member(process, shard, member, node))
+        process = self.process(name, f"node-{node}")
+        self.own(process, self._run_member(process, shard, member, node))
 
     async def _run_member(self, process: Process, shard: int, member: int, node: int) -> None:
         """As run/meta_daemon does."""
-        clock = self._clock(process.name)
-        dialer = self._dialer(process, clock)
+        clock = self.new_clock(process.name)
+        dialer = self.new_dialer(process, clock)
         drive = self.drives[shard, member]
 
         def make_service(kv) -> MetaService:
             self.truths.begins(shard, member, kv)
             self.truths.happened(self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes")
-            return MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
-                               options=MetaOptions(tick_s=0.5))
+            service = MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
+                                  options=MetaOptions(tick_s=0.5))
+            service.died.add_done_callback(partial(self._service_died, process))
+            return service
 
         fail = partial(self._ends, process)
-        engine = engine_options(floor=SimFloor(self.loop, process, drive, self._disk_s), durability=self._durability)
+        engine = engine_options(floor=SimFloor(self.loop, process, drive, self.disk_s), durability=self._durability)
         options = MemberOptions(node, shard, member, drive.path, engine, self.secret)
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
         self._members[process.name] = serving
@@ -373,9 +326,16 @@ class SimPool:
             fail(str(error))
             return
         await SimTransport(self.network, process.name, clock).listen(
-            endpoints_of(self.first_map.shard_by_id[shard], member)[0], Greeting(process.name, self.first_map.fingerprint),
+            f"inproc://{process.name}", Greeting(process.name, self.first_map.fingerprint),
             process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))))
-        self._own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
+        self.own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
+
+    def _service_died(self, process: Process, died: asyncio.Future) -> None:
+        if died.cancelled() or isinstance(died.exception(), Killed):
+            return
+        if not isinstance(died.exception(), Fenced):
+            self.failures.append(f"the service of {process.name} has stopped: {died.exception()!r}")
+        self._ends(process, f"the service has stopped: {died.exception()}")
 
     def _ends(self, process: Process, reason: str) -> None:
         """By itself; somewhat later it is started again."""
@@ -385,7 +345,7 @@ class SimPool:
             self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
 
     def _supervise(self, process: Process) -> None:
-        if self.processes[process.name] is process and not self.closing:
+        if self.processes.get(process.name) is process and not self.closing:
             self._later(self.start_again(process.name))
 
     async def _serve(self, process: Process, clock: Clock, service, endpoint: str) -> None:
@@ -399,9 +359,9 @@ class SimPool:
             pass  # it died while it started
 
     async def client(self, name: str) -> Client:
-        process = self._process(name, f"node-of-{name}")
-        clock = self._clock(name)
-        client = await Client.open(self.pool_map, name, self._options, clock=clock, dialer=self._dialer(process, clock))
+        process = self.process(name, f"node-of-{name}")
+        clock = self.new_clock(name)
+        client = await Client.open(self.pool_map, name, self._options, clock=clock, dialer=self.new_dialer(process, clock))
         self._clients[name] = client
         return client
 
@@ -420,20 +380,16 @@ class SimPool:
             self._burials[process.name] = self._later(bury(member))
         if process.name.startswith("target-"):
             number = int(process.name[7:])
-            self.loop.call_later(self.chance.uniform(0.0, TOLD_S), self._tell_of_death, process, number, self._pids[number])
+            self.loop.call_later(self.chance.uniform(0.0, TOLD_S), self.managing.target_died, process, number,
+                                 self._pids[number])
         elif member is not None:
             shard, number = self._member_of[process.name]
             kv = member._kv or member._standby and member._standby.kv
             if kv is not None:
                 self.drives[shard, number].synced_sequence = kv.synced_sequence
-            # By the supervisor of the node that leads, before it starts another; others tell nobody: then the lease does.
-            if self.chance.random() < 0.5 and self.processes["manager"].alive:
-                self._keeper.member_ended(shard, number)
-
-    def _tell_of_death(self, process: Process, number: int, pid: int) -> None:
-        """Who is cut off, or finds no manager, can not tell; then the lease does."""
-        if self.processes["manager"].alive and not self.network.is_cut(process.name, "manager"):
-            self.manager.died({number: pid})
+            # By the supervisor of its node, before it starts another; or nobody tells: then the lease does.
+            if self.chance.random() < 0.5:
+                self.managing.member_ended(int(process.node[5:]), shard, number)
 
     async def _bury(self, service) -> None:
         with suppress(Killed):
@@ -449,12 +405,14 @@ class SimPool:
             if burial is not None:
                 await asyncio.wait([burial])
             role, _, number = name.partition("-")
-            if role == "manager":
-                await self.start_manager()
+            if role in MANAGING:
+                await self.managing.start(name)
             elif role == "target":
                 await self.start_store(int(number))
-            else:
+            elif self._member_of[name][0] in self.pool_map.shard_by_id:
                 await self.start_member(*self._member_of[name])
+            else:
+                del self.processes[name]  # its shard has left the pool
         finally:
             del self._starting[name]
 
@@ -478,8 +436,8 @@ class SimPool:
                     if self.chance.random() < 0.3:  # the drive has stored what nobody asked it to yet
                         store._flushed = dict(store._chunks), dict(store._inodes)
                     store.crash()
-                elif name == "manager":
-                    self.map_kv.crash()
+                elif name.startswith(MANAGING):
+                    self.managing.power_lost(name)
 
     # -- looking
 

@@ -3,9 +3,9 @@
     python -m nvpool.testing.sim.scenario 4711            one seed, with what went wrong
     python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first that violates something
 
-Judged: what the clients were told of blocks, names, sizes, appended records and locks (`sim/works`, `sim/naming`); what is
-there in the end; that replicas are equal and chains whole then; that nobody waits for ever, and no process met an error that is
-a bug; what `sim/truths` looks at all the time.
+Judged: what the clients were told of blocks, names, sizes, appended records and locks (`sim/works`, `sim/naming`,
+`sim/listing`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions where they
+are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all the time.
 """
 
 from __future__ import annotations
@@ -23,28 +23,35 @@ from nvpool.base.errors import Bug, InvariantBroken, NvpoolError, WritesLost
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.logic import chainset
-from nvpool.testing.sim.faults import KINDS, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
+from nvpool.sdk.checkup import Checkup, check_metadata
+from nvpool.testing.sim.faults import KINDS, KINDS_OF_ETCD, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
+from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.naming import Naming
 from nvpool.testing.sim.pool import SimPool
+from nvpool.testing.sim.wishes import Wishes
 from nvpool.testing.sim.works import Appends, Blocks, Locks, Sizes, Work, Worker
 
 OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
 """In a table."""
+MOVING_SHARE = 0.5
+"""Of the seeds: in these shards come and go."""
+ETCD_SHARE = 0.5
+QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
-COUNTED = ("writes", "reads", "cuts_made", "names", "sizes", "appends", "locks", "unknown", "deaths", "stops", "cuts",
-           "power", "full", "rotten", "terms")
+COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends", "locks", "unknown", "deaths", "stops",
+           "cuts", "power", "full", "rotten", "etcd", "shards", "moved", "terms")
 
 
 class Scenario:
-    """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards`, `only` (kinds of work): chosen by the seed
-    where they are not given."""
+    """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
+    and go), `etcd` (whether it has the map), `only` (kinds of work): chosen by the seed where they are not given."""
 
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3, replicas: int | None = None,
-                 standbys: int | None = None, shards: int | None = None, kinds: dict[str, int] | None = None, of: str = "",
-                 only: tuple[type[Work], ...] = ()) -> None:
+                 standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
+                 kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = ()) -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
@@ -52,18 +59,23 @@ class Scenario:
         self._chance = chance = random.Random(f"{seed} scenario")
         replicas = chance.choice((1, 2, 2, 3)) if replicas is None else replicas
         targets, members = replicas + chance.choice((0, 1, 2)), chance.choice((0, 1, 1, 2))
+        chosen = kinds is None
         kinds = kinds or chance.choices((KINDS, KINDS_WITH_POWER, KINDS_WITH_FULL, KINDS_OF_ROT if replicas > 1 else KINDS),
                                         (10, 5, 2, 1))[0]
         shards = chance.choice((1, 1, 2, 3)) if shards is None else shards
+        self._moving = chance.random() < MOVING_SHARE if moving is None else moving
+        etcd = chance.random() < ETCD_SHARE if etcd is None else etcd
+        if etcd and chosen and kinds is not KINDS_OF_ROT:
+            kinds = kinds | KINDS_OF_ETCD
         self._pool = SimPool(loop, str(seed), targets=targets, replicas=replicas, options=OPTIONS,
                              standbys=members if standbys is None else standbys,
-                             shards=shards, durability="always" if "power" in kinds else "interval")
+                             shards=shards, etcd=etcd, durability="always" if "power" in kinds else "interval")
         self._aim = kinds, of
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
         told = loop, self.done, self._pool.power_losses
-        works = [Blocks(*told, cuts=chance.random() < 0.5), Naming(*told, shards == 1), Sizes(*told), Appends(*told),
-                 Locks(*told)]
+        works = [Blocks(*told, cuts=chance.random() < 0.5),
+                 Naming(*told, shards == 1 and not self._moving), Listings(*told), Sizes(*told), Appends(*told), Locks(*told)]
         self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
@@ -82,11 +94,14 @@ class Scenario:
                 await work.prepare(clients[0])
             pool.network.reset_share = self._chance.choice((0.0, 0.0005, 0.003))
             breaking = self._loop.create_task(faults.run())
+            wishes = Wishes(pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done)
+            wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
             working = [self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)]
             await asyncio.sleep(self._seconds)
             self._over = True
             await breaking
             await faults.mend()
+            await wishing
             _, late = await asyncio.wait(working, timeout=300.0)
             problems = [f"{len(late)} clients still wait, five minutes after all was mended"] if late else []
             for task in working:
@@ -94,8 +109,12 @@ class Scenario:
                     problems.append(f"a client broke: {task.exception()!r}")
                 task.cancel()
             if not problems:
-                problems += await self._look(await pool.client("judge"))
+                problems += await wishes.until_at_rest()
+            if not problems:
+                judge = await pool.client("judge")
+                problems += await self._look(judge) + await self._check(judge)
                 problems += await self._look_at_replicas()
+        self.done["moved"] += pool.truths.moved
         self.done["terms"] += sum(shard.term for shard in pool.pool_map.shards)
         return problems + pool.failures + pool.truths.problems
 
@@ -126,6 +145,16 @@ class Scenario:
         except NvpoolError as error:
             return [f"who looks at what there is in the end gets {error!r}", *traceback.format_exc().splitlines()[-6:]]
         return [problem for work in self._works for problem in work.problems()]
+
+    async def _check(self, client: Client) -> list[str]:
+        """What fsck finds. Collectors and what is told between shards have had their time."""
+        await asyncio.sleep(QUIET_S)
+        checkup = Checkup()
+        try:
+            await check_metadata(client, checkup)
+        except NvpoolError as error:
+            return [f"fsck ends with {error!r}"]
+        return [f"fsck of {problem.where}: {problem.kind} {problem.text}" for problem in checkup.problems]
 
     async def _look_at_replicas(self) -> list[str]:
         for _ in range(WHOLE_S * 2):

@@ -7,6 +7,7 @@ later answers, nothing that was acknowledged is missing where a primary begins.
 from __future__ import annotations
 
 from collections import deque
+from operator import ne
 
 from nvpool.kv.member import MemberKv
 from nvpool.logic.poolmap import PoolMap
@@ -17,6 +18,8 @@ EVENTS_KEPT = 60
 class Truths:
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.moved = 0
+        """Partitions that were handed over."""
         self.answers = 0
         """Of primaries."""
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
@@ -40,6 +43,8 @@ class Truths:
             return
         if pool_map.epoch < before.epoch or (pool_map.epoch == before.epoch and pool_map != before):
             self.violated(f"the map has epoch {pool_map.epoch} after {before.epoch}")
+        if pool_map.partitions != before.partitions:
+            self.moved += sum(map(ne, before.shard_of_partition, pool_map.shard_of_partition))
         for shard in pool_map.shards:
             old = before.shard_by_id.get(shard.id)
             if old is not None and (shard.term < old.term or shard.epoch < old.epoch):

@@ -52,6 +52,17 @@ class Worker(NamedTuple):
         return handle
 
 
+    async def listed(self, directory: int, step_max: int = 100) -> list[tuple[bytes, int]]:
+        """Names and inodes, as a listing in steps of at most so many delivers them."""
+        vfs, cursor, more = self.client.vfs, 0, True
+        handle, found = await vfs.opendir(directory), []
+        while more:
+            listed, more = await vfs.readdir(handle, cursor, self.chance.randint(1, step_max))
+            found += zip(listed.names, listed.inodes, strict=True)
+            cursor = listed.cursor(-1) if more else 0
+        return found
+
+
 Act = Callable[[Worker], Awaitable[None]]
 
 
