@@ -121,14 +121,26 @@ class NamespaceMachine(RuleBasedStateMachine):
     @initialize()
     def make_directories(self) -> None:
         os.mkdir(self.path((b"d",)))
-        self.pool.run(self.vfs(0).mkdir(ROOT_INODE, b"d", 0o755, ME))
+        self.pool.run(self.vfs(0).mkdir(ROOT_INODE, b"d", 0o755, ME, wide=True))
 
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o755, 0o700]))
-    def mkdir(self, client, directory, name, mode) -> None:
+    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o755, 0o700]), wide=st.booleans())
+    def mkdir(self, client, directory, name, mode, wide) -> None:
         async def ours():
             vfs = self.vfs(client)
-            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME)
+            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME, wide=wide)
         self.both(lambda: os.mkdir(self.path(directory, name), mode), ours())
+
+    @rule(client=st.integers(0, 1), directory=DIRS)
+    def spread(self, client, directory) -> None:
+        """An empty directory becomes a wide one, which a plain file system has no word for."""
+        async def ours():
+            vfs = self.vfs(client)
+            await vfs.spread(await self.find(vfs, directory), ME)
+
+        def plain():
+            if os.listdir(self.path(directory)):
+                raise OSError(errno.ENOTEMPTY, "only an empty directory becomes wide")
+        self.both(plain, ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
     def rmdir(self, client, directory, name) -> None:
@@ -364,6 +376,8 @@ class NamespaceMachine(RuleBasedStateMachine):
                 cursor = entry.cursor
         expected = {entry.name: entry for entry in os.scandir(path)}
         assert entries.keys() == expected.keys()
+        directory, below = await vfs.getattr(inode), sum(stat.S_ISDIR(attr.mode) for attr in entries.values())
+        assert (directory.size, directory.links) == (len(entries), 2 + below)
         for name, attr in entries.items():
             found = expected[name].stat(follow_symlinks=False)
             assert attr.mode == found.st_mode

@@ -16,7 +16,6 @@ from nvpool.logic import transitions
 from nvpool.meta import gate, parts, records
 from nvpool.meta.moving import giver, ranges, taker
 from nvpool.meta.spanning import holds, participant
-from nvpool.meta.spanning import view as spanning_view
 from nvpool.store import chain, resync, service, tenure
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.testing.sim import listing, members, naming, works
@@ -176,11 +175,6 @@ def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_pa
 
     monkeypatch.setattr(taker.Taker, "_begin_numbers_at", begin_numbers_at)
     assert found(range(1, 41), shards=1, moving=True, kinds={"kill": 1}, of="meta", only=NAMES)
-
-
-def test_a_shard_that_does_not_look_for_names_of_a_wide_directory_that_is_removed(monkeypatch):
-    monkeypatch.setattr(spanning_view.SpanView, "has_names", lambda self, directory: False)
-    assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 
 def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):

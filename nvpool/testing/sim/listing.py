@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from nvpool.base.errors import AlreadyExists, DirectoryNotEmpty, InvariantBroken, NotFound, NvpoolError, Refused
 from nvpool.client.session import Client
-from nvpool.testing.sim.works import CALLER, ROOT, Act, Work, Worker
+from nvpool.testing.sim.works import CALLER, Act, Work, Worker
 
 NAMES_EACH = 8
 """Of one client in a directory."""
 CALLS_PER_DIRECTORY = 90
 STEP_MAX = 5
 """Entries in one answer of a listing."""
-KINDS = {"change": 10, "look": 3, "list": 4, "stat": 1, "rmdir": 1}
+KINDS = {"change": 10, "look": 3, "list": 4, "stat": 1, "chmod": 1, "rmdir": 1}
 
 
 @dataclass
@@ -67,12 +67,13 @@ class Listings(Work):
         return [(6, self._act)]
 
     async def prepare(self, client: Client) -> None:
+        await super().prepare(client)
         await self._make_directory(client)
 
     async def _make_directory(self, client: Client) -> None:
         self._tries += 1
         name = b"wide-%d" % self._tries
-        attr = await client.vfs.mkdir(ROOT, name, 0o755, CALLER, wide=True)
+        attr = await client.vfs.mkdir(self._home, name, 0o755, CALLER, wide=True)
         self._directories.append(Directory(name, attr.inode))
 
     async def _act(self, worker: Worker) -> None:
@@ -165,7 +166,7 @@ class Listings(Work):
             return
         before, directory.doubtful = directory.known(), True
         try:
-            await worker.client.vfs.rmdir(ROOT, directory.name, CALLER)
+            await worker.client.vfs.rmdir(self._home, directory.name, CALLER)
         except DirectoryNotEmpty:
             directory.doubtful = False
             after = directory.known()
@@ -228,12 +229,20 @@ class Listings(Work):
         if not stat.S_ISDIR(attr.mode):
             self._wrong(directory, f"has mode {attr.mode:o}")
 
+    async def _chmod(self, worker: Worker, directory: Directory) -> None:
+        """What shards keep of the directory goes into its record with that."""
+        try:
+            await worker.client.vfs.setattr(directory.inode, mode=worker.chance.choice((0o700, 0o755)), caller=CALLER)
+        except NotFound:
+            if not (directory.removed or directory.doubtful):
+                self._wrong(directory, "is not there")
+
     async def look(self, judge: Worker) -> None:
         for directory in self._directories:
             found = await self._listed(judge, directory)
             if directory.removed:  # its record may wait for the collector
                 with contextlib.suppress(NotFound):
-                    attr = await judge.client.vfs.look(ROOT, directory.name)
+                    attr = await judge.client.vfs.look(self._home, directory.name)
                     self._wrong(directory, f"was removed, and its name leads to {attr.inode:#x}")
                 if found:
                     self._wrong(directory, f"was removed, and has {found}")

@@ -67,15 +67,18 @@ Act = Callable[[Worker], Awaitable[None]]
 
 
 class Work:
-    """`losses`: when power was lost."""
+    """`losses`: when power was lost. Files are in a wide directory of their own (`prepare`), so that they lie anywhere."""
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         self._loop = loop
         self._done = done
         self._losses = losses
+        self._home = ROOT
 
     async def prepare(self, client: Client) -> None:
         """Before anything breaks."""
+        home = await client.vfs.mkdir(ROOT, type(self).__name__.encode(), 0o755, CALLER, wide=True)
+        self._home = home.inode
 
     def acts(self) -> list[tuple[int, Act]]:
         return []
@@ -87,7 +90,7 @@ class Work:
         return []
 
     async def _make(self, client: Client, name: bytes) -> int:
-        attr, handle = await client.vfs.create(ROOT, name, 0o644, os.O_RDWR, CALLER)
+        attr, handle = await client.vfs.create(self._home, name, 0o644, os.O_RDWR, CALLER)
         await client.vfs.release(handle)
         return attr.inode
 
@@ -104,6 +107,7 @@ class Blocks(Work):
         self._inode = 0
 
     async def prepare(self, client: Client) -> None:
+        await super().prepare(client)
         self._inode = await self._make(client, b"blocks")
         await client.vfs.setattr(self._inode, size=BLOCKS * BLOCK, caller=CALLER)
 
@@ -203,7 +207,7 @@ class _Rounds(Work):
 
     async def _size(self, worker: Worker, inode: int) -> int:
         """As the service has it now. A stat of an open file is answered from memory where the service is silent."""
-        return (await worker.client.vfs.look(ROOT, self._names[inode])).size
+        return (await worker.client.vfs.look(self._home, self._names[inode])).size
 
 
 class Sizes(_Rounds):
@@ -334,6 +338,7 @@ class Locks(Work):
         self._problems: list[str] = []
 
     async def prepare(self, client: Client) -> None:
+        await super().prepare(client)
         self._inode = await self._make(client, b"locked")
         await client.vfs.setattr(self._inode, size=BLOCK, caller=CALLER)
 

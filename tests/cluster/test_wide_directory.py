@@ -1,0 +1,105 @@
+"""A wide directory over three shards, real processes: two clients make twenty thousand files in it, and others that they remove
+again, while a third lists it all the time, and a shard is added and one removed. No listing lacks a name that was there when it
+began, or has one twice; in the end all is there once, and fsck finds nothing."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nvpool.sdk.filesystem import FileSystem
+
+NVPOOL = str(Path(sys.executable).with_name("nvpool"))
+FILES, CLIENTS, STEP = 20_000, 2, 250
+EACH = FILES // CLIENTS
+MAKER = """
+import asyncio, sys
+from nvpool import connect_async
+
+async def main(pool, who, count, step):
+    async with await connect_async(pool, name=who) as files:
+        async def make(number):
+            await files.write_bytes(f"/wide/{who}-{number}", b"")
+            if number % 5 == 0:
+                await files.write_bytes(f"/wide/gone-{who}-{number}", b"")
+                await files.remove(f"/wide/gone-{who}-{number}")
+
+        for first in range(0, count, step):
+            await asyncio.gather(*(make(number) for number in range(first, first + step)))
+            print(first + step, flush=True)
+
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+"""
+
+
+def nvpool(*arguments, timeout=500):
+    done = subprocess.run([NVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"nvpool {arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+class Maker:
+    """One client in a process of its own; `made`: so many of its files are there for certain."""
+
+    def __init__(self, pool, who):
+        self.who, self.made = who, 0
+        self._process = subprocess.Popen([sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(STEP)],
+                                         stdout=subprocess.PIPE, text=True)
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self):
+        for line in self._process.stdout:
+            self.made = int(line)
+
+    @property
+    def works(self):
+        return self._process.poll() is None
+
+    def end(self, kill=False):
+        if kill:
+            self._process.kill()
+        self._reading.join()
+        return self._process.wait()
+
+
+@pytest.fixture
+def pool(tmp_path):
+    path = tmp_path / "p"
+    nvpool("dev", "up", path, "--drives", 2, "--shards", 3)
+    try:
+        yield path
+    finally:
+        nvpool("dev", "down", path)
+
+
+def listed(files, makers):
+    """The names, which may be those of a listing that began now."""
+    before = {f"{maker.who}-{number}" for maker in makers for number in range(maker.made)}
+    names = [entry.name for entry in files.scan("/wide")]
+    assert len(names) == len(set(names)), "a listing has a name twice"
+    assert not before.difference(names), "a listing lacks names that were there when it began"
+    return set(names)
+
+
+def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
+    with FileSystem(pool, name="lists") as files:
+        files.mkdir("/wide", wide=True)
+        makers = [Maker(pool, f"client{number}") for number in range(CLIENTS)]
+        shards = threading.Thread(target=lambda: [nvpool("shard", "add", pool, "--wait"),
+                                                  nvpool("shard", "remove", pool, 1, "--wait")])
+        shards.start()
+        try:
+            while any(maker.works for maker in makers) or shards.is_alive():
+                listed(files, makers)
+        finally:
+            shards.join()
+            ended = [maker.end(kill=sys.exc_info()[0] is not None) for maker in makers]
+        assert ended == [0] * CLIENTS
+        assert listed(files, makers) == {f"client{client}-{number}" for client in range(CLIENTS) for number in range(EACH)}
+        there = json.loads(nvpool("shard", "ls", pool, "--json"))
+        assert {one["shard"] for one in there if one["partitions"]} == {2, 3, 4}
+    nvpool("fsck", pool)
