@@ -164,11 +164,6 @@ def test_a_shard_that_goes_on_with_what_it_hands_over(monkeypatch):
     assert found(range(1, 41), shards=2, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
-def test_a_shard_that_leaves_behind_who_has_locks_in_what_it_gives_away(monkeypatch):
-    monkeypatch.setattr(giver, "sessions_to_move", lambda inside, partitions: iter(()))
-    assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=(works.Locks,), seconds=60.0)
-
-
 def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_partitions_from(monkeypatch):
     async def begin_numbers_at(self, bound):
         pass
