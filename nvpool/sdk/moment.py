@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, NvpoolError, Stale, Unavailable
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.sdk.asking import Asking
@@ -40,19 +40,19 @@ async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> B
     InUse        too many checks and dumps are under way at a shard
     Unreachable, DeadlineExceeded, Disconnected: a shard did not answer for AWAY_S
     """
-    since_s = SYSTEM_CLOCK.boottime_s()
+    since_s = client.clock.boottime_s()
     while True:
         await client.refresh_map()
         try:
-            return await _try(Asking(client), dump, repair)
+            return await _try(Asking(client), client.clock, dump, repair)
         except (Unavailable, Stale) as error:
-            if SYSTEM_CLOCK.boottime_s() - since_s >= (TRY_S if isinstance(error, Busy | Stale) else AWAY_S):
+            if client.clock.boottime_s() - since_s >= (TRY_S if isinstance(error, Busy | Stale) else AWAY_S):
                 raise
-            await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + SYSTEM_CLOCK.random().random()))
+            await asyncio.sleep(max(PAUSE_S, error.retry_after_s) * (0.5 + client.clock.random().random()))
 
 
-async def _try(asking: Asking, dump: bool, repair: bool) -> Begun:
-    number = int.from_bytes(SYSTEM_CLOCK.secret(8), "little") | 1
+async def _try(asking: Asking, clock: Clock, dump: bool, repair: bool) -> Begun:
+    number = int.from_bytes(clock.secret(8), "little") | 1
     shards = [shard.id for shard in asking.pool_map.shards]
     begun: dict[int, bytes] = {}
 
