@@ -57,6 +57,9 @@ class Coordinator(Protocol):
     def pool_map(self) -> PoolMap:
         """The newest map known here. It survives the loss of power."""
 
+    async def newest(self) -> PoolMap:
+        """The pool's map at some moment of this call; `pool_map` is at least as new then. Unavailable."""
+
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         """Make `new` the pool's map if its epoch is the next one; on return it survives the loss of power and watchers know.
         With `leader`, of `lead`: only while that lease is there, in the same step.

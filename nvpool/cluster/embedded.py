@@ -93,6 +93,9 @@ class EmbeddedCoordinator:
     def pool_map(self) -> PoolMap:
         return self._told.pool_map
 
+    async def newest(self) -> PoolMap:
+        return self.pool_map
+
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         async with self._turn:
             if leader is not None and leader is not self._leading:

@@ -297,6 +297,10 @@ class EtcdCoordinator:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
+    async def newest(self) -> PoolMap:
+        await self._look()
+        return self.pool_map
+
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         async with self._turn:
             if new.epoch != self.pool_map.epoch + 1:

@@ -72,15 +72,18 @@ class _Heard:
         self.verifier = 0
 
 
-async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None) -> PoolMap:
+async def change(coordinator: Coordinator, decide: Callable[[PoolMap], PoolMap], leader: Lease | None = None, *,
+                 certain: bool = False) -> PoolMap:
     """The newest map after what `decide` makes of it; the same one where that changes nothing. `decide` returns a map of the
     same epoch, or of the next, is asked again when somebody else was first, and may refuse by raising. Busy; else as of
-    Coordinator.replace."""
+    Coordinator.replace. `certain`: also where nothing is to be changed, by the map that we know, this is looked at anew."""
     for _ in range(_CHANGE_TRIES_MAX):
         now = coordinator.pool_map
         new = transitions.sealed(now, decide(now))
         if new is None:
-            return now
+            if not certain or (await coordinator.newest()).epoch == now.epoch:
+                return now
+            continue
         try:
             await coordinator.replace(new, leader)
         except StaleEpoch:

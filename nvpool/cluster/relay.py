@@ -34,6 +34,9 @@ class HeldMap:
         self._told.tell()
         return True
 
+    async def newest(self) -> PoolMap:
+        raise Unavailable(self._reason, retry_after_s=1.0)
+
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
@@ -75,6 +78,9 @@ class Relay:
     @property
     def pool_map(self) -> PoolMap:
         return self.inner.pool_map
+
+    async def newest(self) -> PoolMap:
+        return await self.inner.newest()
 
     async def replace(self, new: PoolMap, leader: Lease | None = None) -> None:
         async with self.turn:

@@ -172,8 +172,8 @@ class Leading:
         return int(name) if name is not None else None
 
     async def change(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
-        """See cluster/manager.change; from any node."""
-        return await change(self._coordinator, decide)
+        """See cluster/manager.change; from any node. What is so already is so for certain: this node may be behind."""
+        return await change(self._coordinator, decide, certain=True)
 
     async def change_as_leader(self, decide: Callable[[PoolMap], PoolMap]) -> PoolMap:
         """As `change`, only while this node leads. Unavailable when it does not; StaleLease when it no longer did."""

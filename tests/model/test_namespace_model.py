@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvpool.base.errors import IsADirectory, NotADirectory, NvpoolError
+from nvpool.base.errors import DirectoryNotEmpty, IsADirectory, NotADirectory, NvpoolError
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import KIB, MIB
+from nvpool.client.cache import WIDE_FLAG
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import RENAME_NOREPLACE, Caller
 from nvpool.sdk.checkup import Checkup, check_metadata
@@ -135,7 +136,11 @@ class NamespaceMachine(RuleBasedStateMachine):
         """An empty directory becomes a wide one, which a plain file system has no word for."""
         async def ours():
             vfs = self.vfs(client)
-            await vfs.spread(await self.find(vfs, directory), ME)
+            inode = await self.find(vfs, directory)
+            if not (await vfs.getattr(inode)).flags & WIDE_FLAG or not os.listdir(self.path(directory)):
+                await vfs.spread(inode, ME)
+            else:
+                raise DirectoryNotEmpty("one that is wide stays so, whatever is in it")
 
         def plain():
             if os.listdir(self.path(directory)):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import Fenced, StaleTenure, Unavailable, WrongTarget
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager
+from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager, change
 from nvpool.kv.memory import MemoryKv
 from nvpool.logic.poolmap import Chain, PartitionRange, Shard
 from nvpool.store.tenure import Tenure
@@ -156,6 +156,35 @@ def test_a_target_of_the_node_that_led_which_is_heard_keeps_its_chains():
         clock.advance(0.01)
         assert await manager.run_once() and not holds(coordinator.pool_map, 3)
     with_manager(run)
+
+
+def test_what_is_so_already_by_an_old_map_is_changed_where_that_is_to_be_certain():
+    class Behind(EmbeddedCoordinator):
+        """Knows the first map until it looks, as one that etcd has not told yet."""
+
+        looked = False
+
+        @property
+        def pool_map(self):
+            return super().pool_map if self.looked else first
+
+        async def newest(self):
+            self.looked = True
+            return await super().newest()
+
+    def resumed(now):
+        return replace(now, moving=replace(now.moving, paused=False))
+
+    async def main():
+        coordinator = await Behind.found(MemoryKv(), first)
+        coordinator.looked = True
+        await coordinator.replace(replace(first, epoch=first.epoch + 1, moving=replace(first.moving, paused=True)))
+        coordinator.looked = False
+        assert await change(coordinator, resumed) is first
+        assert not (await change(coordinator, resumed, certain=True)).moving.paused
+        assert not coordinator.pool_map.moving.paused and coordinator.pool_map.epoch == first.epoch + 2
+    first = replace(a_pool((4, 4), 1), shards=(Shard(1, 1, ("inproc://m",)),), partitions=(PartitionRange(0, 4096, 1),))
+    asyncio.run(main())
 
 
 def test_who_does_not_lead_any_more_gives_no_lease():

@@ -40,7 +40,7 @@ async def a_new_coordinator_has_the_first_map(coordinator: Coordinator) -> None:
 async def the_next_map_replaces_the_newest(coordinator: Coordinator) -> None:
     new = changed(coordinator.pool_map, name="renamed")
     await coordinator.replace(new)
-    assert coordinator.pool_map == new
+    assert coordinator.pool_map == await coordinator.newest() == new
 
 
 async def a_map_that_is_not_the_next_is_stale_and_changes_nothing(coordinator: Coordinator) -> None:
