@@ -20,6 +20,11 @@ class Killed(BaseException):
     """The process does not exist any more. None of its code catches this."""
 
 
+def is_death(error: BaseException | None) -> bool:
+    """Whether it is that, or a group of nothing else."""
+    return isinstance(error, Killed) or isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions))
+
+
 class Process:
     """`die_after`: steps on its drive after which it dies, None: when it is told to. `context`: in which what it does runs."""
 

@@ -12,12 +12,13 @@ import asyncio
 import contextvars
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Unavailable
-from nvpool.cluster.etcd_calls import CALL_S, PAUSE_S
+from nvpool.cluster.etcd_calls import CALL_S, NEXT_S, PAUSE_S
 from nvpool.testing.sim.doors import Killed, Process
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.network import Network
@@ -132,8 +133,14 @@ class SimEtcd:
 
     def range(self, request: Any) -> SimpleNamespace:
         first, end = request.key, request.range_end or request.key + b"\0"
-        return SimpleNamespace(kvs=[self._values[key] for key in sorted(self._values) if first <= key < end],
-                               header=SimpleNamespace(revision=self._revision))
+        return SimpleNamespace(kvs=self._between(first, end), header=SimpleNamespace(revision=self._revision))
+
+    def _between(self, first: bytes, end: bytes) -> list[SimpleNamespace]:
+        return [self._values[key] for key in sorted(self._values) if first <= key < end]
+
+    def ranges(self, ranges: Sequence[tuple[bytes, bytes]]) -> SimpleNamespace:
+        return SimpleNamespace(responses=[SimpleNamespace(response_range=SimpleNamespace(kvs=self._between(first, end)))
+                                          for first, end in ranges], header=SimpleNamespace(revision=self._revision))
 
     def transact(self, request: Any) -> SimpleNamespace:
         """Unavailable, as of EtcdCalls.transact, for what would hang on a lease that is not there."""
@@ -223,13 +230,16 @@ class _Stream:
         self.member = member
         self._etcd = etcd
         self._process = process
+        self._ranges: list[tuple[bytes, bytes]] = []
         self._next = 0
         self._asked = False
         self._said: asyncio.Queue = asyncio.Queue()
 
     async def write(self, request: Any) -> None:
         if request.WhichOneof("request_union") == "create_request":
-            self._next = request.create_request.start_revision
+            created = request.create_request
+            self._ranges.append((created.key, created.range_end))
+            self._next = created.start_revision
             self._etcd.watched(self)
         else:
             self._asked = True
@@ -250,8 +260,11 @@ class _Stream:
                 self._say(Unavailable("the member has ended, or lost the others"))
                 self.cancel()
             elif etcd.serves(self.member) and (self._asked or self._next <= etcd.revision):
-                events, self._next, self._asked = etcd.events_from(self._next), etcd.revision + 1, False
-                self._say(SimpleNamespace(canceled=False, events=events))
+                events = [event for event in etcd.events_from(self._next)
+                          if any(first <= event.kv.key < end for first, end in self._ranges)]
+                if events or self._asked:
+                    self._say(SimpleNamespace(canceled=False, events=events))
+                self._next, self._asked = etcd.revision + 1, False
 
     def _say(self, said: SimpleNamespace | Unavailable) -> None:
         self._said.put_nowait(said)
@@ -268,31 +281,49 @@ class SimCalls:
         self._process = process
         self._clock = clock
         self._members = list(etcd.members)
-        self._at = etcd.chance.randrange(len(self._members))
+        self._first = self._at = etcd.chance.randrange(len(self._members))
 
     def elsewhere(self) -> None:
         self._at = (self._at + 1) % len(self._members)
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
     async def _call(self, done: Callable[[], Any], wait_s: float) -> Any:
+        """As EtcdCalls does: who has not answered after a while is asked on, beside the next one."""
         until_s = self._clock.boottime_s() + wait_s
-        while True:
-            left_s = until_s - self._clock.boottime_s()
-            try:
-                return await self._ask(done, max(0.05, min(CALL_S, left_s)))
-            except Unavailable:
-                self.elsewhere()
-                if until_s - self._clock.boottime_s() <= PAUSE_S:
-                    raise
-            await asyncio.sleep(PAUSE_S)
+        asked: dict[asyncio.Future, int] = {}
+        at = self._at
+        try:
+            while True:
+                left_s = until_s - self._clock.boottime_s()
+                if left_s > PAUSE_S:
+                    asking = asyncio.ensure_future(self._ask(at, done, max(0.05, min(CALL_S, left_s))))
+                    asking.add_done_callback(lambda one: one.cancelled() or one.exception())
+                    asked[asking] = at
+                    at = (at + 1) % len(self._members)
+                elif not asked:
+                    raise Unavailable("etcd does not answer", may_be_applied=True)
+                answered, _ = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
+                for one in answered:
+                    self._at = asked.pop(one)
+                    with suppress(Unavailable):
+                        return one.result()
+                if answered:
+                    await asyncio.sleep(PAUSE_S)
+        finally:
+            for one in asked:
+                one.cancel()
 
     def _check(self) -> None:
         if not self._process.alive:
             raise Killed(self._process.name)
 
-    async def _ask(self, done: Callable[[], Any], wait_s: float) -> Any:
+    async def _ask(self, at: int, done: Callable[[], Any], wait_s: float) -> Any:
         self._check()
         answer = self._etcd.loop.create_future()
-        self._etcd.behind(self._serve(self._members[self._at], done, answer, self._etcd.loop.time() + wait_s))
+        self._etcd.behind(self._serve(self._members[at], done, answer, self._etcd.loop.time() + wait_s))
         try:
             async with asyncio.timeout(wait_s):
                 return await answer
@@ -328,6 +359,9 @@ class SimCalls:
     async def range(self, request: Any, wait_s: float) -> SimpleNamespace:
         return await self._call(lambda: self._etcd.range(request), wait_s)
 
+    async def ranges(self, ranges: Sequence[tuple[bytes, bytes]], wait_s: float) -> SimpleNamespace:
+        return await self._call(lambda: self._etcd.ranges(ranges), wait_s)
+
     async def transact(self, request: Any, wait_s: float) -> SimpleNamespace:
         return await self._call(lambda: self._etcd.transact(request), wait_s)
 
@@ -339,14 +373,14 @@ class SimCalls:
 
     async def keep_alive(self, number: int, wait_s: float) -> bool:
         try:
-            return await self._ask(lambda: self._etcd.keep_alive(number), min(CALL_S, wait_s))
+            return await self._ask(self._at, lambda: self._etcd.keep_alive(number), min(CALL_S, wait_s))
         except Unavailable:
             self.elsewhere()
             raise
 
-    def watch(self) -> _Stream:
+    def watch(self, at: int) -> _Stream:
         self._check()
-        return _Stream(self._etcd, self._process, self._members[self._at])
+        return _Stream(self._etcd, self._process, self._members[(self._first + at) % len(self._members)])
 
     async def close(self) -> None:
         pass

@@ -43,7 +43,7 @@ from nvpool.meta.service import MetaService
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
-from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process
+from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process, is_death
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.managing import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
@@ -56,6 +56,8 @@ from nvpool.wire.v1 import pool_pb2, wire_pb2
 CHUNK_BYTES = 64 * 1024
 MANAGING = ("manager", "supervisor", "etcd")
 """What processes are called that `managing` starts."""
+ENDS_S = 5.0
+"""In which what is left of killed processes comes to the next door."""
 TOLD_S = 0.3
 """After which a supervisor has told of a death, where it reaches the manager."""
 
@@ -130,7 +132,7 @@ class SimPool:
 
     def _went_wrong(self, loop, context: dict) -> None:
         error = context.get("exception")
-        if not isinstance(error, Killed):
+        if not is_death(error):
             self.failures.append(f"{context.get('message')}: {error!r}")
 
     def new_clock(self, name: str) -> Clock:
@@ -169,7 +171,7 @@ class SimPool:
 
     def _ended(self, task: asyncio.Task) -> None:
         self._ending.discard(task)
-        if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), Killed):
+        if not task.cancelled() and task.exception() is not None and not is_death(task.exception()):
             self.failures.append(f"ending a process: {task.exception()!r}")
 
     # -- life
@@ -195,6 +197,7 @@ class SimPool:
             await asyncio.wait(list(self._ending))
         for dialer in self._dialers.values():
             await dialer.close()
+        await asyncio.sleep(ENDS_S)
         shutil.rmtree(self._directory)
 
     def own(self, process: Process, work) -> None:
