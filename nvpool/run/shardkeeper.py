@@ -194,8 +194,9 @@ class ShardKeeper:
                 continue
 
             def decide(newest: PoolMap, lost=shard) -> PoolMap:
-                if newest.shard_by_id[lost.id].term != lost.term:
-                    raise StaleTerm("another has been named")
+                known = newest.shard_by_id.get(lost.id)
+                if known is None or known.term != lost.term:
+                    raise StaleTerm("another has been named, or the shard has left the pool")
                 self._replacing[lost.id] = lost.term, newest.epoch + 1
                 return shards.primary_lost(newest, lost.id) or newest
 

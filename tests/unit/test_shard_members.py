@@ -5,6 +5,7 @@ import asyncio
 import functools
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base.clock import ManualClock
 from nvpool.base.errors import AlreadyExists, InvalidRequest, StaleEpoch, StaleGrant, StaleTerm, Unavailable
@@ -212,6 +213,22 @@ async def test_the_node_of_a_primary_that_has_ended_says_so_itself():
     assert (bench.shard.member, bench.shard.term) == (1, 2)
     await bench.keeper.run_once()
     assert bench.shard.term == 2
+
+
+@in_a_loop
+async def test_a_shard_that_has_left_the_pool_by_a_newer_map_than_ours_needs_no_primary():
+    bench = Bench("up")
+    bench.reign = None
+    left = replace(bench.map, epoch=2, shards=())
+
+    async def change_anywhere(decide):
+        bench.map = left
+        return decide(left)
+
+    bench.keeper._change_anywhere = change_anywhere
+    bench.keeper.member_ended(1, 0)
+    await bench.keeper.run_once()
+    assert bench.map is left
 
 
 @in_a_loop
