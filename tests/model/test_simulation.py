@@ -27,6 +27,21 @@ def test_the_same_seed_does_the_same_in_another_process():
     assert said[0] == said[1] and "frames" in said[0]
 
 
+def test_time_passes_for_who_waits_for_a_moment_that_is_nearer_than_a_number_shows():
+    async def main() -> None:
+        await asyncio.sleep(1000.0)
+        loop = asyncio.get_running_loop()
+        begun_s, looks = loop.time(), 0
+        while loop.time() == begun_s:
+            await asyncio.sleep(1e-14)
+            looks += 1
+            assert looks < 10
+
+    loop = VirtualLoop()
+    loop.run_until_complete(main())
+    loop.close()
+
+
 def test_waiting_for_what_never_comes_is_found_at_once():
     async def wait() -> None:
         await asyncio.sleep(3600)

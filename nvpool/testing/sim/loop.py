@@ -18,6 +18,9 @@ from contextvars import ContextVar
 from typing import Protocol
 
 
+_SOON_S = 1e-9
+
+
 class Stuck(AssertionError):
     """Nothing is scheduled and nothing can run, but the simulation has not ended: somebody waits for ever."""
 
@@ -93,7 +96,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._passed_s += seconds
 
     def call_at(self, when, callback, *args, context=None):
+        """Never at the present moment: who looks again and again whether one that is nearer than a number shows has passed would
+        look for ever."""
         self._check_closed()
+        when = max(when, self._passed_s + _SOON_S)
         timer = _TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True
