@@ -27,10 +27,10 @@ from nvpool.wire.v1 import meta_pb2
 NAMES = (naming.Naming, listing.Listings)
 
 
-def found(seeds, **named) -> list[str]:
+def found(seeds, seconds=30.0, **named) -> list[str]:
     """What the first of these seeds meets that meets anything."""
     for seed in seeds:
-        problems, _ = simulate(seed, **named)
+        problems, _ = simulate(seed, seconds=seconds, **named)
         if problems:
             return problems
     return []

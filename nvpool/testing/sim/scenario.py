@@ -37,7 +37,7 @@ CHAINS = 32
 """In a table."""
 MOVING_SHARE = 0.5
 """Of the seeds: in these shards come and go."""
-ETCD_SHARE = 0.5
+ETCD_SHARE = 0.34
 QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
@@ -49,7 +49,7 @@ class Scenario:
     """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
     and go), `etcd` (whether it has the map), `only` (kinds of work): chosen by the seed where they are not given."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 30.0, clients: int = 3, replicas: int | None = None,
+    def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 20.0, clients: int = 3, replicas: int | None = None,
                  standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
                  kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = ()) -> None:
         self._loop = loop
