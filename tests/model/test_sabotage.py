@@ -10,7 +10,7 @@ from nvpool.base.checksum import crc32c
 from nvpool.base.errors import StaleEpoch
 from nvpool.client import flushing
 from nvpool.client.vfs import wide
-from nvpool.cluster import embedded, etcd_leases
+from nvpool.cluster import embedded, etcd_reign
 from nvpool.kv import shipping
 from nvpool.logic import transitions
 from nvpool.meta import gate, parts, records
@@ -186,7 +186,5 @@ def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
 
 
 def test_a_node_that_leads_on_when_its_lease_has_ended(monkeypatch):
-    monkeypatch.setattr(etcd_leases.EtcdLease, "holds", True)
-    monkeypatch.setattr(etcd_leases.EtcdLease, "left_s", float("inf"))
-    monkeypatch.setattr(etcd_leases.EtcdLease, "_end", lambda self: None)
+    monkeypatch.setattr(etcd_reign.EtcdReign, "_until_s", float("inf"))
     assert found(range(1, 41), standbys=1, shards=1, moving=False, etcd=True, kinds={"alone": 1, "majority": 1})

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
-
 _SOON_S = 1e-9
 
 
@@ -96,8 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._passed_s += seconds
 
     def call_at(self, when, callback, *args, context=None):
-        """Never at the present moment: who looks again and again whether one that is nearer than a number shows has passed would
-        look for ever."""
+        """Never at the present moment: who waits for one that is nearer than a number shows would look again for ever."""
         self._check_closed()
         when = max(when, self._passed_s + _SOON_S)
         timer = _TimerHandle(when, callback, args, self, context)
