@@ -294,10 +294,10 @@ class Supervisors:
     @staticmethod
     async def _answer_member(supervisor: _Supervisor, call: Call) -> None:
         try:
-            if supervisor.leading.manager is None:
-                call.reply(await supervisor.leading.ask_leader(call))
-            else:
-                call.reply(await supervisor.keeper.answer(call.method, bytes(call.message)))
+            answer = await supervisor.leading.ask_leader(call) if supervisor.leading.manager is None else None
+            if answer is None:
+                answer = await supervisor.keeper.answer(call.method, bytes(call.message))
+            call.reply(answer)
         except NvpoolError as error:
             call.fail(error)
 
