@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.client.pathfinder import PathFinder, printable
 from nvpool.logic.layout import chain_of
