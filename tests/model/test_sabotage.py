@@ -10,7 +10,7 @@ from nvpool.base.checksum import crc32c
 from nvpool.base.errors import StaleEpoch
 from nvpool.client import flushing
 from nvpool.client.vfs import wide
-from nvpool.cluster import embedded, etcd_reign
+from nvpool.cluster import embedded
 from nvpool.kv import shipping
 from nvpool.logic import transitions
 from nvpool.meta import gate, parts, records
@@ -183,8 +183,3 @@ def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
 def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
     monkeypatch.setattr(parts, "take_in", lambda directory, counts: None)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
-
-
-def test_a_node_that_leads_on_when_its_lease_has_ended(monkeypatch):
-    monkeypatch.setattr(etcd_reign.EtcdReign, "_until_s", float("inf"))
-    assert found(range(1, 41), standbys=1, shards=1, moving=False, etcd=True, kinds={"alone": 1, "majority": 1})
