@@ -188,9 +188,11 @@ class MapKeeper:
             newer = None
         finally:
             await dialer.close()
+        known = newer or pool_map  # ours may be what an earlier look has found
         if newer is not None and newer.etcd:
-            entry = of_node(newer, own.node)
             self.learn(newer)
+        if known.etcd:
+            entry = of_node(known, own.node)
             if entry is None or entry.generation != own.generation:
                 raise Unavailable("this node's member of etcd was taken out while it was away")
 
@@ -412,6 +414,10 @@ class MapKeeper:
                     self._put(msgspec.structs.replace(self._keeping, kind="etcd"))
                 else:
                     found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates)
+                if found.pool_map.epoch < self.relay.pool_map.epoch:
+                    await found.close()
+                    raise Unavailable(f"at {', '.join(members)} is an older map than this node has, of epoch "
+                                      f"{found.pool_map.epoch}: others keep the map by now")
                 await self.relay.switch(found)
                 log.info("the pool map is in etcd, epoch %d", found.pool_map.epoch)
                 return

@@ -11,7 +11,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
 from nvpool.base.errors import Refused, StaleEpoch, Unavailable
 from nvpool.cluster.etcd import EtcdCoordinator
-from nvpool.logic.poolmap import changed, decode_map
+from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
 from nvpool.run import keeping
 from nvpool.run.keeping import MapKeeper, read_keeping
 from nvpool.testing import real_etcd
@@ -175,6 +175,44 @@ def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
         os.unlink(made.path / "etcd")
         os.rename(made.path / "away", made.path / "etcd")
         await _rename(keeper, "etcd is back")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())
+
+
+async def _came_back_with(made, change) -> tuple[MapKeeper, int]:
+    """A node that kept the map in etcd, and now knows a later map than its etcd does; that map's epoch."""
+    keeper = await _opened(made)
+    await keeper.move()
+    pool_map = keeper.relay.pool_map
+    await keeper.close(10.0, asyncio.Event(), stop=True)
+    later = change(pool_map)
+    made.directory.publish(encode_map(later))
+    return await _opened(made), later.epoch
+
+
+def test_a_member_that_was_taken_out_is_not_started_also_where_that_was_learnt_before(made):
+    """Others go on without it; started again it would begin a second history of the pool."""
+    async def main():
+        keeper, epoch = await _came_back_with(made, lambda pool_map: changed(
+            pool_map, etcd=(EtcdMember(2, "127.0.0.1:9", "127.0.0.1:10"),), name="elsewhere"))
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="taken out"):
+                await keeper._before_start()
+        assert not _etcd_pids(made) and keeper.relay.pool_map.epoch == epoch
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())
+
+
+def test_an_etcd_whose_map_is_older_than_what_is_known_is_not_followed(made, caplog):
+    async def main():
+        keeper, epoch = await _came_back_with(made, lambda pool_map: changed(pool_map, name="later"))
+        until_s = SYSTEM_CLOCK.boottime_s() + 60
+        while "an older map" not in caplog.text:
+            assert SYSTEM_CLOCK.boottime_s() < until_s
+            await asyncio.sleep(0.05)
+        assert keeper.relay.pool_map.epoch == epoch and keeper.relay.pool_map.name == "later"
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
     asyncio.run(main())
