@@ -7,6 +7,7 @@ import os
 import stat
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, Unavailable, WouldLoop
 from nvpool.base.ids import ROOT_INODE, inode_number, partition_of
@@ -17,7 +18,7 @@ from nvpool.meta import records
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.spanning import coordinator, participant
 from nvpool.meta.spanning.peers import id_message
-from nvpool.meta.spanning.records import SpanId, partition_of_held
+from nvpool.meta.spanning.records import NO_TURN, Decision, SpanId, partition_of_held
 from nvpool.meta.view import CutInProgress
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -341,6 +342,31 @@ def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypat
         await asking
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     monkeypatch.setattr(participant, "ASK_S", 120.0)
+    run(main, meta_options=MetaOptions(tick_s=3600.0))
+
+
+def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_is_not_known_yet_is_asked_again(monkeypatch):
+    """A shard leaves when it holds for nobody: it had done its part, and what was lost is its answer. One that is newer than
+    the map at hand has not left: what it decided is not taken for undecided."""
+    async def main(names: Names) -> None:
+        await names.quiet()
+        pool_map, spanning = names.pool.pool_map, names.pool.metas[1]._spanning
+        peers, participating = spanning.coordinator._peers, spanning.participant
+        peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
+        gone, new = SpanId(3, 7, 1), SpanId(9, 7, 1)
+        for number, span in enumerate((gone, new)):
+            key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
+            await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
+        told = SpanId(1, 7, 1)
+        spanning.coordinator._begin_telling(told, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]}))
+        async with asyncio.timeout(20):
+            await spanning.coordinator.all_told()
+        await participating.run_once()
+        assert gone not in participating._holds.by_span and new in participating._holds.by_span
+        peers.use_map(replace(pool_map, shards_given=9))
+        await participating.run_once()
+        assert new not in participating._holds.by_span
+    monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     run(main, meta_options=MetaOptions(tick_s=3600.0))
 
 

@@ -319,7 +319,7 @@ class Coordinator:
     async def _settle(self, span: SpanId, shard: int, effects: list[Effect]) -> None:
         request = pb.SettleRequest(id=id_message(span), decided=True, effects=effect_messages(effects))
         pause_s = PAUSE_S
-        while True:
+        while not self._peers.has_left(shard):  # it had done its part by then, and only its answer was lost
             try:
                 await self._peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
                 return

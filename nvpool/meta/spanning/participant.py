@@ -210,7 +210,8 @@ class Participant:
             while self._kv.full:
                 await self._kv.room()
             self.end(span, effects_of(reply.effects) if reply.outcome == pb.OutcomeReply.DECIDED else [])
-        except WrongShard:
-            self.end(span, [])  # it has left the pool, which it does when all that it has decided was heard
         except NvpoolError as error:
+            if self._peers.has_left(span.shard):
+                self.end(span, [])  # which it does when all that it has decided was heard
+                return
             _log.info("what became of a change of shard %d is not known yet: %s", span.shard, error)

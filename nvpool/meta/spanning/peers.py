@@ -12,6 +12,7 @@ from typing import Any
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Unreachable, WrongShard
 from nvpool.kv.contract import Effect
+from nvpool.logic.moves import shards_given
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.spanning.records import SpanId
@@ -30,11 +31,17 @@ class Peers:
     def use_map(self, pool_map: PoolMap) -> None:
         self._map = pool_map
 
+    def has_left(self, shard: int) -> bool:
+        """Whether it was in the pool and is not any more, for ever: no number is given twice. It leaves when all that it has
+        decided was heard, and when it holds for nobody (run/metashards)."""
+        return self._map is not None and shard not in self._map.shard_by_id and shard <= shards_given(self._map)
+
     async def ask(self, shard: int, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
-        """The answer of the shard's primary; any NvpoolError."""
+        """The answer of the shard's primary; any NvpoolError. Unreachable also where our map does not know the shard yet."""
         known = self._map.shard_by_id.get(shard) if self._map is not None else None
         if known is None:
-            raise WrongShard(f"the pool map has no shard {shard}")
+            raise WrongShard(f"shard {shard} has left the pool") if self.has_left(shard) else \
+                Unreachable(f"the pool map at hand has no shard {shard} yet")
         if self._dialer is None:
             raise Unreachable("this shard has no way to others")
         request.authority = self._right()
