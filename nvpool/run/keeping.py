@@ -191,7 +191,7 @@ class MapKeeper:
         known = newer or pool_map  # ours may be what an earlier look has found
         if newer is not None and newer.etcd:
             self.learn(newer)
-        if known.etcd:
+        if known.etcd and known.epoch > own.generation:  # else our member is of a later map (`recover`)
             entry = of_node(known, own.node)
             if entry is None or entry.generation != own.generation:
                 raise Unavailable("this node's member of etcd was taken out while it was away")

@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
                                  "without --workers, or by engine kernel on Linux 6.9 and newer")
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
         if with_holder:
-            hand_to_holder([*words, f"--log-format={arguments.log_format or config.log.format}"])
+            hand_to_holder([f"--log-format={arguments.log_format or config.log.format}", *words])
     except NvpoolError as error:
         log.error("%s", error)
         return exit_code(error)

@@ -49,7 +49,7 @@ class Strays:
         self._clock = clock
         self._throttle = throttle
         self._on_fail = on_fail
-        self._stay_s = STAY_S
+        self._draining = False
         self._epochs: dict[ChainName, int] = {}
         self._lost_s: dict[ChainName, float] = {}
         """Chains that are not ours, and since when."""
@@ -60,10 +60,14 @@ class Strays:
         self.removed_chunks = 0
         self.removed_bytes = 0
 
+    @property
+    def _stay_s(self) -> float:
+        return min(STAY_S, DRAINED_STAY_S) if self._draining else STAY_S
+
     def update_map(self, pool_map: PoolMap) -> None:
         now_s = self._clock.boottime_s()
         own = pool_map.target_by_id.get(self._target)
-        self._stay_s = STAY_S if own is None or own.wish == "share" else min(STAY_S, DRAINED_STAY_S)
+        self._draining = own is not None and own.wish != "share"
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):
                 name = table.id, number
