@@ -67,7 +67,8 @@ def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
 
 def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
     monkeypatch.setattr(tenure.Tenure, "holds", lambda self: True)
-    assert found(range(1, 41), replicas=2, kinds={"isolate": 1}, of="target")
+    assert found(range(1, 41), replicas=2, standbys=0, shards=1, etcd=False, kinds={"isolate": 1}, of="target",
+                 only=(works.Blocks,), clients=6)
 
 
 def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
