@@ -4,7 +4,6 @@ bytes of another process come in."""
 from __future__ import annotations
 
 from nvpool.base.errors import DeadlineExceeded, NvpoolError, Unavailable
-from nvpool.wire.codec import decoded
 
 
 def reason_of(error: NvpoolError, before: NvpoolError | None) -> NvpoolError:
@@ -20,4 +19,3 @@ def at_the_deadline(error: NvpoolError, reason: NvpoolError, uncertain: bool = F
                   may_be_applied=uncertain or error.may_be_applied or reason.may_be_applied)
 
 
-__all__ = ["at_the_deadline", "decoded", "reason_of"]

@@ -41,7 +41,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
-from nvpool.client.answers import at_the_deadline, decoded, reason_of
+from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming
 from nvpool.client.ended import Ended
@@ -55,7 +55,7 @@ from nvpool.client.replicas import Replicas
 from nvpool.client.secondreads import SecondReads, settle
 from nvpool.client.shortcut import ShortCut
 from nvpool.logic.poolmap import Chain
-from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, encode_read_request
+from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, decoded, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)

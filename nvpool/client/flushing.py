@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import DeadlineExceeded, NvpoolError, Stale, Unavailable
-from nvpool.client.answers import at_the_deadline, decoded, reason_of
+from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.poolview import PoolView
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 WrittenAt = tuple[int, int]

@@ -28,7 +28,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import partition_of
 from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
-from nvpool.client.answers import at_the_deadline, decoded, reason_of
+from nvpool.client.answers import at_the_deadline, reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.leases import WATCH_SHARE, Leases
 from nvpool.client.moved import Moved
@@ -41,6 +41,7 @@ from nvpool.client.shardsession import ShardSession
 from nvpool.client.watch import keep_watch
 from nvpool.logic.partition import name_hasher
 from nvpool.wire import codec
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 NOBODY = 0

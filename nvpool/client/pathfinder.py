@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError
 from nvpool.base.ids import ROOT_INODE, partition_of
-from nvpool.client.answers import decoded
 from nvpool.logic.poolmap import PoolMap
 from nvpool.wire import codec
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, Unreachable, from_os_error
-from nvpool.client.answers import decoded
 from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
 MAP_FILE = "poolmap.json"

@@ -25,12 +25,13 @@ from nvpool.base.errors import (
 )
 from nvpool.base.grants import READ, WRITE
 from nvpool.base.units import BLOCK_BITS
-from nvpool.client.answers import decoded, reason_of
+from nvpool.client.answers import reason_of
 from nvpool.client.cache import OpenInode
 from nvpool.client.chunkclient import ChunkClient
 from nvpool.client.flushing import Stored
 from nvpool.logic.layout import chain_of
 from nvpool.logic.losses import may_have_lost
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
 _EXTENT = struct.Struct("<III")

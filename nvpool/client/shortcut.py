@@ -31,13 +31,12 @@ from nvpool.base.errors import AccessDenied, CorruptFrame, InvalidRequest, NotSu
 from nvpool.base.host import host_id
 from nvpool.base.spares import SPARES
 from nvpool.base.units import BLOCK_BYTES, KIB
-from nvpool.client.answers import decoded
 from nvpool.client.cache import OpenInode
 from nvpool.client.lentdrive import Source
 from nvpool.client.options import ClientOptions
 from nvpool.drive.contract import Outcome, WaitingReader
 from nvpool.drive.reading import DIRECT_READ_BYTES, reader_for
-from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION
+from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION, decoded
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
 from nvpool.wire.v1 import data_pb2, wire_pb2

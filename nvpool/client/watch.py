@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, StaleSession
-from nvpool.client.answers import decoded
 from nvpool.client.leases import WATCH_SHARE, Leases, ShardWatch
 from nvpool.client.options import ClientOptions
 from nvpool.wire import codec
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2
 
 IDLE_S = 60.0

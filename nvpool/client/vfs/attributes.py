@@ -15,12 +15,12 @@ from nvpool.base.units import (
     XATTR_NAME_BYTES_MAX,
     XATTR_VALUE_BYTES_MAX,
 )
-from nvpool.client.answers import decoded
 from nvpool.client.cache import XATTR_FLAG
 from nvpool.client.vfs.contract import NOW, Caller, FileHandle, StatFs
 from nvpool.client.vfs.core import Core
 from nvpool.logic.layout import layout_of
 from nvpool.logic.poolmap import Target
+from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
 
