@@ -89,8 +89,8 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
-def notify_ready(text: str = "READY=1") -> None:
-    """Tell systemd (sd_notify(3)); nothing where NOTIFY_SOCKET is not set."""
+def notify_ready(text: str = "READY=1", wait_s: float = 1.0) -> None:
+    """Tell systemd (sd_notify(3)), which may have a full queue for `wait_s`; nothing where NOTIFY_SOCKET is not set."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -98,7 +98,7 @@ def notify_ready(text: str = "READY=1") -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-            channel.settimeout(1.0)
+            channel.settimeout(wait_s)
             channel.sendto(text.encode(), address)
     except OSError as error:
         log.warning("systemd could not be told %s: %s", text, error)
@@ -112,7 +112,7 @@ async def keep_alive() -> None:
     if not wanted.isdigit() or (pid and pid != str(os.getpid())):
         return
     while True:
-        notify_ready("WATCHDOG=1")
+        notify_ready("WATCHDOG=1", 0.0)  # the next one is soon
         await asyncio.sleep(int(wanted) / 3e6)
 
 

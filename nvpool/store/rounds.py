@@ -19,7 +19,7 @@ import msgspec
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Fenced, InvalidRequest, NvpoolError
 from nvpool.base.units import BLOCK_BYTES, MIB
-from nvpool.store.chunkstore import ChunkStore
+from nvpool.store.chunkstore import BadBlock, ChunkStore
 from nvpool.store.repair import Repair
 from nvpool.store.throttle import Throttle
 from nvpool.wire.v1 import data_pb2 as pb
@@ -32,6 +32,7 @@ STEP_BLOCKS = 256
 """1 MiB: less than a hundredth of a second of a drive."""
 _SAVE_S = 5.0
 _RETRY_S = 30.0
+_MEND_TRIES, _MEND_AGAIN_S = 3, 0.2
 _SLEEP_S_MAX = 3600.0
 """The wall clock may be set meanwhile."""
 ORDERS = ("start", "pause", "resume", "stop")
@@ -181,8 +182,8 @@ class Rounds:
         now.blocks += found.blocks
         now.bad += len(found.bad) + len(found.problems)
         self.kept.cursor = found.cursor.hex()
-        mended = await self._repair.repaired(found.bad) if found.bad else []
-        now.mended += len(mended)
+        if found.bad:
+            now.mended += await self._mend(found.bad)
         if found.done and self.kept.now is now:
             now.ended_ms = self._now_ms()
             self.kept.now, self.kept.last, self.kept.cursor, self._speed = None, now, "", None
@@ -191,6 +192,20 @@ class Rounds:
         if found.done or found.bad or began_s - self._saved_s > _SAVE_S:
             self._save()
         await self._throttle.leave(self._clock.boottime_s() - began_s)
+
+    async def _mend(self, bad: list[BadBlock]) -> int:
+        """How many are good now: from another replica; or, while that was asked, overwritten or removed with their file. Who
+        writes a block while it is mended makes the mending fail: those that are left are tried again, a few times."""
+        noted, left = {one[:3] for one in self._store.bad_blocks()}, list(bad)
+        for again in range(_MEND_TRIES):
+            if again:
+                await asyncio.sleep(_MEND_AGAIN_S * again)
+            good = {one[:3] for one in await self._repair.repaired(left)}
+            good |= noted.difference(one[:3] for one in self._store.bad_blocks())
+            left = [one for one in left if one[:3] not in good]
+            if not left:
+                break
+        return len(bad) - len(left)
 
     # -- telling -----------------------------------------------------------------------------------------------------------
 

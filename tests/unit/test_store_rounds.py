@@ -63,6 +63,32 @@ def test_a_round_finds_what_is_rotten_and_has_it_mended():
     run(main())
 
 
+def test_what_is_overwritten_while_it_is_mended_is_not_told_as_bad(monkeypatch):
+    async def main():
+        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+            handle = await a_file(pool, 2 * MIB)
+            vfs = (await pool.client("first", FAST)).vfs
+            target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
+            store, upkeep = pool.stores[target].store, pool.stores[target].upkeep
+            store.flip(handle.inode, 3, 7)
+            store.flip(handle.inode, 3, 9)
+            asked = []
+
+            async def not_now(bad):
+                asked.append(sorted(one.block for one in bad))
+                if len(asked) == 1:
+                    await vfs.write(handle, 3 * 256 * KIB + 7 * 4 * KIB, bytes(4 * KIB))
+                    await vfs.fsync(handle, False)
+                return []
+            monkeypatch.setattr(upkeep.repair, "repaired", not_now)
+            upkeep.rounds.order("start")
+            await until(lambda: upkeep.rounds.told().state == "idle")
+            told = upkeep.rounds.told()
+            assert (told.last_bad, told.last_mended) == (2, 1), "the other one is bad still"
+            assert [7, 9] in asked and asked[-1] == [9]
+    run(main())
+
+
 def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
