@@ -104,22 +104,27 @@ def set_(place: Place, replicas: int | None, chunk_size: int, wide: bool, as_jso
 
 async def _set(place: Place, replicas: int, chunk_bytes: int, wide: bool) -> dict[str, Any]:
     from nvpool.cli.place import session
-    from nvpool.cli.reach import change
     from nvpool.client.vfs import Caller
     from nvpool.logic.layout import layout_of
     if chunk_bytes:
         layout_of(chunk_bytes)
     async with session(place.pool, "dir set") as client:
         attr = await _directory_at(client, place)
-        if replicas and replicas not in client.pool_map.table_by_id:
-            await change(place.pool, "replicas", {"replicas": replicas})
         if replicas:
-            await _chains_of(client, replicas)
+            await have_chains(client, place.pool, replicas)
         if wide:
             attr = await client.vfs.spread(attr.inode, Caller(0, 0))
         if replicas or chunk_bytes:
             attr = await client.vfs.hand_down(attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes)
         return _told(place, attr)
+
+
+async def have_chains(client, pool: str, replicas: int) -> None:
+    """On return the pool has chains of that many replicas, which takes a change of the pool where it had none."""
+    from nvpool.cli.reach import change
+    if replicas not in client.pool_map.table_by_id:
+        await change(pool, "replicas", {"replicas": replicas})
+    await _chains_of(client, replicas)
 
 
 async def _chains_of(client, replicas: int) -> None:

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
     "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
+    "volume": ("nvpool.cli.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),

@@ -27,6 +27,8 @@ from nvpool.meta import records
 from nvpool.meta.changes.xattr import XATTRS_MAX
 from nvpool.meta.targets import Targets
 from nvpool.meta.view import View
+from nvpool.meta.volumes.accounts import Account, account
+from nvpool.meta.volumes.records import VOLUME, volume_key
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import data_pb2, wire_pb2
 
@@ -146,6 +148,7 @@ class Collector:
         effects: list[tuple[bytes, bytes | None]] = []
         buried, queued = [], set()
         count = self._view.inode_count
+        counted: dict[int, Account] = {}
         for number in inodes:
             if not self._may_go(number):
                 continue
@@ -161,6 +164,10 @@ class Collector:
                 _log.error("orphan %d is left to fsck: %s", number, error)
                 effects.pop()
                 continue
+            if inode.volume and not self._uncount(inode, counted):
+                effects.pop()
+                buried.pop()
+                continue
             if inode.links:
                 _log.error("inode %d is among the orphans and has %d names; left to fsck", number, inode.links)
                 effects.pop()
@@ -173,6 +180,7 @@ class Collector:
                 entry = records.Collect(inode.table, inode.chunk_bits)
                 effects.append((records.numbered_key(records.COLLECT, number), records.encode_collect(entry)))
                 queued.add(partition_of(number))
+        effects += [found.effect() for found in counted.values()]
         if effects:
             effects.append((records.COUNTS_KEY, records.encode_counts(count)))
             self._kv.apply(effects, reclaims=True)
@@ -180,6 +188,39 @@ class Collector:
         self._queued |= queued
         for number in buried:
             del self.orphans[number]
+
+    def closed(self, inode: int) -> None:
+        """Nobody has the inode open any more: without a name it does not count in its volume."""
+        if inode not in self.orphans:
+            return
+        key = records.numbered_key(records.ORPHAN, inode)
+        if not self._view.serves(partition_of(inode)) or self._kv.get(key) != records.ORPHAN_COUNTED:
+            return
+        raw = self._kv.get(records.inode_key(inode))
+        effects: list[tuple[bytes, bytes | None]] = [(key, records.ORPHAN_VALUE)]
+        counted: dict[int, Account] = {}
+        try:
+            if raw is not None:
+                self._uncount(records.decode_inode(inode, raw), counted)
+            if not self._kv.full:  # else it counts until it is buried
+                self._kv.apply(effects + [found.effect() for found in counted.values()], reclaims=True)
+        except CorruptRecord:
+            pass  # fsck's
+
+    def _uncount(self, inode: records.Inode, counted: dict[int, Account]) -> bool:
+        """What of a volume goes does not count in it any more. False: it is the root of one that is still there."""
+        if inode.number == inode.volume:
+            return self._kv.get(volume_key(VOLUME, inode.number)) is None
+        if self._kv.get(records.numbered_key(records.ORPHAN, inode.number)) != records.ORPHAN_COUNTED:
+            return True
+        if inode.volume not in counted:
+            found = account(self._view, inode.volume)
+            if found is None or found.record is None:
+                return True
+            counted[inode.volume] = found
+        counted[inode.volume].use.files -= 1
+        counted[inode.volume].use.bytes -= inode.size if inode.is_file else 0
+        return True
 
     async def _empty_queues(self) -> tuple[int, int]:
         """Work off the queues of all partitions as far as the targets answer: (removed, left)."""

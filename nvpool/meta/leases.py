@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.ids import partition_of
@@ -75,6 +75,8 @@ class Sessions:
         self.holders: dict[int, int] = {}
         """Sessions that have the inode open."""
         self._by_identity: dict[int, int] = {}
+        self.on_free: Callable[[int], None] = lambda inode: None
+        """Told of an inode that nobody has open any more."""
 
     def load(self, now_s: float) -> None:
         """Take up what the records say; a session that can not be read is left to fsck."""
@@ -255,6 +257,7 @@ class Sessions:
             self.holders[inode] -= 1
         else:
             del self.holders[inode]
+            self.on_free(inode)
 
     def check_room(self, session: Session) -> None:
         if len(session.opens) >= OPEN_INODES_MAX:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from nvpool.base.errors import CorruptRecord, DirectoryGone, InvalidRequest, NoAttribute, NotFound, Refused, Stale, WrongShard
+from nvpool.base.errors import (
+    AccessDenied,
+    CorruptRecord,
+    DirectoryGone,
+    InvalidRequest,
+    NoAttribute,
+    NotFound,
+    Refused,
+    Stale,
+    WrongShard,
+)
 from nvpool.base.grants import READ
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
@@ -209,7 +219,7 @@ def _partitions_to_search(view: View, request: meta_pb2.NamesRequest, wanted: se
     if request.directory:
         try:
             wide = bool(view.inode(request.directory).flags & records.WIDE)
-        except (NotFound, WrongShard, CorruptRecord):
+        except (NotFound, AccessDenied, WrongShard, CorruptRecord):
             wide = True  # unknown here: perhaps
         return range(from_partition, PARTITION_COUNT) if wide else (partition_of(request.directory),)
     births = {partition_of(number) for number in wanted}
@@ -244,7 +254,7 @@ def _take_name(view: View, reply: meta_pb2.NamesReply, wanted: set[int], partiti
     directory = records.directory_of_key(key)
     try:
         above = view.inode(directory).parent
-    except (NotFound, WrongShard, CorruptRecord):
+    except (NotFound, AccessDenied, WrongShard, CorruptRecord):
         above = 0
     reply.names.add(inode=number, directory=directory, name=key[NAME_AT:], above=above)
 
@@ -254,5 +264,5 @@ def _is_nameless(view: View, number: int) -> bool:
         return not view.inode(number).links
     except NotFound:
         return True
-    except (WrongShard, CorruptRecord):
+    except (AccessDenied, WrongShard, CorruptRecord):
         return False

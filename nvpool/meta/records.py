@@ -19,7 +19,7 @@ from nvpool.logic.lockranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 INODE, DENTRY, XATTR, ORPHAN, COLLECT, INTENT, LOCK, OTHER = range(8)
-"""Kinds of a partition's records. OTHER (a second kind byte follows: volumes, quotas) is not in use yet."""
+"""Kinds of a partition's records. After OTHER a second kind byte follows: `meta/volumes/records`."""
 SHARD = 0x8000
 IDENTITY, BOUNDS, SESSION, SLOT, COUNTS, DAMAGED, HELD, DECIDED, TURN = range(SHARD, SHARD + 9)
 PART = SHARD + 32
@@ -38,8 +38,7 @@ _PART_PREFIX = _PREFIX.pack(PART)
 END_OF_KEYS = b"\xff\xff"
 _SCATTER_1, _SCATTER_2 = 0x5851F42D4C957, 0x2545F4914F6CD
 """Odd numbers, by which counters are scattered one to one over 51 bits (multiply, fold, multiply). Keys that rise within each
-of 4,096 ranges leave the pages of a B-tree half full, since the page where a range ends is shared with the next one and
-each split leaves a half behind: 99 bytes of LMDB an inode. Scattered ones fill 70 %: 67 bytes."""
+of 4,096 ranges leave B-tree pages half full (each range ends within one): 99 bytes of LMDB an inode. Scattered: 67 bytes."""
 _GATHER_1, _GATHER_2 = pow(_SCATTER_1, -1, 1 << COUNTER_BITS), pow(_SCATTER_2, -1, 1 << COUNTER_BITS)
 HASH_AT = 10
 NAME_AT = 17
@@ -174,8 +173,8 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES = (1 << bit for bit in range(17, 26))
-_KNOWN = (1 << 26) - 1
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
+_KNOWN = (1 << 27) - 1
 _HEAD = struct.Struct("<I")
 _SIZE_CODES = ("", "H", "I", "Q")
 _OWNER_CODES = ("", "HH", "II", "H")
@@ -193,16 +192,16 @@ class Inode:
 
     `size` of a directory is the number of its entries, of a symlink the length of its target. `parent` is a directory's.
     `change` grows with each change, `cut` with each truncation and hole that may have had something to cut; the last `punches`
-    of its numbers were holes, so the file ends where it was reported to end under any of them.
+    of its numbers were holes, so the file ends where it was reported to end under any of them. `volume`: of its root, or 0.
     """
 
     __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches")
+                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume")
 
     def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
                  blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
                  rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"", punches: int = 0) -> None:
+                 target: bytes = b"", punches: int = 0, volume: int = 0) -> None:
         self.number = number
         self.mode = mode
         self.links = links
@@ -222,6 +221,7 @@ class Inode:
         self.parent = parent
         self.target = target
         self.punches = punches
+        self.volume = volume
 
     @property
     def is_directory(self) -> bool:
@@ -262,7 +262,7 @@ def _inode_struct(head: int) -> struct.Struct:
     code += "I" if head >> _LINKS & 1 else ""
     code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
-    code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "")
+    code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
     made = _structs[head] = struct.Struct(code)
     return made
 
@@ -330,6 +330,9 @@ def encode_inode(i: Inode) -> bytes:
     if i.punches:
         head |= _PUNCHES
         add(i.punches)
+    if i.volume:
+        head |= _VOLUME
+        add(i.volume)
     values[0] = head
     return (_structs.get(head) or _inode_struct(head)).pack(*values) + i.target
 
@@ -348,7 +351,7 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         raise CorruptRecord(f"the record of inode {number} has {len(raw)} bytes, too few") from None
     mode, mtime, change = values[1], values[2], values[3]
     at = 4
-    size = uid = gid = cut = rdev = flags = parent = punches = 0
+    size = uid = gid = cut = rdev = flags = parent = punches = volume = 0
     links = 1
     ctime = atime = mtime
     table, chunk_bits = _DEFAULT_LAYOUT
@@ -390,13 +393,16 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         at += 1
     if head & _PUNCHES:
         punches = values[at]
+        at += 1
+    if head & _VOLUME:
+        volume = values[at]
     if head & _TOUCHED:
         flags |= TOUCHED
     target = raw[layout.size:]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
     return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
-            parent, bytes(target), punches)
+            parent, bytes(target), punches, volume)
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------
@@ -488,6 +494,7 @@ _BOUNDS = struct.Struct("<BQQ")
 _COUNTS = struct.Struct("<BQ")
 _LOCK = struct.Struct("<BBQI")
 ORPHAN_VALUE = bytes((_VERSION,))
+ORPHAN_COUNTED = bytes((_VERSION + 1,))  # of a volume's inode that was open when it lost its last name: it counts there still
 XATTR_HEAD = bytes((_VERSION,))
 SESSION_SECRET_BYTES = 16
 
@@ -516,7 +523,7 @@ def decode_collect(raw: bytes) -> Collect:
 
 
 def decode_orphan(raw: bytes) -> None:
-    if raw != ORPHAN_VALUE:
+    if raw not in (ORPHAN_VALUE, ORPHAN_COUNTED):
         raise CorruptRecord("the record of an orphan can not be read")
 
 

@@ -32,7 +32,7 @@ from nvpool.base.errors import (
     WrongShard,
 )
 from nvpool.base.ids import partition_of
-from nvpool.base.units import SLOTS_PER_SESSION
+from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.kv.contract import Kv
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
@@ -59,6 +59,10 @@ from nvpool.meta.spanning.holds import Held
 from nvpool.meta.targets import Targets
 from nvpool.meta.upkeep import Load, Runs
 from nvpool.meta.view import CutInProgress, Decision, Draft, View, fill_attr
+from nvpool.meta.volumes.access import asker_of
+from nvpool.meta.volumes.accounts import Rooms
+from nvpool.meta.volumes.removal import Removal
+from nvpool.meta.volumes.service import VolumeAnswers
 from nvpool.meta.waits import Waits
 from nvpool.meta.watches import Watches
 from nvpool.wire.targets import Dialer
@@ -68,7 +72,7 @@ from nvpool.wire.v1 import wire_pb2 as wire
 
 _log = logging.getLogger(__name__)
 
-class MetaService(Answers, SessionAnswers):
+class MetaService(Answers, SessionAnswers, VolumeAnswers):
     def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: Dialer | None = None,
                  clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions()) -> None:  # noqa: B008 (immutable)
         self._kv = kv
@@ -87,6 +91,7 @@ class MetaService(Answers, SessionAnswers):
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
         self._waits = Waits(clock, f"shard {shard}", self._die)
+        self._removals: dict[int, Removal] = {}
         self._background: set[asyncio.Task] = set()
         self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,7 +111,8 @@ class MetaService(Answers, SessionAnswers):
             self._state = "loading"
         else:
             await self._take_up()
-        for work in (self._run_leases(), self._run_holds(), self._run_parts(), self._run_collector(), self._run_sweeps()):
+        for work in (self._run_leases(), self._run_holds(), self._run_parts(), self._run_collector(), self._run_sweeps(),
+                     self._run_removals()):
             self._own(work)
 
     def _assemble(self) -> records.Identity:
@@ -115,9 +121,13 @@ class MetaService(Answers, SessionAnswers):
         locks.client_of = self._sessions.client_of
         self._locks = LockWaits(self._kv, locks, self._clock)
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
+        self._view.is_open = lambda inode: inode in self._sessions.holders
+        self._view.rooms = Rooms(self._clock, self._options.watch_s)
+        self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
         self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
                                     lambda inode: inode in self._sessions.holders or inode in locks.files)
+        self._sessions.on_free = self._collector.closed
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
@@ -136,7 +146,8 @@ class MetaService(Answers, SessionAnswers):
             self._spanning.use_map(self._map)
         self._moving = Moving(
             Inside(self._shard, self._kv, self._view, self._ranges, self._numbers, self._sessions, self._locks, self._collector,
-                   self._cuts, self._watches, self._clock, self.update_map, self._spanning.holds.quiet),
+                   self._cuts, self._watches, self._clock, self.update_map, self.take_volumes, self.forget_volumes,
+                   self._spanning.holds.quiet),
             self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._term)
         return identity
 
@@ -152,6 +163,7 @@ class MetaService(Answers, SessionAnswers):
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
         self._moving.begin(self._map)
         remains = [partition for partition in await partitions_with_remains(self._kv) if self._ranges.serves(partition)]
+        self.take_volumes(filter(self._ranges.serves, range(PARTITION_COUNT)), bool(self._sessions.by_number))
         self._collector.load(remains)
         self._cuts.resume(remains)
         self._locks.load(remains, self._sessions.by_number)
@@ -258,7 +270,10 @@ class MetaService(Answers, SessionAnswers):
 
     def handle(self, call: Call) -> None:
         """Answer at once, or keep the call and answer later."""
+        access = self._view.access if self._incarnation else None
         try:
+            if access is not None and access.restricted:
+                access.asker = asker_of(call.peer.member)
             route = self._routes.get(call.method)
             if route is None:
                 raise NotSupported(f"a metadata service does not answer method {call.method}")
@@ -278,6 +293,9 @@ class MetaService(Answers, SessionAnswers):
             call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
         except Exception as error:
             call.fail(error)
+        finally:
+            if access is not None:
+                access.asker = None
 
     def _refuse_by_state(self, method: int) -> None:
         if self._state == "fenced":
@@ -306,6 +324,9 @@ class MetaService(Answers, SessionAnswers):
             wire.META_FSCK_SUMS: self._fsck_sums,
             wire.META_FSCK_CLIMB: self._fsck_climb,
             wire.META_MOMENT: self._take_moment,
+            wire.META_VOLUMES: self._volumes,
+            wire.META_VOLUME: self._volume,
+            wire.META_VOLUME_ROOM: self._volume_room,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
@@ -404,11 +425,16 @@ class MetaService(Answers, SessionAnswers):
             return
 
         async def carry_out() -> None:
-            coordinator = self._spanning.coordinator
+            coordinator, access = self._spanning.coordinator, self._view.access
             span = coordinator.begin(session.identity)
+
+            def decide_for(*known: Any) -> Draft:
+                access.asker = asker_of(call.peer.member)
+                return decide(*known)
+
             try:
                 while True:
-                    draft = await coordinator.decide(span, decide, request)
+                    draft = await coordinator.decide(span, decide_for, request)
                     # From here to the end of _commit nothing may wait, as in `answer`.
                     if self._sessions.get(session.number) is not session or sequence <= slot.sequence:
                         self.handle(call)  # decided meanwhile, by one of our own shard's records
@@ -435,12 +461,14 @@ class MetaService(Answers, SessionAnswers):
                     self._keep_refusal(slot, sequence, error)
                 raise
             finally:
+                access.asker = None
                 coordinator.end(span)
 
         self._spanning.begin(call, (session.number, index), carry_out)
 
-    async def _mend(self, decide: Mend) -> None:
-        """Make a change over several shards that no client has asked for."""
+    async def _mend(self, decide: Mend, session: int | None = None) -> None:
+        """Make a change over several shards that no client has asked for in so many words. With a `session` all others are told
+        before of what it changes, as of a change of that session."""
         coordinator = self._spanning.coordinator
         span = coordinator.begin(0)
         try:
@@ -452,6 +480,8 @@ class MetaService(Answers, SessionAnswers):
                     await self._numbers.more()
                 elif self._moment.spans_wait:
                     await self._moment.over()
+                elif session is not None and (wait := self._watches.conflict(session, draft)) is not None:
+                    await wait()
                 else:
                     break
             effects, decision = coordinator.split(span, draft)
@@ -498,6 +528,9 @@ class MetaService(Answers, SessionAnswers):
             self._sessions.release(session, (draft.closed,))
         for orphan in draft.orphans:
             self._collector.add(orphan)
+        for account in (draft.accounts or {}).values():
+            if account.grown is not None:
+                self._view.rooms.spend(account.number, *account.grown)
         if draft.then is not None:
             draft.then()
         if draft.parent is not None or draft.opened:

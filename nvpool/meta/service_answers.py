@@ -68,6 +68,7 @@ class Answers:
                     _log.info("a part of a directory can not be given back yet: %s", error)
 
     def _reply_in_steps(self, call: Call, steps: Iterator) -> None:
+        access, asker = self._view.access, self._view.access.asker
         reply = next(steps)
         if reply is not None:
             call.reply(reply.SerializeToString())
@@ -75,7 +76,14 @@ class Answers:
 
         async def go_on() -> None:
             try:
-                for found in steps:
+                while True:
+                    access.asker = asker
+                    try:
+                        found = next(steps, self)
+                    finally:
+                        access.asker = None
+                    if found is self:
+                        return
                     if found is not None:
                         call.reply(found.SerializeToString())
                     await asyncio.sleep(0)

@@ -81,6 +81,7 @@ class SessionAnswers:
     def _end_session(self, session: Session, grants_live_s: float) -> None:
         self._kv.apply(self._sessions.ending(session), reclaims=True)
         self._watches.end(session.number)
+        self._view.rooms.end_session(session.number)
         self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
         self._locks.end_session(session.number, said_so=not grants_live_s)
 

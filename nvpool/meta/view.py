@@ -29,6 +29,8 @@ from nvpool.meta import parts, records
 from nvpool.meta.locks import LockTable
 from nvpool.meta.parts import Part
 from nvpool.meta.records import DIVIDED, WIDE, Inode, Intent
+from nvpool.meta.volumes.access import Access
+from nvpool.meta.volumes.accounts import Account, Rooms, account
 from nvpool.wire.v1 import meta_pb2
 
 GRANT_RIGHTS = 3
@@ -76,6 +78,10 @@ class View:
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
         """See Watches.lend."""
+        self.rooms: Rooms | None = None
+        self.access = Access()
+        self.is_open: Callable[[int], bool] = lambda inode: False
+        """Whether a session has the inode open, as far as it is known."""
 
     def lend(self, session: int, inode: Inode) -> int:
         """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
@@ -103,7 +109,10 @@ class View:
         if raw is None:
             self._check_owner(number >> COUNTER_BITS)
             raise NotFound(f"there is no inode {number}")
-        return records.decode_inode(number, raw)
+        inode = records.decode_inode(number, raw)
+        if inode.volume and self.access.restricted:
+            self.access.check(inode.volume)
+        return inode
 
     def is_elsewhere(self, partition: int) -> bool:
         """Whether the partition belongs to another shard."""
@@ -249,7 +258,7 @@ class Draft:
     """One change as it is being decided: inodes that were read (each once), those to be written, and other effects."""
 
     __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "closed", "intent", "born",
-                 "orphans", "adds", "sync", "parent", "then")
+                 "orphans", "adds", "sync", "parent", "then", "accounts")
 
     def __init__(self, view: View, now_ns: int) -> None:
         self.view = view
@@ -273,6 +282,8 @@ class Draft:
         self.parent: Inode | None = None
         """Directory whose attributes go with the first answer (the kernel asks for them after each change of a name), but not
         into the kept one."""
+        self.accounts: dict[int, Account] | None = None
+        """Of the volumes whose use changes."""
 
     def inode(self, number: int) -> Inode:
         found = self.inodes.get(number)
@@ -316,6 +327,34 @@ class Draft:
         directory.flags &= ~DIVIDED
         self.dirty[directory.number] = directory
 
+    def account(self, volume: int) -> Account | None:
+        """To be changed: what it counts is written with this change."""
+        if self.accounts is None:
+            self.accounts = {}
+        found = self.accounts.get(volume)
+        if found is None and (found := account(self.view, volume)) is not None:
+            self.accounts[volume] = found
+        return found
+
+    def resized(self, inode: Inode, size: int, session: int = 0, reported: bool = False) -> None:
+        """The file gets this size; where it is in a volume that is counted. QuotaExceeded. `reported`: as Account.grow."""
+        if inode.volume and size != inode.size and (found := self.account(inode.volume)) is not None:
+            grown = size - inode.size
+            if not inode.links and not self._counts(inode):
+                found.use.files += 1  # written by who opened it when it had lost its last name already
+                grown = size
+                self.effects[records.numbered_key(records.ORPHAN, inode.number)] = records.ORPHAN_COUNTED
+            if grown > 0:
+                found.grow(grown, session, reported)
+            else:
+                found.use.bytes += grown
+        inode.size = size
+
+    def _counts(self, inode: Inode) -> bool:
+        """Whether an inode without a name counts in its volume."""
+        key = records.numbered_key(records.ORPHAN, inode.number)
+        return (self.effects.get(key) or self.view.get(key)) == records.ORPHAN_COUNTED
+
     def stamp(self, inode: Inode, content: bool = False) -> None:
         """The inode changes now: ctime (mtime too where its content does) and the change counter. Never backwards."""
         now = self.now_ns if self.now_ns > inode.ctime_ns else inode.ctime_ns
@@ -337,6 +376,8 @@ class Draft:
             self.effects[records.COUNTS_KEY] = records.encode_counts(view.inode_count + 1)
         now = self.now_ns
         born = Inode(number, atime_ns=now, mtime_ns=now, ctime_ns=now, **fields)
+        if born.volume and (found := self.account(born.volume)) is not None:
+            found.add_file()
         self.inodes[number] = self.dirty[number] = born
         return born
 
@@ -345,13 +386,22 @@ class Draft:
         inode.links = 0 if inode.is_directory else inode.links - 1
         self.stamp(inode)
         if not inode.links:
-            self.effects[records.numbered_key(records.ORPHAN, inode.number)] = records.ORPHAN_VALUE
+            value = records.ORPHAN_VALUE
+            if inode.volume and inode.volume != inode.number:
+                if inode.is_file and self.view.is_open(inode.number):
+                    value = records.ORPHAN_COUNTED
+                elif (found := self.account(inode.volume)) is not None:
+                    found.use.files -= 1
+                    found.use.bytes -= inode.size if inode.is_file else 0
+            self.effects[records.numbered_key(records.ORPHAN, inode.number)] = value
             self.orphans.append(inode.number)
 
     def grant(self, inode: Inode, rights: int, session: int) -> bytes:
         """A grant for a file, b"" where none is wanted or there is nothing to grant."""
         if not rights & GRANT_RIGHTS or not inode.is_file:
             return b""
+        if inode.volume and rights & WRITE and self.view.access.restricted:
+            self.view.access.check_change(inode.volume)
         if rights & WRITE and not inode.flags & records.TOUCHED:
             inode.flags |= records.TOUCHED
             self.dirty[inode.number] = inode
@@ -367,7 +417,7 @@ class Draft:
         number and leaves an intent, by which the targets are told also after a crash."""
         if inode.number in self.view.cutting:
             raise CutInProgress(inode.number)
-        inode.size = size
+        self.resized(inode, size)
         inode.blocks = min(inode.blocks, records.blocks_of(size))
         if inode.flags & records.TOUCHED:
             inode.punches = 0
@@ -392,7 +442,12 @@ class Draft:
     def finish(self) -> dict[bytes, bytes | None]:
         """All effects; the changed inodes are encoded here, once each."""
         effects = self.effects
+        if self.accounts is not None:
+            effects.update(found.effect() for found in self.accounts.values())
+        access = self.view.access if self.view.access.restricted else None
         for number, inode in self.dirty.items():
+            if access is not None and inode.volume:
+                access.check_change(inode.volume)
             if inode.is_directory:
                 effects.update(parts.effects_of(inode))
             else:
@@ -428,6 +483,8 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
         attr.rdev = inode.rdev
     if inode.parent:
         attr.parent = inode.parent
+    if inode.volume:
+        attr.volume = inode.volume
 
 
 def fill_elsewhere(entry: meta_pb2.Entry, number: int, kind: int) -> None:

@@ -20,6 +20,7 @@ from nvpool.client.session import Client
 from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, StatFs
 from nvpool.sdk.batch import Batches, contiguous
 from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result
+from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
@@ -130,6 +131,7 @@ class AsyncFileSystem:
         self.vfs = client.vfs
         self.caller = caller
         self._batches = Batches(client.vfs, caller)
+        self.volumes = AsyncVolumes(self)
 
     @classmethod
     async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:

@@ -29,6 +29,7 @@ from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of
 from nvpool.sdk.batch import contiguous
 from nvpool.sdk.loop import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result
+from nvpool.sdk.volumes import Volumes
 
 BUFFER_BYTES = 128 * KIB
 """Of buffered files: a call into the loop's thread costs about as much as reading that much."""
@@ -194,6 +195,7 @@ class FileSystem:
         self._lock = threading.Lock()
         self._closed = False
         self._runtime: Runtime | None = None
+        self.volumes = Volumes(self)
         self._running()
         _all.add(self)
 

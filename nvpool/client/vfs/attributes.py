@@ -193,7 +193,7 @@ class Attributes(Core):
         replicas = max(1, pool_map.settings.replicas)
         available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
         available = min(available, sum(free.values()) // replicas)
-        replies = await self._ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
+        replies = await self.ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
         files, files_max = sum(reply.files for reply in replies), sum(reply.files_max for reply in replies)
         found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
                        available // BLOCK_BYTES, BLOCK_BYTES, max(files_max, files), max(0, files_max - files), NAME_BYTES_MAX)

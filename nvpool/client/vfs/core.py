@@ -228,7 +228,7 @@ class Core:
         its own record did not change, since what changes that takes the parts into it."""
         inode = request.inode
         for _ in range(PARTS_TRIES_MAX):
-            replies = await self._ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
+            replies = await self.ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
                                           lambda: meta_pb2.PartsRequest(inodes=pack_inodes((inode,))))
             before = entry.attr.change
             entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
@@ -250,7 +250,7 @@ class Core:
             self.cache.grow_old(inode)
         return attr
 
-    async def _ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
+    async def ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
         """The answers of all shards; of one that has left the pool meanwhile there is none."""
         async def ask(shard: int):
             try:

@@ -56,4 +56,4 @@ class Listing(Names):
         if not await self._is_spread(inode):
             await self.meta.ask(inode, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
             return
-        await self._ask_all(wire_pb2.META_SYNC, meta_pb2.SyncReply, meta_pb2.SyncRequest)
+        await self.ask_all(wire_pb2.META_SYNC, meta_pb2.SyncReply, meta_pb2.SyncRequest)

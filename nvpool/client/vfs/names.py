@@ -223,6 +223,17 @@ class Names(Wide):
         """`wide`: its names are spread over all partitions, for directories with very many."""
         return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller, wide=wide)
 
+    async def make_volume(self, parent: int, name: bytes, mode: int, wish: meta_pb2.VolumeWish) -> Attr:
+        """The directory of a new volume, which belongs to root. AlreadyExists."""
+        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=wish)
+
+    def forget_name(self, parent: int, name: bytes, inode: int) -> None:
+        """By our wish, and not by an answer that says so, the name is gone, and the inode."""
+        self.cache.forget_entry(parent, name)
+        self.cache.forget_attr(parent)
+        self.cache.forget_attr(inode)
+        self.cache.forget_whole(parent)
+
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         if len(target) > SYMLINK_BYTES_MAX:
             raise NameTooLong("a symbolic link holds at most 4,095 bytes")

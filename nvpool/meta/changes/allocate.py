@@ -22,7 +22,7 @@ def allocate(view: View, request: meta_pb2.AllocateRequest, now_ns: int) -> Draf
     if request.grow and end > inode.size:
         if inode.number in view.cutting:
             raise CutInProgress(inode.number)
-        inode.size = end
+        draft.resized(inode, end)
         if not request.punch:
             draft.stamp(inode, content=True)
     if request.punch:

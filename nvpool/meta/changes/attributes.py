@@ -72,7 +72,7 @@ def resize(draft: Draft, inode: Inode, size: int) -> None:
     elif inode.number in draft.view.cutting:
         raise CutInProgress(inode.number)
     else:
-        inode.size = size
+        draft.resized(inode, size)
         draft.stamp(inode, content=True)
 
 
@@ -82,6 +82,8 @@ def _spread(view: View, inode: Inode) -> None:
         raise NotADirectory("only a directory is wide")
     if inode.flags & records.WIDE:
         return
+    if inode.volume:
+        raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
     if view.has_names(inode):
         raise DirectoryNotEmpty(f"directory {inode.number} has names already; make a new one wide, and move them into it")
     inode.flags |= records.WIDE

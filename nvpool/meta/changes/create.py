@@ -11,6 +11,7 @@ from nvpool.base.units import SYMLINK_BYTES_MAX
 from nvpool.logic.partition import partition_of_directory
 from nvpool.meta import records
 from nvpool.meta.view import Draft, View, fill_attr, fill_elsewhere
+from nvpool.meta.volumes.policy import begin_volume
 from nvpool.wire.v1 import meta_pb2
 
 KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK))
@@ -35,26 +36,30 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         gid = parent.gid
         if kind == stat.S_IFDIR:
             mode |= stat.S_ISGID
-    flags = 0
+    flags, volume = 0, parent.volume
+    if volume and request.wide:
+        raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
     if kind == stat.S_IFREG:
         if request.open and request.rights & WRITE:
             flags = records.TOUCHED
         born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, table=parent.table,
-                           chunk_bits=parent.chunk_bits, flags=flags)
+                           chunk_bits=parent.chunk_bits, flags=flags, volume=volume)
     elif kind == stat.S_IFDIR:
-        born = draft.birth(partition_of_directory(name_hash), mode=mode, links=2, uid=change.uid, gid=gid,
-                           table=parent.table, chunk_bits=parent.chunk_bits, parent=parent.number,
-                           flags=records.WIDE if request.wide else 0)
+        born = draft.birth(partition if volume else partition_of_directory(name_hash), mode=mode, links=2, uid=change.uid,
+                           gid=gid, table=parent.table, chunk_bits=parent.chunk_bits, parent=parent.number,
+                           flags=records.WIDE if request.wide else 0, volume=volume)
         parent.links += 1
+        if request.HasField("volume"):
+            begin_volume(draft, born, request)
     elif kind == stat.S_IFLNK:
         target = request.target
         if not target or b"\0" in target:
             raise InvalidRequest("a symlink needs a target without NUL")
         if len(target) > SYMLINK_BYTES_MAX:
             raise NameTooLong(f"the target of a symlink has {SYMLINK_BYTES_MAX} bytes at most, not {len(target)}")
-        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target))
+        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target), volume=volume)
     else:
-        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev)
+        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev, volume=volume)
     draft.effects[key] = records.encode_dentry(partition, born.number, kind >> 12)
     parent.size += 1
     draft.stamp(parent, content=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvpool.base.errors import AlreadyExists, NotFound, NotPermitted, TooManyLinks
+from nvpool.base.errors import AlreadyExists, CrossesVolumes, NotFound, NotPermitted, TooManyLinks
 from nvpool.base.units import LINK_COUNT_MAX
 from nvpool.meta import records
 from nvpool.meta.view import Draft, View, fill_attr
@@ -16,6 +16,8 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
     partition, _, key = view.place(parent, request.name)
     if inode.is_directory:
         raise NotPermitted("a directory has one name only")
+    if inode.volume != parent.volume:
+        raise CrossesVolumes("a file has all its names in one volume, or in none: copy it")
     if view.get(key) is not None:
         raise AlreadyExists(f"{request.name!r} exists already")
     if not inode.links:

@@ -37,7 +37,7 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
         inode.flags |= records.TOUCHED  # a loss of power may have taken the mark that the writer's grant left
         if request.end > inode.size:
             grown = request.blocks_delta or records.blocks_of(request.end) - records.blocks_of(inode.size)
-            inode.size = request.end
+            draft.resized(inode, request.end, request.change.session, reported=True)
             inode.blocks = min(inode.blocks + grown, records.blocks_of(request.end))
             draft.stamp(inode, content=True)
         elif request.wrote:
@@ -64,7 +64,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     check_range(inode.layout, inode.size, request.length)
     reply = draft.reply = meta_pb2.ReserveReply(offset=inode.size)
     grown = records.blocks_of(inode.size + request.length) - records.blocks_of(inode.size)
-    inode.size += request.length
+    draft.resized(inode, inode.size + request.length)
     inode.blocks += grown
     draft.stamp(inode, content=True)
     fill_attr(reply.attr, inode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvpool.base.errors import DirectoryNotEmpty, IsADirectory
+from nvpool.base.errors import DirectoryNotEmpty, InUse, IsADirectory
 from nvpool.meta import records
 from nvpool.meta.parts import Part
 from nvpool.meta.records import Inode
@@ -42,7 +42,9 @@ def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode) -> Draft:
 
 def check_empty(draft: Draft, directory: Inode) -> None:
     """DirectoryNotEmpty when there is a name in it: looked up, not believed from the count. A wide directory is looked through
-    in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that."""
+    in all partitions (12 ms) only when its count says that it is empty; it is divided no more after that. InUse: a volume."""
+    if directory.volume == directory.number:
+        raise InUse("it is a volume: nvpool volume rm removes it")
     empty = not isinstance(directory, Part)  # by a part we go to or from a name in it
     if empty and directory.flags & records.WIDE:
         draft.take_parts(directory)

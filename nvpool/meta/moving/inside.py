@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
 from nvpool.base.clock import Clock
@@ -32,5 +32,7 @@ class Inside(NamedTuple):
     clock: Clock
     use_map: Callable[[PoolMap], None]
     """Make a newer map known to the whole shard, these modules too."""
+    take_volumes: Callable[[Iterable[int], bool], None]
+    forget_volumes: Callable[[frozenset[int]], None]
     quiet: Callable[[Collection[int]], Awaitable[None]]
     """Returns when nothing is under way in these partitions, which are closed, that outlives a request."""

@@ -77,6 +77,7 @@ class Leaving:
         inside.collector.forget(gone)
         inside.locks.forget(gone)
         inside.sessions.forget(gone)
+        inside.forget_volumes(gone)
         inside.ranges.open(partitions)
 
     async def run_once(self) -> int:

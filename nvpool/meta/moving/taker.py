@@ -245,6 +245,7 @@ class Taker:
         for number, record in sessions.items():
             inside.sessions.arrive(number, record, opened.get(number, ()), inside.clock.boottime_s())
         inside.collector.take(coming.partitions, wait_s)
+        inside.take_volumes(coming.partitions, True)
         inside.cuts.resume(list(coming.partitions))
         inside.locks.load(coming.partitions, inside.sessions.by_number)
         del self._coming[giver]

@@ -24,7 +24,7 @@ class Change(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., sequence: _Optional[int] = ..., map_epoch: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ...) -> None: ...
 
 class Attr(_message.Message):
-    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent", "punches")
+    __slots__ = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "rdev", "table", "chunk_bits", "cut", "flags", "change", "parent", "punches", "volume")
     INODE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Attr(_message.Message):
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     PUNCHES_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
     inode: int
     mode: int
     links: int
@@ -61,7 +62,8 @@ class Attr(_message.Message):
     change: int
     parent: int
     punches: int
-    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ...) -> None: ...
+    volume: int
+    def __init__(self, inode: _Optional[int] = ..., mode: _Optional[int] = ..., links: _Optional[int] = ..., uid: _Optional[int] = ..., gid: _Optional[int] = ..., size: _Optional[int] = ..., blocks: _Optional[int] = ..., atime_ns: _Optional[int] = ..., mtime_ns: _Optional[int] = ..., ctime_ns: _Optional[int] = ..., rdev: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., cut: _Optional[int] = ..., flags: _Optional[int] = ..., change: _Optional[int] = ..., parent: _Optional[int] = ..., punches: _Optional[int] = ..., volume: _Optional[int] = ...) -> None: ...
 
 class Entry(_message.Message):
     __slots__ = ("attr", "grant", "lease_ms", "elsewhere")
@@ -358,7 +360,7 @@ class ReadLinkReply(_message.Message):
     def __init__(self, target: _Optional[bytes] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate", "spread")
+    __slots__ = ("change", "parent", "name", "mode", "rdev", "target", "open", "rights", "exclusive", "wide", "truncate", "spread", "volume")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +373,7 @@ class CreateRequest(_message.Message):
     WIDE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     SPREAD_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
     change: Change
     parent: int
     name: bytes
@@ -383,7 +386,8 @@ class CreateRequest(_message.Message):
     wide: bool
     truncate: bool
     spread: bool
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ...) -> None: ...
+    volume: VolumeWish
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ..., volume: _Optional[_Union[VolumeWish, _Mapping]] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("entry", "created", "parent")
@@ -1227,3 +1231,153 @@ class OutcomeReply(_message.Message):
     outcome: OutcomeReply.Outcome
     effects: _containers.RepeatedCompositeFieldContainer[SpanRecord]
     def __init__(self, outcome: _Optional[_Union[OutcomeReply.Outcome, str]] = ..., effects: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...
+
+class VolumeWish(_message.Message):
+    __slots__ = ("bytes_max", "files_max", "trash_s", "table", "chunk_bits")
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    FILES_MAX_FIELD_NUMBER: _ClassVar[int]
+    TRASH_S_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    bytes_max: int
+    files_max: int
+    trash_s: int
+    table: int
+    chunk_bits: int
+    def __init__(self, bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ...) -> None: ...
+
+class VolumeGrant(_message.Message):
+    __slots__ = ("client", "write")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    write: bool
+    def __init__(self, client: _Optional[str] = ..., write: _Optional[bool] = ...) -> None: ...
+
+class VolumeState(_message.Message):
+    __slots__ = ("inode", "name", "bytes_max", "files_max", "bytes_used", "files_used", "table", "chunk_bits", "sealed", "trash_s", "listed", "grants", "attachments", "removing", "files_removing", "created_ns", "bytes_reserved")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    FILES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    FILES_USED_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BITS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    TRASH_S_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
+    REMOVING_FIELD_NUMBER: _ClassVar[int]
+    FILES_REMOVING_FIELD_NUMBER: _ClassVar[int]
+    CREATED_NS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    name: str
+    bytes_max: int
+    files_max: int
+    bytes_used: int
+    files_used: int
+    table: int
+    chunk_bits: int
+    sealed: bool
+    trash_s: int
+    listed: bool
+    grants: _containers.RepeatedCompositeFieldContainer[VolumeGrant]
+    attachments: _containers.RepeatedScalarFieldContainer[str]
+    removing: bool
+    files_removing: int
+    created_ns: int
+    bytes_reserved: int
+    def __init__(self, inode: _Optional[int] = ..., name: _Optional[str] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., bytes_used: _Optional[int] = ..., files_used: _Optional[int] = ..., table: _Optional[int] = ..., chunk_bits: _Optional[int] = ..., sealed: _Optional[bool] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grants: _Optional[_Iterable[_Union[VolumeGrant, _Mapping]]] = ..., attachments: _Optional[_Iterable[str]] = ..., removing: _Optional[bool] = ..., files_removing: _Optional[int] = ..., created_ns: _Optional[int] = ..., bytes_reserved: _Optional[int] = ...) -> None: ...
+
+class VolumesRequest(_message.Message):
+    __slots__ = ("session", "map_epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+
+class VolumesReply(_message.Message):
+    __slots__ = ("volumes",)
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    volumes: _containers.RepeatedCompositeFieldContainer[VolumeState]
+    def __init__(self, volumes: _Optional[_Iterable[_Union[VolumeState, _Mapping]]] = ...) -> None: ...
+
+class VolumeRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "wish", "bytes_max", "files_max", "trash_s", "listed", "grant", "holder", "force")
+    class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SHOW: _ClassVar[VolumeRequest.Wish]
+        SET: _ClassVar[VolumeRequest.Wish]
+        SEAL: _ClassVar[VolumeRequest.Wish]
+        GRANT: _ClassVar[VolumeRequest.Wish]
+        REVOKE: _ClassVar[VolumeRequest.Wish]
+        ATTACH: _ClassVar[VolumeRequest.Wish]
+        DETACH: _ClassVar[VolumeRequest.Wish]
+        REMOVE: _ClassVar[VolumeRequest.Wish]
+    SHOW: VolumeRequest.Wish
+    SET: VolumeRequest.Wish
+    SEAL: VolumeRequest.Wish
+    GRANT: VolumeRequest.Wish
+    REVOKE: VolumeRequest.Wish
+    ATTACH: VolumeRequest.Wish
+    DETACH: VolumeRequest.Wish
+    REMOVE: VolumeRequest.Wish
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    FILES_MAX_FIELD_NUMBER: _ClassVar[int]
+    TRASH_S_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    wish: VolumeRequest.Wish
+    bytes_max: int
+    files_max: int
+    trash_s: int
+    listed: bool
+    grant: VolumeGrant
+    holder: str
+    force: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[VolumeRequest.Wish, str]] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grant: _Optional[_Union[VolumeGrant, _Mapping]] = ..., holder: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class VolumeReply(_message.Message):
+    __slots__ = ("volume",)
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    volume: VolumeState
+    def __init__(self, volume: _Optional[_Union[VolumeState, _Mapping]] = ...) -> None: ...
+
+class VolumeRoomRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "bytes", "needed", "again")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    bytes: int
+    needed: int
+    again: bool
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., bytes: _Optional[int] = ..., needed: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
+
+class VolumeRoomReply(_message.Message):
+    __slots__ = ("bytes", "unlimited", "life_ms")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNLIMITED_FIELD_NUMBER: _ClassVar[int]
+    LIFE_MS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    unlimited: bool
+    life_ms: int
+    def __init__(self, bytes: _Optional[int] = ..., unlimited: _Optional[bool] = ..., life_ms: _Optional[int] = ...) -> None: ...

@@ -76,6 +76,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_OUTCOME: _ClassVar[Method]
     META_MOVE: _ClassVar[Method]
     META_MOVED: _ClassVar[Method]
+    META_VOLUMES: _ClassVar[Method]
+    META_VOLUME: _ClassVar[Method]
+    META_VOLUME_ROOM: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -152,6 +155,9 @@ META_SETTLE: Method
 META_OUTCOME: Method
 META_MOVE: Method
 META_MOVED: Method
+META_VOLUMES: Method
+META_VOLUME: Method
+META_VOLUME_ROOM: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

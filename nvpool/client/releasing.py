@@ -1,0 +1,73 @@
+"""How the metadata service hears of files that are closed: soon, in batches, and never twice.
+
+A part of `client/metaclient`, which owns all that is used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.base.errors import NvpoolError, StaleSession, WrongShard
+from nvpool.client.shardsession import ShardSession
+from nvpool.wire import codec
+from nvpool.wire.v1 import meta_pb2, wire_pb2
+
+RENEW_INODES_MAX = 16384
+"""In one message; the rest goes with the next, at once."""
+
+
+class Releasing:
+    def release(self, inode: int, count: int = 1) -> None:
+        """`count` registrations of `inode` are given up. Told to the service soon, in a batch; it is no loss if that fails:
+        the service forgets them with the session."""
+        state = self._shard_of(inode)
+        left = state.open.get(inode, 0) - count
+        if left > 0:
+            state.open[inode] = left
+        else:
+            state.open.pop(inode, None)
+        untold = state.untold.pop(inode, 0)
+        if untold > count:
+            state.untold[inode] = untold - count
+        count -= min(untold, count)
+        if not state.session or not count:
+            return
+        self._release_at(state, [inode] * count)
+
+    def _release_at(self, state: ShardSession, inodes: list[int]) -> None:
+        state.released.extend(inodes)
+        if state.releasing is None or state.releasing.done():
+            state.releasing = asyncio.create_task(self._release_soon(state))
+
+    async def _release_soon(self, state: ShardSession) -> None:
+        while state.released and state.session and not self._closed:
+            await asyncio.sleep(self._options.release_s)
+            await self._release_now(state)
+
+    async def release_now(self, inode: int) -> None:
+        """What was closed of the inode's shard is known there on return, as far as it answers."""
+        state = self._shard_of(inode)
+        while state.released and state.session and not self._closed:
+            count = len(state.released)
+            await self._release_now(state)
+            if len(state.released) >= count:
+                return
+
+    async def _release_now(self, state: ShardSession) -> None:
+        released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
+        if not released or not state.session:
+            return
+        session = state.session
+        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=codec.pack_inodes(released))
+        try:
+            await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
+        except NvpoolError as error:
+            # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
+            # is given up with the session, or when the shard restarts.
+            if isinstance(error, WrongShard):
+                for inode in released:  # each where it is by now
+                    self._release_at(self._shard_of(inode), [inode])
+                await self._view.refresh()
+            elif not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
+                state.released.extend(released)
+                await asyncio.sleep(self._options.retry_last_s)

@@ -1,0 +1,1 @@
+"""Volumes: directories with a policy, each within one partition (ARCHITECTURE, "Volumes")."""

@@ -1,0 +1,55 @@
+"""Who may do what in a volume: looked at only where a volume restricts something, so that all others pay nothing for it.
+
+`restricted` holds the volumes of this shard that are sealed, listed or being removed. The service says on whose behalf it
+decides (`asker`); what it does by itself (fsck, the collector, removal) has none and may do all. Used by `meta/view`; part of
+`View`. """
+
+from __future__ import annotations
+
+from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
+from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
+
+
+def asker_of(member: str) -> str:
+    """By the certificate of who asks: a node has the pool's data and all rights, and so has who speaks from a node without
+    one."""
+    return "" if member.startswith("node/") else member
+
+
+class Access:
+    def __init__(self) -> None:
+        self.restricted: dict[int, VolumeRecord] = {}
+        self.asker: str | None = None
+        """The member of the pool for whom it is decided, "" for who has the rights of a node; None: for ourselves."""
+
+    def note(self, number: int, record: VolumeRecord | None) -> None:
+        """The volume's record is this now; None: it is gone."""
+        if record is not None and record.is_restricted:
+            self.restricted[number] = record
+        else:
+            self.restricted.pop(number, None)
+
+    def check(self, number: int) -> None:
+        """NotFound, AccessDenied: the asker may not see what is in the volume."""
+        record = self.restricted.get(number)
+        if record is None or self.asker is None:
+            return
+        if record.flags & REMOVING:
+            raise NotFound(f"volume {record.name} is being removed")
+        if record.flags & LISTED and self.asker and self._granted(record) is None:
+            raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant")
+
+    def check_change(self, number: int) -> None:
+        """As `check`, for who changes something in it. ReadOnly: nobody may."""
+        record = self.restricted.get(number)
+        if record is None or self.asker is None:
+            return
+        self.check(number)
+        if record.flags & SEALED:
+            raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
+        if record.flags & LISTED and self.asker and not self._granted(record):
+            raise AccessDenied(f"{self.asker} may only read in volume {record.name}")
+
+    def _granted(self, record: VolumeRecord) -> bool | None:
+        """Whether the asker may write; None: not even read."""
+        return dict(record.grants).get(self.asker or "")

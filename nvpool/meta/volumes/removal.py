@@ -1,0 +1,155 @@
+"""The end of a volume: it loses its name at once, and what is in it goes in steps.
+
+All of it lies in one partition, so a step is one change of this shard alone. Nothing is kept of how far it has come but the
+tree that is left: after a restart the removal begins again at its root. Owned by `meta/volumes/service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nvpool.base.clock import Clock
+from nvpool.base.errors import CorruptRecord, NotFound
+from nvpool.base.ids import partition_of
+from nvpool.kv.contract import Kv
+from nvpool.meta import records
+from nvpool.meta.gc import Collector
+from nvpool.meta.records import Inode
+from nvpool.meta.view import Draft, View
+from nvpool.meta.volumes.records import (
+    ATTACHMENTS_MAX,
+    REMOVING,
+    USE,
+    VOLUME,
+    VolumeRecord,
+    attached_range,
+    encode_volume,
+    volume_key,
+)
+
+STEP = 128
+"""Names in a change: two milliseconds."""
+
+
+def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_ns: int) -> Draft:
+    """The volume's name goes, and the volume is marked; one in which nothing is goes altogether. Nothing where that is so
+    already. `check` may refuse."""
+    from nvpool.meta.volumes.policy import read_volume
+    draft = Draft(view, now_ns)
+    record, use = read_volume(view, number)
+    if record.flags & REMOVING:
+        return draft
+    check(record)
+    try:
+        root = draft.directory(number)
+    except NotFound:
+        draft.effects.update(ended(view, number))  # fsck has met it
+        return draft
+    parent = draft.holder(root.parent)
+    partition, _, key = view.place(parent, record.name.encode())
+    raw = view.get(key)
+    if raw is not None and records.decode_dentry(partition, raw)[0] == number:
+        draft.effects[key] = None
+        parent.size -= 1
+        parent.links -= 1
+        draft.stamp(parent, content=True)
+    draft.drop_name(root)
+    if view.has_names(root) or use.files:
+        draft.effects[volume_key(VOLUME, number)] = encode_volume(
+            record._replace(flags=record.flags | REMOVING, files_removing=use.files))
+    else:
+        draft.effects.update(ended(view, number))
+    return draft
+
+
+def ended(view: View, number: int) -> dict[bytes, bytes | None]:
+    """The effects by which nothing is known of a volume any more."""
+    keys = [volume_key(VOLUME, number), volume_key(USE, number)]
+    keys += [key for key, _ in view.scan(*attached_range(number), ATTACHMENTS_MAX)]
+    return dict.fromkeys(keys)
+
+
+class Removal:
+    """Of one volume. `step` until `done`; between two of them anything may happen but a change in the volume."""
+
+    def __init__(self, kv: Kv, view: View, collector: Collector, clock: Clock, number: int) -> None:
+        self._kv = kv
+        self._view = view
+        self._collector = collector
+        self._clock = clock
+        self._number = number
+        self._partition = partition_of(number)
+        self._way = [(number, b"")]
+        """Directories from the root down to where we are, with the keys of their names."""
+        self.done = False
+
+    def _names(self) -> list[tuple[bytes, bytes]]:
+        return self._kv.scan(*records.dentry_range(self._partition, self._way[-1][0]), STEP)
+
+    def next(self) -> list[int]:
+        """The inodes that the next step changes."""
+        return [self._way[-1][0], *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names())]
+
+    def step(self) -> int:
+        """The next names go, in one change; how many inodes have lost their last. CorruptRecord: fsck first."""
+        draft = Draft(self._view, self._clock.wall_ns())
+        top, own_key = self._way[-1]
+        found = self._names()
+        if not found:
+            return self._leave(draft, top, own_key)
+        directory = self._inode(draft, top)
+        gone, deeper = 0, None
+        for key, raw in found:
+            number, kind = records.decode_dentry(self._partition, raw)
+            inode = self._inode(draft, number)
+            if inode is not None and inode.is_directory:
+                deeper = deeper or (number, key)
+                continue
+            draft.effects[key] = None
+            if directory is not None:
+                directory.size = max(0, directory.size - 1)
+                draft.stamp(directory, content=True)
+            if inode is not None and inode.links:
+                draft.drop_name(inode)
+                gone += not inode.links
+        self._apply(draft)
+        if deeper is not None:
+            self._way.append(deeper)
+        return gone
+
+    def _leave(self, draft: Draft, top: int, own_key: bytes) -> int:
+        """Nothing is left in the directory: it goes, and its parent is the next; the root takes the volume with it."""
+        self._way.pop()
+        if not self._way:
+            draft.effects.update(ended(self._view, self._number))
+            self._apply(draft)
+            self._collector.add(self._number)
+            self.done = True
+            return 0
+        draft.effects[own_key] = None
+        above = self._inode(draft, self._way[-1][0])
+        if above is not None:
+            above.size = max(0, above.size - 1)
+            above.links = max(2, above.links - 1) if above.links else 0
+            draft.stamp(above, content=True)
+        inode = self._inode(draft, top)
+        if inode is not None and inode.links:
+            draft.drop_name(inode)
+        self._apply(draft)
+        return 1
+
+    @staticmethod
+    def _inode(draft: Draft, number: int) -> Inode | None:
+        try:
+            return draft.inode(number)
+        except NotFound:
+            return None
+
+    def _apply(self, draft: Draft) -> None:
+        try:
+            self._kv.apply(list(draft.finish().items()), reclaims=True)
+        except CorruptRecord:
+            self._way = [(self._number, b"")]
+            raise
+        for orphan in draft.orphans:
+            self._collector.add(orphan)

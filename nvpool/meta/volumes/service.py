@@ -1,0 +1,281 @@
+"""What a metadata service answers about volumes, and what it does for them in the background.
+
+A part of `meta/service`, which owns all that is used here. Wishes say how a volume is to be, so they need no slot: repeated,
+they find that it is so. They are durable when they are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, QuotaExceeded, WrongShard
+from nvpool.base.ids import partition_of
+from nvpool.base.units import MIB, PARTITION_COUNT
+from nvpool.logic.volumenames import check_holder
+from nvpool.meta.volumes import policy
+from nvpool.meta.volumes.records import (
+    ATTACHMENTS_MAX,
+    REMOVING,
+    SEALED,
+    VOLUME,
+    VolumeRecord,
+    decode_volume,
+    encode_attached,
+    encode_volume,
+    range_of,
+    volume_key,
+    volume_of_key,
+)
+from nvpool.meta.volumes.removal import Removal, removed
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import meta_pb2 as pb
+
+LIST_STEP = 128
+"""Partitions that are looked through, or volumes, before others get their turn: a millisecond."""
+UNLIMITED_S = 10.0
+"""After which a writer asks again whether a volume without a quota has one now."""
+AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
+"""What a writer is promised beyond what it needs: so much, or this part of what is free, where that is less."""
+_log = logging.getLogger(__name__)
+_Wish = pb.VolumeRequest
+
+
+class VolumeAnswers:
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def take_volumes(self, partitions: Iterable[int], promises_lost: bool) -> None:
+        """These partitions are ours from here on. `promises_lost`: sessions may have been promised room in them."""
+        found = set()
+        for partition in partitions:
+            for key, raw in self._kv.scan(*range_of(VOLUME, partition), 1000):
+                found.add(partition)
+                try:
+                    self._view.access.note(volume_of_key(key), decode_volume(raw))
+                except CorruptRecord as error:
+                    _log.error("the record of a volume is left to fsck: %s", error)
+        if promises_lost and found:
+            self._view.rooms.begin_grace(frozenset(found))
+
+    def forget_volumes(self, partitions: frozenset[int]) -> None:
+        self._view.rooms.forget(partitions)
+        for number in [number for number in self._view.access.restricted if partition_of(number) in partitions]:
+            self._view.access.note(number, None)
+            self._removals.pop(number, None)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def _volumes(self, call: Call) -> None:
+        self._sessions.get(pb.VolumesRequest.FromString(call.message).session)
+        self._reply_in_steps(call, self._listed_volumes())
+
+    def _listed_volumes(self) -> Iterator[pb.VolumesReply | None]:
+        reply, view, steps = pb.VolumesReply(), self._view, 0
+        for partition in range(PARTITION_COUNT):
+            if view.is_elsewhere(partition):
+                continue
+            first, end = range_of(VOLUME, partition)
+            for key, raw in view.scan(first, end, 1000):
+                steps += 8
+                number = volume_of_key(key)
+                try:
+                    reply.volumes.append(policy.state_of(view, number, decode_volume(raw), policy.read_volume(view, number)[1]))
+                except (CorruptRecord, NotFound):
+                    continue  # fsck's, or gone since
+            steps += 1
+            if steps >= LIST_STEP:
+                steps = 0
+                yield None
+        yield reply
+
+    def _volume(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = _Wish.FromString(call.message)
+        self._sessions.get(request.session)
+        if partition_of(request.inode) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(request.inode)):
+            raise WrongShard(f"volume {request.inode} belongs to another shard")
+        record, use = policy.read_volume(self._view, request.inode)
+        if request.wish == _Wish.SHOW:
+            self._reply_volume(call, request.inode)
+            return
+        if self._kv.full:
+            self._later(call, self._kv.room)
+            return
+        if self._moment.changes_wait:
+            self._later(call, self._moment.over)
+            return
+        if request.wish == _Wish.REMOVE:
+            self._waits.add(call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode))
+            return
+        if record.flags & REMOVING:
+            raise NotFound(f"volume {record.name} is being removed")
+        self._carry_out(request, record, use)
+        self._waits.add(call, partial(self._kv.sync, self._kv.sequence), lambda: self._reply_volume(call, request.inode),
+                        may_be_applied=True)
+
+    def _reply_volume(self, call: Call, number: int) -> None:
+        state = policy.state_of(self._view, number, *policy.read_volume(self._view, number))
+        call.reply(pb.VolumeReply(volume=state).SerializeToString())
+
+    def _carry_out(self, request: _Wish, record: VolumeRecord, use: policy.Use) -> None:
+        """Nothing waits in here."""
+        number, wish, access = request.inode, request.wish, self._view.access
+        if wish in (_Wish.ATTACH, _Wish.DETACH):
+            self._attach(request, record)
+            return
+        if wish == _Wish.SET:
+            new = policy.limited(record, use, self._view.rooms.promised(number), request)
+        elif wish == _Wish.SEAL:
+            self._check_no_writers(record, number)
+            new = record._replace(flags=record.flags | SEALED)
+        elif wish == _Wish.GRANT:
+            new = policy.granted(record, request.grant)
+        elif wish == _Wish.REVOKE:
+            new = policy.revoked(record, request.grant.client)
+        else:
+            raise InvalidRequest(f"nothing is known that could be done with a volume under the number {wish}")
+        if new == record:
+            return
+        self._kv.apply([(volume_key(VOLUME, number), encode_volume(new))], reclaims=True)
+        access.note(number, new)
+        if (new.flags, new.grants) != (record.flags, record.grants):
+            self._watches.end_all()  # who has no right any more relies on nothing that he was told
+
+    def _attach(self, request: _Wish, record: VolumeRecord) -> None:
+        key = policy.attached_key(request.inode, check_holder(request.holder))
+        there = self._view.get(key) is not None
+        if request.wish == _Wish.DETACH:
+            if there:
+                self._kv.apply([(key, None)], reclaims=True)
+        elif not there:
+            if len(policy.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
+                raise InUse(f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most")
+            self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
+
+    def _opened_in(self, number: int) -> dict[str, int]:
+        """Of the volume: how many inodes each client has open."""
+        found: dict[str, int] = {}
+        partition, view = partition_of(number), self._view
+        for session in self._sessions.by_number.values():
+            count = 0
+            for inode in session.opens:
+                if partition_of(inode) == partition:
+                    try:
+                        count += view.inode(inode).volume == number
+                    except NvpoolError:
+                        continue
+            if count:
+                found[session.client] = found.get(session.client, 0) + count
+        return found
+
+    def _check_no_writers(self, record: VolumeRecord, number: int) -> None:
+        """InUse while files of it are open, which may be written: sealed is for ever."""
+        opened = self._opened_in(number)
+        promised = self._view.rooms.promised(number)
+        if opened or promised:
+            who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
+            raise InUse(f"volume {record.name} is not sealed while files of it are open: {who or 'a writer is not done'}")
+
+    # -- room for writers ----------------------------------------------------------------------------------------------
+
+    def _volume_room(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.VolumeRoomRequest.FromString(call.message)
+        session = self._sessions.get(request.session).number
+        number, rooms = request.inode, self._view.rooms
+        record, use = policy.read_volume(self._view, number)
+        reply = pb.VolumeRoomReply(life_ms=int(UNLIMITED_S * 1000))
+        if not record.bytes_max:
+            rooms.promise(number, session, 0)
+            reply.unlimited = True
+            call.reply(reply.SerializeToString())
+            return
+        before = rooms.of(number, session)
+        others = rooms.promised(number) - before
+        free = max(0, record.bytes_max - use.bytes - others)
+        if request.again and request.bytes > before:
+            reply.bytes = request.bytes  # the process or shard before us has promised it: there is room for it
+        elif request.bytes <= before:
+            reply.bytes = request.bytes
+        elif (grace_s := rooms.grace_left_s(number)) > 0:
+            self._later(call, lambda: asyncio.sleep(grace_s))
+            return
+        else:
+            ahead = min(AHEAD_BYTES, max(0, free - request.needed) // AHEAD_SHARE)
+            reply.bytes = min(request.bytes, request.needed + ahead, free) if free >= before else before
+        if request.needed > reply.bytes and not reply.bytes and not before:
+            raise QuotaExceeded(f"volume {record.name} is full: {use.bytes} of {record.bytes_max} bytes are used"
+                                f"{f', {others} promised to other writers' if others else ''}")
+        rooms.promise(number, session, reply.bytes)
+        call.reply(reply.SerializeToString())
+
+    # -- removal -------------------------------------------------------------------------------------------------------
+
+    async def _remove_volume(self, request: _Wish) -> None:
+        """It has no name any more on return, and what is in it goes; durably. InUse, with who holds it."""
+        number = request.inode
+
+        def check(record: VolumeRecord) -> None:
+            holders = policy.attachments(self._view, number)
+            if holders and not request.force:
+                raise InUse(f"volume {record.name} is attached: {', '.join(holders[:5])}"
+                            f"{' and others' if len(holders) > 5 else ''}")
+            if opened := self._opened_in(number):
+                who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
+                raise InUse(f"files of volume {record.name} are open: {who}")
+
+        await self._mend(partial(removed, number=number, check=check), request.session)
+        try:
+            record, _ = policy.read_volume(self._view, number)
+            self._view.access.note(number, record)
+            self._watches.end_all()  # whatever anybody was promised of what is in it
+        except NotFound:
+            self._view.access.note(number, None)
+        self._view.rooms.by_volume.pop(number, None)
+        self._collector.add(number)
+        await self._kv.sync()
+
+    def _reply_removed(self, call: Call, number: int) -> None:
+        try:
+            self._reply_volume(call, number)
+        except NotFound:
+            call.reply(pb.VolumeReply().SerializeToString())
+
+    async def _run_removals(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.tick_s / 4)
+            if self._state == "serving":
+                await self.remove_more()
+
+    async def remove_more(self) -> int:
+        """Some of what is in volumes that are being removed goes; how many inodes. In steps of a few milliseconds."""
+        gone = 0
+        for number, record in list(self._view.access.restricted.items()):
+            if not record.flags & REMOVING:
+                continue
+            removal = self._removals.get(number)
+            if removal is None:
+                removal = self._removals[number] = Removal(self._kv, self._view, self._collector, self._clock, number)
+            try:
+                until_s = self._clock.boottime_s() + self._options.tick_s / 4
+                while not removal.done and self._clock.boottime_s() < until_s:
+                    if self._kv.full:
+                        await self._kv.room()
+                    if self._moment.changes_wait:
+                        await self._moment.over()
+                    if not self._view.serves(partition_of(number)):
+                        break
+                    if (wait := self._watches.recall(0, removal.next())) is not None:
+                        await wait()
+                    gone += removal.step()
+                    await asyncio.sleep(0)
+            except NvpoolError as error:
+                _log.warning("volume %s can not be removed further yet: %s", record.name, error)
+                self._removals.pop(number, None)
+                continue
+            if removal.done:
+                self._removals.pop(number, None)
+                self._view.access.note(number, None)
+        return gone

@@ -1,0 +1,337 @@
+"""Volumes of a pool: directories with a policy, made, shown, changed and removed.
+
+Every call says how a volume is to be, so it may be repeated: what is so already is done. Errors are OSError as everywhere in
+the SDK, with nvpool's own as their cause: FileExistsError names what differs, FileNotFoundError a volume that is not there,
+EBUSY who uses it, EDQUOT a quota. Called by the CLI and the bridges; reached as `.volumes` of a file system.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.vfs import Caller
+from nvpool.logic.layout import layout_of
+from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
+from nvpool.sdk.paths import as_os_error
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2
+
+if TYPE_CHECKING:
+    from nvpool.sdk.asynchronous import AsyncFileSystem
+    from nvpool.sdk.filesystem import FileSystem
+
+OPEN, LISTED = "open", "listed"
+READY, REMOVING = "ready", "removing"
+_RIGHTS = {"ro": False, "rw": True}
+_ROOT_MODE = 0o755
+_TRIES = 3
+_Wish = pb.VolumeRequest
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume as its shard told it. Sizes in bytes; 0 is no limit. `inode` is its identity: a name may stand for another
+    volume later, an inode number never does."""
+
+    name: str
+    inode: int
+    path: str
+    bytes_max: int = 0
+    files_max: int = 0
+    bytes_used: int = 0
+    files_used: int = 0
+    replicas: int = 1
+    chunk_bytes: int = 1 << 20
+    sealed: bool = False
+    trash_s: int = 0
+    access: str = OPEN
+    """"open" to every client of the pool, or "listed": only to those of `grants`."""
+    grants: Mapping[str, str] = field(default_factory=dict)
+    """By member of the pool: "ro" or "rw"."""
+    attachments: tuple[str, ...] = ()
+    """Who has said that he uses it; it is not removed meanwhile."""
+    state: str = READY
+    """"removing": it has no name any more, and `files_used` of `files_removing` are left to go."""
+    created_ns: int = 0
+    bytes_reserved: int = 0
+    """Promised to writers, beside what is used."""
+    files_removing: int = 0
+
+
+def volume_of(state: pb.VolumeState) -> Volume:
+    return Volume(name=state.name, inode=state.inode, path=path_of(state.name), bytes_max=state.bytes_max,
+                  files_max=state.files_max, bytes_used=state.bytes_used, files_used=state.files_used, replicas=state.table,
+                  chunk_bytes=1 << state.chunk_bits, sealed=state.sealed, trash_s=state.trash_s,
+                  access=LISTED if state.listed else OPEN,
+                  grants={grant.client: "rw" if grant.write else "ro" for grant in state.grants},
+                  attachments=tuple(state.attachments), state=REMOVING if state.removing else READY,
+                  created_ns=state.created_ns,
+                  bytes_reserved=state.bytes_reserved, files_removing=state.files_removing)
+
+
+class AsyncVolumes:
+    """Of an AsyncFileSystem."""
+
+    def __init__(self, pool: AsyncFileSystem) -> None:
+        self._pool = pool
+        self._vfs = pool.vfs
+        self.client = pool.client
+        self._directory = 0
+
+    async def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
+                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int = 0o777) -> Volume:
+        """The volume, which is there on return, empty or not. 0 is no limit; replicas and chunk_bytes are those of /volumes
+        where not given. `mode` is of its directory, which belongs to root.
+
+        FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
+        differs EINVAL           the name can be none, or a size makes no sense
+        """
+        with as_os_error(path_of(name) if _is_name(name) else None):
+            wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
+            if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
+                await self._vfs.view.refresh()
+            for _ in range(_TRIES):
+                directory = await self._home(make=True)
+                try:
+                    attr = await self._vfs.make_volume(directory, name.encode(), mode, wanted)
+                    return await self._shown(attr.inode)
+                except AlreadyExists:
+                    try:
+                        found = await self._found(name)
+                    except NotFound:
+                        continue  # removed since
+                    _check_same(found, wanted)
+                    return found
+                except NotFound:
+                    self._directory = 0  # the directory of volumes itself was removed since
+            raise AlreadyExists(f"volume {name} is made and removed by others all the time")
+
+    async def list(self, *, removing: bool = False) -> list[Volume]:
+        """All volumes by name; with `removing` those too that have lost theirs and are being emptied."""
+        with as_os_error():
+            replies = await self._vfs.ask_all(wire_pb2.META_VOLUMES, pb.VolumesReply, pb.VolumesRequest)
+            found = {state.inode: volume_of(state) for reply in replies for state in reply.volumes}
+            shown = [volume for volume in found.values() if removing or volume.state == READY]
+            return sorted(shown, key=lambda volume: (volume.name, volume.created_ns))
+
+    async def show(self, name: str) -> Volume:
+        """FileNotFoundError: no volume has that name."""
+        with as_os_error(_place(name)):
+            return await self._found(name)
+
+    async def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
+        """With these limits from now on; 0 is none, None leaves it. EINVAL where more is used: it names how much."""
+        return await self.set(name, bytes_max=bytes_max, files_max=files_max)
+
+    async def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
+                  files_max: int | None = None) -> Volume:
+        """Change what is not None. `access`: "open" or "listed"."""
+        with as_os_error(_place(name)):
+            if access not in (None, OPEN, LISTED):
+                raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
+            for value in (trash_s, bytes_max, files_max):
+                _check_size(value or 0)
+            return await self._tell(name, _Wish.SET, trash_s=trash_s, bytes_max=bytes_max, files_max=files_max,
+                                    listed=None if access is None else access == LISTED)
+
+    async def seal(self, name: str) -> Volume:
+        """What is in it stays as it is for ever. EBUSY while files of it are open."""
+        with as_os_error(_place(name)):
+            await self._vfs.meta.release_now(await self._inode(name))
+            return await self._tell(name, _Wish.SEAL)
+
+    async def grant(self, name: str, client: str, rights: str) -> Volume:
+        """The client (NAME, or a member as in `nvpool client list`) may read ("ro") or write ("rw") from now on; the volume is
+        "listed" from then on, so nobody else may."""
+        with as_os_error(_place(name)):
+            if rights not in _RIGHTS:
+                raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
+            return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member_named(client), write=_RIGHTS[rights]))
+
+    async def revoke(self, name: str, client: str) -> Volume:
+        """The client has no right any more: new requests are refused at once, reads and writes by rights that it was given
+        before end within their life (two minutes)."""
+        with as_os_error(_place(name)):
+            return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(client)))
+
+    async def attach(self, name: str, holder: str) -> Volume:
+        """`holder` uses it: it is not removed until he is detached."""
+        with as_os_error(_place(name)):
+            check_holder(holder)
+            return await self._tell(name, _Wish.ATTACH, holder=holder)
+
+    async def detach(self, name: str, holder: str) -> Volume:
+        """`holder` does not use it, or never did."""
+        with as_os_error(_place(name)):
+            check_holder(holder)
+            return await self._tell(name, _Wish.DETACH, holder=holder)
+
+    async def remove(self, name: str, *, force: bool = False) -> Volume | None:
+        """It has no name any more on return; what is in it goes in the background, and is what is returned (None: nothing was).
+
+        FileNotFoundError  there is none of that name
+        EBUSY              it is attached (not looked at with `force`), or files of it are open; the text says by whom
+        """
+        with as_os_error(_place(name)):
+            inode = await self._inode(name)
+            await self._vfs.meta.release_now(inode)
+            reply = await self._ask(inode, _Wish.REMOVE, force=force)
+            directory = await self._home()
+            self._vfs.forget_name(directory, name.encode(), inode)
+            return volume_of(reply.volume) if reply.HasField("volume") else None
+
+    async def removing(self, inode: int) -> Volume | None:
+        """How far the removal of the volume has come; None: it is over."""
+        with as_os_error():
+            try:
+                return await self._shown(inode)
+            except NotFound:
+                return None
+
+    # -- below ---------------------------------------------------------------------------------------------------------
+
+    async def _home(self, make: bool = False) -> int:
+        """The inode of the directory of volumes. NotFound where there are none yet."""
+        if self._directory:
+            return self._directory
+        try:
+            attr = await self._vfs.look(ROOT_INODE, VOLUMES)
+        except NotFound:
+            if not make:
+                raise NotFound("this pool has no volumes yet") from None
+            try:
+                attr = await self._vfs.mkdir(ROOT_INODE, VOLUMES, _ROOT_MODE, Caller(0, 0))
+            except AlreadyExists:
+                attr = await self._vfs.look(ROOT_INODE, VOLUMES)
+        if not stat.S_ISDIR(attr.mode):
+            raise NotADirectory("/volumes of this pool is no directory; rename it")
+        self._directory = attr.inode
+        return attr.inode
+
+    async def _inode(self, name: str) -> int:
+        check_volume_name(name)
+        try:
+            return (await self._vfs.look(await self._home(), name.encode())).inode
+        except NotFound:
+            self._directory = 0
+            try:
+                return (await self._vfs.look(await self._home(), name.encode())).inode
+            except NotFound:
+                raise NotFound(f"there is no volume {name}") from None
+
+    async def _found(self, name: str) -> Volume:
+        return await self._shown(await self._inode(name), name)
+
+    async def _shown(self, inode: int, name: str = "") -> Volume:
+        try:
+            return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
+        except NotFound:
+            raise NotFound(f"/volumes/{name} is a directory, not a volume" if name else "there is no such volume") from None
+
+    async def _tell(self, name: str, wish: int, **fields: Any) -> Volume:
+        return volume_of((await self._ask(await self._inode(name), wish, **fields)).volume)
+
+    async def _ask(self, inode: int, wish: int, **fields: Any) -> pb.VolumeReply:
+        request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})
+        return await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
+
+
+class Volumes:
+    """As AsyncVolumes, for ordinary programs: of a FileSystem, from any thread."""
+
+    def __init__(self, pool: FileSystem) -> None:
+        self._pool = pool
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        runtime = self._pool._running()
+        return runtime.call(getattr(runtime.pool.volumes, method)(*arguments, **named))
+
+    def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
+               chunk_bytes: int | None = None, trash_s: int = 0, mode: int = 0o777) -> Volume:
+        return self._call("create", name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
+                          trash_s=trash_s, mode=mode)
+
+    def list(self, *, removing: bool = False) -> list[Volume]:
+        return self._call("list", removing=removing)
+
+    def show(self, name: str) -> Volume:
+        return self._call("show", name)
+
+    def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
+        return self._call("resize", name, bytes_max=bytes_max, files_max=files_max)
+
+    def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
+            files_max: int | None = None) -> Volume:
+        return self._call("set", name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
+
+    def seal(self, name: str) -> Volume:
+        return self._call("seal", name)
+
+    def grant(self, name: str, client: str, rights: str) -> Volume:
+        return self._call("grant", name, client, rights)
+
+    def revoke(self, name: str, client: str) -> Volume:
+        return self._call("revoke", name, client)
+
+    def attach(self, name: str, holder: str) -> Volume:
+        return self._call("attach", name, holder)
+
+    def detach(self, name: str, holder: str) -> Volume:
+        return self._call("detach", name, holder)
+
+    def remove(self, name: str, *, force: bool = False) -> Volume | None:
+        return self._call("remove", name, force=force)
+
+    def removing(self, inode: int) -> Volume | None:
+        return self._call("removing", inode)
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_volume_name(name)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _place(name: str) -> str | None:
+    """For the error, where the name can be one at all."""
+    return path_of(name) if _is_name(name) else None
+
+
+def _check_size(value: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise InvalidRequest(f"{value!r} can be no quota: a whole number of bytes or files from 0 (none) on")
+
+
+def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,
+          trash_s: int) -> pb.VolumeWish:
+    check_volume_name(name)
+    for value in (bytes_max, files_max, trash_s):
+        _check_size(value)
+    if trash_s >= 1 << 32:
+        raise InvalidRequest("what is removed is kept for 136 years at most")
+    wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s)
+    if replicas is not None:
+        if not 1 <= replicas <= 3:
+            raise InvalidRequest(f"a volume has 1 to 3 replicas, not {replicas}")
+        wish.table = replicas
+    if chunk_bytes is not None:
+        wish.chunk_bits = layout_of(chunk_bytes).chunk_bits
+    return wish
+
+
+def _check_same(found: Volume, wanted: pb.VolumeWish) -> None:
+    """AlreadyExists where a volume that is there is not as it is wanted."""
+    differs = [f"{what} {is_}, not {wish}" for what, is_, wish in (
+        ("bytes_max", found.bytes_max, wanted.bytes_max), ("files_max", found.files_max, wanted.files_max),
+        ("trash_s", found.trash_s, wanted.trash_s),
+        ("replicas", found.replicas, wanted.table or found.replicas),
+        ("chunk_bytes", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes)) if is_ != wish]
+    if differs:
+        raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}")

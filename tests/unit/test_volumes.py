@@ -1,0 +1,222 @@
+"""Volumes on the lowest floor: a pool in one process, its clients beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import stat
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nvpool.base.errors import CrossesVolumes, InUse, InvalidRequest, NotFound, QuotaExceeded
+from nvpool.base.ids import partition_of
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.testing.pool import LocalPool
+
+ROOT = Caller(0, 0)
+
+
+@asynccontextmanager
+async def pool_and_client(**options):
+    async with LocalPool(**options) as pool:
+        client = await pool.client(options=ClientOptions(deadline_s=10.0))
+        yield pool, AsyncFileSystem(client, ROOT)
+        await client.close()
+
+
+def refused(error_class, cause):
+    """The OSError of that error of ours."""
+    assert isinstance(cause.value, OSError) and cause.value.errno == error_class.errno, cause.value
+    assert isinstance(cause.value.__cause__, error_class)
+
+
+def test_a_volume_is_made_shown_listed_and_removed():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            assert await fs.volumes.list() == []
+            made = await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100)
+            assert (made.name, made.path, made.bytes_max, made.files_max, made.bytes_used, made.files_used) == (
+                "scratch", "/volumes/scratch", 10 * MIB, 100, 0, 0)
+            assert (await fs.stat("/volumes/scratch")).st_ino == made.inode
+            assert stat.S_IMODE((await fs.stat("/volumes/scratch")).st_mode) == 0o777
+            assert await fs.volumes.show("scratch") == made
+            assert await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100) == made
+            with pytest.raises(FileExistsError, match="files_max 100, not 7"):
+                await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=7)
+            other = await fs.volumes.create("models", chunk_bytes=4 * MIB)
+            assert [one.name for one in await fs.volumes.list()] == ["models", "scratch"] and other.chunk_bytes == 4 * MIB
+            assert await fs.volumes.remove("scratch") is None  # nothing was in it
+            with pytest.raises(FileNotFoundError):
+                await fs.volumes.show("scratch")
+            with pytest.raises(FileNotFoundError):
+                await fs.volumes.remove("scratch")
+            assert await fs.list("/volumes") == ["models"]
+            again = await fs.volumes.create("scratch")
+            assert again.inode != made.inode and again.bytes_max == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a", "a\0b", "-a", ".a", "ä", "A\u0301", "x" * 64,
+                                  "x" * 10_000, "a b", "a\n", 7, b"a", None])
+def test_what_can_be_no_name_is_refused_with_the_rule(name):
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            for act in (fs.volumes.create, fs.volumes.show, fs.volumes.remove, fs.volumes.seal):
+                with pytest.raises(OSError, match="can not be the name of a volume") as found:
+                    await act(name)
+                refused(InvalidRequest, found)
+            assert not await fs.exists("/volumes")
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_is_no_volume_is_told_apart():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.mkdir("/volumes/plain", parents=True)
+            with pytest.raises(FileNotFoundError, match="not a volume"):
+                await fs.volumes.show("plain")
+            with pytest.raises(OSError):
+                await fs.volumes.create("plain")
+
+    asyncio.run(main())
+
+
+def test_all_that_is_in_a_volume_is_in_its_partition_and_counted():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            made = await fs.volumes.create("v")
+            await fs.mkdir("/volumes/v/a/b/c", parents=True)
+            await fs.write_bytes("/volumes/v/a/b/f", b"x" * 5000)
+            await fs.symlink("f", "/volumes/v/a/b/l")
+            await fs.link("/volumes/v/a/b/f", "/volumes/v/g")
+            for path in ("/volumes/v/a", "/volumes/v/a/b", "/volumes/v/a/b/c", "/volumes/v/g"):
+                assert partition_of((await fs.stat(path)).st_ino) == partition_of(made.inode)
+            found = await fs.volumes.show("v")
+            assert (found.files_used, found.bytes_used) == (5, 5000)
+            await fs.truncate("/volumes/v/g", 1000)
+            assert (await fs.volumes.show("v")).bytes_used == 1000
+            await fs.truncate("/volumes/v/g", 3000)
+            assert (await fs.volumes.show("v")).bytes_used == 3000
+            await fs.remove("/volumes/v/g")
+            assert (await fs.volumes.show("v")).files_used == 5
+            await fs.remove("/volumes/v/a/b/f")
+            await fs.vfs.meta.release_now(made.inode)
+            found = await fs.volumes.show("v")
+            assert (found.files_used, found.bytes_used) == (4, 0)
+            await fs.remove("/volumes/v/a/b/l")
+            await fs.rmdir("/volumes/v/a/b/c")
+            assert (await fs.volumes.show("v")).files_used == 2
+
+    asyncio.run(main())
+
+
+def test_names_do_not_move_between_volumes_and_a_volume_keeps_its_own():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v")
+            await fs.volumes.create("w")
+            await fs.mkdir("/plain")
+            await fs.write_bytes("/volumes/v/f", b"1")
+            await fs.write_bytes("/plain/f", b"1")
+            await fs.mkdir("/volumes/v/d")
+            for act, source, target in ((fs.rename, "/volumes/v/f", "/plain/g"), (fs.rename, "/plain/f", "/volumes/v/g"),
+                                        (fs.rename, "/volumes/v/f", "/volumes/w/f"), (fs.link, "/plain/f", "/volumes/v/g"),
+                                        (fs.link, "/volumes/v/f", "/volumes/w/g"), (fs.link, "/volumes/v/f", "/plain/g"),
+                                        (fs.rename, "/volumes/v/d", "/plain/d"), (fs.rename, "/plain/f", "/volumes/v/f")):
+                with pytest.raises(OSError) as found:
+                    await act(source, target)
+                refused(CrossesVolumes, found)
+            for act in (lambda: fs.rmdir("/volumes/v"), lambda: fs.rename("/volumes/v", "/volumes/x"),
+                        lambda: fs.rename("/plain", "/volumes/w"), lambda: fs.rename("/volumes/w", "/plain/w")):
+                with pytest.raises(OSError) as found:
+                    await act()
+                refused(InUse, found)
+            await fs.rename("/volumes/v/f", "/volumes/v/d/f")
+            assert await fs.list("/volumes/v/d") == ["f"]
+            with pytest.raises(OSError) as found:
+                await fs.mkdir("/volumes/v/wide", wide=True)
+            refused(InvalidRequest, found)
+            attr = await fs.vfs.getattr((await fs.stat("/volumes/w")).st_ino)
+            with pytest.raises(InvalidRequest):
+                await fs.vfs.spread(attr.inode, ROOT)
+
+    asyncio.run(main())
+
+
+def test_the_quota_in_files_is_exact():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", files_max=3)
+            await fs.write_bytes("/volumes/v/a", b"")
+            await fs.mkdir("/volumes/v/d")
+            await fs.symlink("a", "/volumes/v/l")
+            for act in (lambda: fs.write_bytes("/volumes/v/b", b""), lambda: fs.mkdir("/volumes/v/e"),
+                        lambda: fs.symlink("a", "/volumes/v/m")):
+                with pytest.raises(OSError) as found:
+                    await act()
+                refused(QuotaExceeded, found)
+                assert found.value.errno == errno.EDQUOT
+            await fs.link("/volumes/v/a", "/volumes/v/d/a")  # no inode more
+            assert (await fs.volumes.show("v")).files_used == 3
+            with pytest.raises(OSError, match="holds 3 files"):
+                await fs.volumes.resize("v", files_max=2)
+            await fs.remove("/volumes/v/l")
+            await fs.write_bytes("/volumes/v/b", b"")
+            await fs.volumes.resize("v", files_max=0)
+            await fs.mkdir("/volumes/v/e")
+
+    asyncio.run(main())
+
+
+def test_a_volume_with_files_in_it_loses_its_name_at_once_and_goes_in_steps():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            made = await fs.volumes.create("v")
+            for d in range(3):
+                await fs.mkdir(f"/volumes/v/{d}/deep", parents=True)
+                for n in range(200):
+                    await fs.write_bytes(f"/volumes/v/{d}/deep/{n}", b"")
+            await fs.link("/volumes/v/0/deep/7", "/volumes/v/link")
+            left = await fs.volumes.remove("v")
+            assert left.state == "removing" and left.files_removing == 606
+            assert await fs.list("/volumes") == [] and await fs.volumes.list() == []
+            assert [one.inode for one in await fs.volumes.list(removing=True)] in ([made.inode], [])
+            with pytest.raises(NotFound):
+                await fs.vfs.lookup(made.inode, b"0")
+            new = await fs.volumes.create("v", files_max=5)
+            assert new.inode != made.inode
+            for _ in range(100):
+                if await fs.volumes.removing(made.inode) is None:
+                    break
+                await pool.meta.remove_more()
+            assert await fs.volumes.removing(made.inode) is None
+            assert [one.inode for one in await fs.volumes.list(removing=True)] == [new.inode]
+
+    asyncio.run(main())
+
+
+def test_a_volume_that_is_used_is_not_removed():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v")
+            await fs.volumes.attach("v", "docker/one")
+            assert (await fs.volumes.attach("v", "docker/one")).attachments == ("docker/one",)
+            assert set((await fs.volumes.attach("v", "docker/two")).attachments) == {"docker/one", "docker/two"}
+            with pytest.raises(OSError, match="docker/one") as found:
+                await fs.volumes.remove("v")
+            refused(InUse, found)
+            await fs.volumes.detach("v", "docker/one")
+            assert (await fs.volumes.detach("v", "docker/one")).attachments == ("docker/two",)
+            async with await fs.open("/volumes/v/f", "wb"):
+                with pytest.raises(OSError, match="files of volume v are open") as found:
+                    await fs.volumes.remove("v", force=True)
+                refused(InUse, found)
+            assert (await fs.volumes.remove("v", force=True)).state == "removing"
+
+    asyncio.run(main())
