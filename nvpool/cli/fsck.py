@@ -49,6 +49,8 @@ def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     if as_json:
         print_json(checkup.summary())
     else:
+        for reason in checkup.begun_anew:
+            say(f"note: a shard got another primary, or left the pool ({reason}); its metadata was checked from the beginning")
         if checkup.problems:
             print_table(("kind", "where", "what", "repaired"), [problem[:4] for problem in checkup.problems])
         click.echo(f"{checkup.records:,} records, {checkup.chunks:,} chunks, {checkup.blocks:,} blocks checked: "

@@ -1,8 +1,8 @@
 """Questions to one shard or target of a pool by its number: for checks and inspection, which concern daemons and not files.
 
-Called by checkup, dumpfile and describe. Nothing is repeated here but what a target may not answer for a moment, until its next
-sign of life is answered: each of these works in steps with a cursor, ends with the error of the step that failed, and is begun
-again by whoever wanted it.
+Called by checkup, dumpfile and describe. Repeated here is what a target may not answer for a moment, until its next sign of
+life is answered, and what any primary of a shard can answer (`any_primary`). Steps of a walk are not: its cursor is known to
+one primary only, so whoever wanted it begins it anew (sdk/moment).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from nvpool.base.errors import NotFound, StaleTenure
+from nvpool.base.errors import NotFound, StaleTenure, Unavailable
 from nvpool.wire.codec import decoded
 
 STEP_S = 60.0
@@ -19,6 +19,8 @@ STEP_S = 60.0
 TENURE_S = 15.0
 """Several leases: whoever has none again by then is out of the chains, or away."""
 AGAIN_S = 0.2
+AWAY_S = 15.0
+"""For a shard that is just starting, being followed by a standby, or leaving the pool."""
 
 
 class Asking:
@@ -33,6 +35,19 @@ class Asking:
                     payload: Sequence = ()) -> tuple[Any, memoryview]:
         """(answer, its payload). Errors as the shard says; Unreachable, DeadlineExceeded, Disconnected."""
         return await self._ask(self.pool_map.shard_by_id.get(shard), f"shard {shard}", method, request, reply_type, payload)
+
+    async def any_primary(self, shard: int, method: int, request: Any, reply_type: Any) -> Any:
+        """The answer, perhaps by the next primary of the shard: only for what may be repeated. Errors as `shard`, after
+        AWAY_S."""
+        until_s = self._client.clock.boottime_s() + AWAY_S
+        while True:
+            try:
+                return (await self.shard(shard, method, request, reply_type))[0]
+            except Unavailable:
+                if self._client.clock.boottime_s() >= until_s:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                await self._client.refresh_map()
 
     async def target(self, target: int, method: int, request: Any, reply_type: Any) -> Any:
         """The answer. Errors as the target says; Unreachable, DeadlineExceeded, Disconnected."""

@@ -43,6 +43,7 @@ async def check(client, checkup: Checkup, *, repair: bool = False, scrub: bool =
     """Run all passes and note every problem in `checkup`. `grant_secret` (secret/grant.key of a node) is what repairs of the
     stores need; without it they are left and said to be.
 
+    A shard that gets another primary meanwhile, or leaves, ends nothing: the metadata is begun anew (`checkup.begun_anew`).
     Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; what was noted before holds. May be repeated.
     """
     await _Check(client, checkup, repair, grant_secret).run(scrub)
@@ -144,9 +145,9 @@ class _Check:
         """Chunks without an inode: the collector's, or nobody's. An inode number is never given twice, so gone is for ever."""
         for shard in self._map.shards:
             for _ in range(COLLECTIONS_MAX):
-                await self._asking.shard(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
-                reply, _ = await self._asking.shard(shard.id, wire_pb2.META_COLLECT, meta_pb2.CollectRequest(),
-                                                    meta_pb2.CollectReply)
+                await self._asking.any_primary(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
+                reply = await self._asking.any_primary(shard.id, wire_pb2.META_COLLECT, meta_pb2.CollectRequest(),
+                                                       meta_pb2.CollectReply)
                 if not reply.left or not reply.inodes:
                     break
         for inode in inodes:

@@ -19,7 +19,7 @@ from nvpool.base.ids import partition_of
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.checkup_tree import Climbs
 from nvpool.sdk.found import PROBLEMS_KEPT_MAX, Checkup, Problem
-from nvpool.sdk.moment import begin_at_all
+from nvpool.sdk.moment import Begun, walk_at_all
 from nvpool.wire.sums import (
     Copy,
     Sum,
@@ -43,7 +43,7 @@ AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
 
 
 async def check_names(client, checkup: Checkup, repair: bool) -> None:
-    """Note every problem of the metadata in `checkup`. As `checkup.check`; Busy as `begin_at_all`."""
+    """Note every problem of the metadata in `checkup`. As `checkup.check`; Busy as `walk_at_all`."""
     await _Names(client, checkup, repair).run()
 
 
@@ -61,15 +61,23 @@ class _Names:
         self._climbs = Climbs(client, self._asking)
 
     async def run(self) -> None:
-        begun = await begin_at_all(self._client, repair=self._repair)
+        await walk_at_all(self._client, self._walk_all, self._anew, repair=self._repair)
+        if self._is_whole:  # else no sum is right
+            await self._settle([one for one in self._sums.values() if not one.is_even], self._uneven())
+
+    def _anew(self, reason: str) -> None:
+        """What was wrong at one moment is told, and once; sums of two moments do not belong together."""
+        self._checkup.begun_anew.append(reason)
+        self._checkup.records, self._is_whole = 0, True
+        self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
+
+    async def _walk_all(self, begun: Begun) -> None:
         before, passed = self._checkup.records, set()
         for shard, cursor in begun.cursors.items():
             passed |= await self._walk(shard, meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP), before)
             before = self._checkup.records
         await self._look_again(passed)
         await self._climb()
-        if self._is_whole:  # else no sum is right
-            await self._settle([one for one in self._sums.values() if not one.is_even], self._uneven())
 
     def _note(self, problem: Problem) -> None:
         if (problem.kind, problem.text) in self._noted:
@@ -158,7 +166,7 @@ class _Names:
                 for some, wide in works:
                     request = meta_pb2.FsckSumsRequest(sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide))
                     try:
-                        reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
+                        reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
                     except NotFound:  # it has left
                         left_sums += some
                         left_uneven += wide

@@ -89,8 +89,8 @@ class Climbs:
 
     async def _above(self, shard: int, some: list[int]) -> tuple[int, ...] | list[int]:
         try:
-            reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)),
-                                                FsckClimbReply)
+            reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)),
+                                                    FsckClimbReply)
         except NotFound:  # the shard has left
             return some
         return unpack_numbers(reply.above)
@@ -115,7 +115,7 @@ class Climbs:
         for _ in range(ROUNDS_MAX):
             request = FsckClimbRequest(inodes=pack_numbers([at]), trace=True)
             try:
-                reply, _ = await self._asking.shard(self._holder(at), wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
+                reply = await self._asking.any_primary(self._holder(at), wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
                 found, numbers = unpack_numbers(reply.above)[0], unpack_numbers(reply.way)
             except NotFound:
                 found, numbers = at, ()
@@ -147,7 +147,7 @@ class Climbs:
         first = self._holder(parent)
         for shard in (first, *(other.id for other in self._client.pool_map.shards if other.id != first)):
             request = FsckClimbRequest(loose=directory, parent=parent)
-            reply, _ = await self._asking.shard(shard, wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
+            reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
             if reply.loosened:
                 return True
         return False

@@ -32,7 +32,7 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.sdk.asking import Asking
 from nvpool.sdk.checkup import check_metadata
 from nvpool.sdk.found import Checkup, Problem
-from nvpool.sdk.moment import begin_at_all
+from nvpool.sdk.moment import Begun, walk_at_all
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX
 from nvpool.wire.v1 import data_pb2, meta_pb2, wire_pb2
 
@@ -104,31 +104,23 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
     """Write all metadata of the pool to the file `path`; how many records. It is that of one moment, while the pool serves.
 
     On return the file is whole and synced under its name; otherwise nothing is there under it. An existing file is replaced.
+    A shard that gets another primary meanwhile, or leaves, ends nothing: it is written anew, and `on_records` counts from 0.
     Errors of the shard; NoSpace, AccessDenied, DriveFailed of the local file.
     """
-    part = f"{path}.part-{os.getpid()}"
-    begun = await begin_at_all(client, dump=True)
-    pool_map, asking, count = client.pool_map, Asking(client), 0
-    header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
-              "shards": list(begun.cursors),
-              "partitions": _division(begun.holders), "software": f"nvpool {VERSION}",
-              "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
+    part, count = f"{path}.part-{os.getpid()}", 0
+
+    async def write(begun: Begun) -> None:
+        nonlocal count
+        count = await _write(client, begun, file, on_records)
+
+    def anew(reason: str) -> None:
+        on_records(0)
+        file.seek(0)
+        file.truncate()
+
     try:
         with open(part, "xb") as file:  # noqa: ASYNC230 - a process of its own that does nothing else
-            file.write(MAGIC + json.dumps(header).encode() + b"\n")
-            for shard, cursor in begun.cursors.items():
-                done = False
-                while not done:
-                    request = meta_pb2.DumpRequest(cursor=cursor, limit=RECORDS_A_STEP)
-                    reply, records = await asking.shard(shard, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
-                    if len(records):
-                        file.write(_FRAME.pack(shard, len(records), crc32c(records)))
-                        file.write(records)
-                    count += reply.records
-                    on_records(count)
-                    cursor, done = reply.cursor, reply.done
-            end = _COUNT.pack(count)
-            file.write(_FRAME.pack(END_OF_FRAMES, len(end), crc32c(end)) + end)
+            await walk_at_all(client, write, anew, dump=True)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -137,6 +129,29 @@ async def dump(client, path: str, on_records: Callable[[int], None] = lambda cou
     finally:
         if os.path.exists(part):  # noqa: ASYNC240
             os.unlink(part)
+    return count
+
+
+async def _write(client, begun: Begun, file: BinaryIO, on_records: Callable[[int], None]) -> int:
+    pool_map, asking, count = client.pool_map, Asking(client), 0
+    header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
+              "shards": list(begun.cursors),
+              "partitions": _division(begun.holders), "software": f"nvpool {VERSION}",
+              "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
+    file.write(MAGIC + json.dumps(header).encode() + b"\n")
+    for shard, cursor in begun.cursors.items():
+        done = False
+        while not done:
+            request = meta_pb2.DumpRequest(cursor=cursor, limit=RECORDS_A_STEP)
+            reply, records = await asking.shard(shard, wire_pb2.META_DUMP, request, meta_pb2.DumpReply)
+            if len(records):
+                file.write(_FRAME.pack(shard, len(records), crc32c(records)))
+                file.write(records)
+            count += reply.records
+            on_records(count)
+            cursor, done = reply.cursor, reply.done
+    end = _COUNT.pack(count)
+    file.write(_FRAME.pack(END_OF_FRAMES, len(end), crc32c(end)) + end)
     return count
 
 

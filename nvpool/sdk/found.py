@@ -28,6 +28,8 @@ class Checkup:
     blocks: int = 0
     blocks_total: int = 0
     """Of all targets, as they were at the start."""
+    begun_anew: list[str] = field(default_factory=list)
+    """Why, each time that the metadata was begun from the beginning again: a shard has another primary, or has left."""
     problems: list[Problem] = field(default_factory=list)
     found: int = 0
     unrepaired: int = 0

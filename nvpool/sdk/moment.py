@@ -6,23 +6,24 @@ Called by `checkup_names` and `dumpfile`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Busy, NvpoolError, Stale, Unavailable
+from nvpool.base.errors import Busy, NotFound, NvpoolError, Stale, Unavailable
 from nvpool.base.units import PARTITION_COUNT
-from nvpool.sdk.asking import Asking
+from nvpool.sdk.asking import AWAY_S, Asking
 from nvpool.wire.sums import unpack_bits
 from nvpool.wire.v1 import wire_pb2
 from nvpool.wire.v1.meta_pb2 import MomentReply, MomentRequest
 
 TRY_S = 60.0
 """For others who begin one, hand-overs of partitions just then, a shard that is busy. Each try takes milliseconds."""
-AWAY_S = 15.0
-"""For a shard that is just starting, being followed by a standby, or leaving the pool."""
 PAUSE_S = 0.05
+FORGET_S = 2.0
+ANEW_MAX = 10
+"""Of one walk: a pool in which shards change more often while it lasts is to be looked at first."""
 
 
 class Begun(NamedTuple):
@@ -30,6 +31,33 @@ class Begun(NamedTuple):
     """By shard, of what was begun there."""
     holders: tuple[int, ...]
     """By partition, the shard that has it at that moment: what was begun there shows it."""
+
+
+async def walk_at_all(client, walk: Callable[[Begun], Awaitable[None]], anew: Callable[[str], None], *, dump: bool = False,
+                      repair: bool = False) -> None:
+    """Begin it, and `walk` it. Where a shard is another process meanwhile, or has left the pool, what was begun there is gone,
+    and no other moment fits to what the others have: then all of it is begun anew, up to ANEW_MAX times, and `anew` is told why
+    before. Errors as `begin_at_all`'s; what ends the last walk."""
+    for times in range(ANEW_MAX + 1):
+        begun = await begin_at_all(client, dump=dump, repair=repair)
+        try:
+            return await walk(begun)
+        except BaseException as error:
+            await _forget(Asking(client), begun)
+            if times == ANEW_MAX or not isinstance(error, Unavailable | Stale | NotFound):
+                raise
+            anew(str(error) or type(error).__name__)
+
+
+async def _forget(asking: Asking, begun: Begun) -> None:
+    """So that it takes no place. A shard that does not hear of it makes place for others by itself, after a while."""
+    async def forget(shard: int) -> None:
+        with suppress(NvpoolError, TimeoutError):
+            async with asyncio.timeout(FORGET_S):
+                await asking.shard(shard, wire_pb2.META_MOMENT, MomentRequest(stage=MomentRequest.END, drop=begun.cursors[shard]),
+                                   MomentReply)
+
+    await _all(forget, list(begun.cursors))
 
 
 async def begin_at_all(client, *, dump: bool = False, repair: bool = False) -> Begun:

@@ -7,9 +7,12 @@ import asyncio
 import pytest
 from test_spanning import ME, Names, run
 
-from nvpool.base.errors import Busy
+from nvpool.base.errors import Busy, StaleCursor
 from nvpool.meta import moment as shard_moment
 from nvpool.sdk.asking import Asking
+from nvpool.sdk.checkup import check_metadata
+from nvpool.sdk.dumpfile import dump, frames, read_header
+from nvpool.sdk.found import Checkup
 from nvpool.sdk.moment import begin_at_all
 from nvpool.wire.v1 import wire_pb2
 from nvpool.wire.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
@@ -107,4 +110,80 @@ def test_two_who_begin_at_once_get_a_moment_each():
         assert begun[0].holders == begun[1].holders == names.pool.pool_map.shard_of_partition
         assert set(begun[0].cursors) == set(names.at)
         assert not any(meta._moment.spans_wait for meta in names.pool.metas.values())
+    run(main)
+
+
+def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> list[int]:
+    """When the second step of its walk is asked for, the shard becomes another process; the list has what was asked of it."""
+    asked: list[int] = []
+    ask = Asking.shard
+
+    async def shard_asked(self, number, wanted, *more):
+        if wanted == method and number == shard:
+            asked.append(number)
+            if len(asked) == 2:
+                await names.pool.stop_shard(shard=shard)
+                await names.pool.start_shard(shard)
+        return await ask(self, number, wanted, *more)
+
+    monkeypatch.setattr(Asking, "shard", shard_asked)
+    return asked
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypatch, shard):
+    monkeypatch.setattr("nvpool.sdk.checkup_names.RECORDS_A_STEP", 5)
+
+    async def main(names: Names) -> None:
+        for number in range(10):
+            await names.file(names.at[shard], b"f%d" % number)
+            await names.vfs.rename(names.at[shard], b"f%d" % number, names.at[2], b"to%d" % number, 0, ME)
+        client = names.pool._clients[0]
+        quiet = Checkup()
+        await check_metadata(client, quiet)
+        assert not quiet.problems and not quiet.begun_anew
+        asked = dies_once_at_a_step(monkeypatch, names, shard, wire_pb2.META_FSCK)
+        found = Checkup()
+        await check_metadata(client, found)
+        assert len(asked) > 3 and len(found.begun_anew) == 1
+        assert not found.problems, found.problems
+        assert found.records == quiet.records
+        assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
+    run(main)
+
+
+def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path):
+    monkeypatch.setattr("nvpool.sdk.dumpfile.RECORDS_A_STEP", 5)
+
+    async def main(names: Names) -> None:
+        for number in range(10):
+            await names.file(names.at[3], b"f%d" % number)
+        asked = dies_once_at_a_step(monkeypatch, names, 3, wire_pb2.META_DUMP)
+        count = await dump(names.pool._clients[0], str(tmp_path / "dump"))
+        assert len(asked) > 3
+        with open(tmp_path / "dump", "rb") as file:  # noqa: ASYNC230
+            read_header(file)
+            records = b"".join(part for _, part in frames(file))
+        assert records.count(b"\n") == count + len(names.at)  # each begins with a line that says whose they are
+        assert all(records.count(b'"f%d"' % number) == 1 for number in range(10))
+    run(main)
+
+
+def test_a_check_that_never_gets_to_its_end_says_what_keeps_it(monkeypatch):
+    monkeypatch.setattr("nvpool.sdk.moment.ANEW_MAX", 2)
+
+    async def main(names: Names) -> None:
+        ask = Asking.shard
+
+        async def gone(self, number, wanted, *more):
+            if wanted == wire_pb2.META_FSCK:
+                raise StaleCursor("it is another one")
+            return await ask(self, number, wanted, *more)
+
+        monkeypatch.setattr(Asking, "shard", gone)
+        found = Checkup()
+        with pytest.raises(StaleCursor):
+            await check_metadata(names.pool._clients[0], found)
+        assert found.begun_anew == ["it is another one"] * 2
+        assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
     run(main)
