@@ -188,7 +188,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         """Take no new requests, let those that wait end for up to drain_s, end the rest. Does not close the engine."""
         self._state = "draining"
         self._runs.end_all()
-        self._watches.close()
+        if self._incarnation:  # else it has never begun
+            self._watches.close()
         if self._waits.tasks and drain_s > 0:
             await asyncio.wait(self._waits.tasks, timeout=drain_s)
         for tasks in (self._waits.tasks, self._background):  # what is waited for may leave some work to the background

@@ -1002,3 +1002,14 @@ async def test_a_name_of_another_shard_is_not_answered_here(shard, client):
     with pytest.raises(errors.WrongShard):
         await client.getattr(2000 << 51 | 5)
     await client.file(ROOT, b"a")
+
+
+def test_a_service_that_could_not_begin_is_closed():
+    async def main():
+        kv = MemoryKv()
+        await kv.close()
+        service = MetaService(kv, grant_secret=b"s" * 16)
+        with pytest.raises(errors.NvpoolError):
+            await service.start()
+        await service.close()
+    asyncio.run(main())
