@@ -54,8 +54,8 @@ async def _forget(asking: Asking, begun: Begun) -> None:
     async def forget(shard: int) -> None:
         with suppress(NvpoolError, TimeoutError):
             async with asyncio.timeout(FORGET_S):
-                await asking.shard(shard, wire_pb2.META_MOMENT, MomentRequest(stage=MomentRequest.END, drop=begun.cursors[shard]),
-                                   MomentReply)
+                request = MomentRequest(stage=MomentRequest.END, drop=begun.cursors[shard])
+                await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply)
 
     await _all(forget, list(begun.cursors))
 
