@@ -83,6 +83,8 @@ class Word(IntEnum):
     LOCKS = 7
     FILES = 8
     WRITES = 9
+    ROOT = 10
+    """Inode of the directory that is mounted; 0: the pool's root."""
 
 
 def _up(count: int) -> int:

@@ -17,6 +17,7 @@ from nvpool.cli.render import json_option, print_json, say
 examples:
   nvpool mount /srv/pool /mnt/pool
   nvpool mount 10.0.0.1:17512 /mnt/pool
+  nvpool mount /srv/pool:/data/train /mnt/train --read-only    a part of it, and nothing outside of that
   nvpool mount /srv/pool /mnt/pool --foreground      for systemd, or to see what it says
   nvpool mount /srv/pool /mnt/pool --engine pyfuse3  through libfuse, as on kernels before 5.4
   nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
@@ -24,7 +25,7 @@ examples:
   nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
   nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
 """)
-@click.argument("pool", metavar="POOL")
+@click.argument("pool", metavar="POOL[:/PATH]")
 @click.argument("mountpoint", metavar="MOUNTPOINT")
 @click.option("--foreground", is_flag=True, help="Stay in the foreground until the pool is unmounted.")
 @click.option("--log", type=click.Path(dir_okay=False),
@@ -61,7 +62,9 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
           congestion_threshold: int | None, holder: bool | None, workers: int | None, transport: str | None,
           no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
-    """Mount a pool at the empty directory MOUNTPOINT.
+    """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
+
+    Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
 
     Returns when the pool can be used. The mount goes on by itself when daemons of the pool die and come back, and with a holder
     also when its own process dies.
@@ -74,7 +77,10 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         return
     from nvpool.base.mounts import place_of
     from nvpool.cli.mounts import mount_command, mount_pool
+    from nvpool.cli.place import divided
     from nvpool.cli.reach import directory_of
+    shown = pool
+    pool, subtree = divided(pool)
     directory = directory_of(pool)
     if directory is not None:
         pool = str(directory.path)
@@ -88,14 +94,16 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers))
         if value is not None)
     words += tuple(f"-o{option}" for option in options)
+    if subtree.strip("/"):
+        words += (f"--subtree={subtree}",)
     if foreground:
         sys.stdout.flush()
         os.execv(sys.executable, mount_command(pool, place, (*words, *([f"--log={log}"] if log else []))))
     pid = mount_pool(pool, place, Path(log) if log else log_of(pool, place), words, wait_s)
     if as_json:
-        print_json({"pool": pool, "mountpoint": place, "pid": pid})
+        print_json({"pool": pool, "subtree": "/" + subtree.strip("/"), "mountpoint": place, "pid": pid})
     else:
-        click.echo(f"{pool} is mounted at {place} (process {pid})")
+        click.echo(f"{shown} is mounted at {place} (process {pid})")
 
 
 def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:

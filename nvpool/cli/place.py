@@ -25,6 +25,17 @@ class Place(NamedTuple):
         return f"{self.pool}:{os.fsdecode(self.path)}"
 
 
+def _divider(text: str) -> int:
+    scheme = re.match(r"[a-z][a-z+]*://", text)
+    return text.find(":/", scheme.end() if scheme else 0)
+
+
+def divided(text: str) -> tuple[str, str]:
+    """POOL, and the path in it where one is named, else "/". What is a directory here is a pool, whatever its name."""
+    at = _divider(text)
+    return (text[:at], text[at + 1:]) if at > 0 and not os.path.isdir(text) else (text, "/")
+
+
 class PlaceType(click.ParamType):
     """POOL:/path. POOL may hold colons of its own (HOST:PORT, a URL), so the first ':/' behind a URL's '://' divides."""
 
@@ -33,8 +44,7 @@ class PlaceType(click.ParamType):
     def convert(self, value, parameter, context):
         if isinstance(value, Place):
             return value
-        scheme = re.match(r"[a-z][a-z+]*://", value)
-        at = value.find(":/", scheme.end() if scheme else 0)
+        at = _divider(value)
         if at <= 0:
             self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
                       parameter, context)

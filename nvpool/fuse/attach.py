@@ -75,7 +75,7 @@ def _as_root(mount_point: Path, options: MountOptions, flags: int, words: list[s
         raise Unavailable(f"{DEVICE} can not be opened: {error.strerror}") from None
     words = [f"fd={descriptor}", f"rootmode={stat.S_IFDIR:o}", f"user_id={os.getuid()}", f"group_id={os.getgid()}", *words]
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(os.fsencode(f"nvpool:{options.pool}"), os.fsencode(mount_point), OUR_TYPE.encode(), ctypes.c_ulong(flags),
+    if libc.mount(os.fsencode(options.shown), os.fsencode(mount_point), OUR_TYPE.encode(), ctypes.c_ulong(flags),
                   ",".join(words).encode()):
         number = ctypes.get_errno()
         os.close(descriptor)
@@ -90,7 +90,8 @@ def _as_root(mount_point: Path, options: MountOptions, flags: int, words: list[s
 
 def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
     """fusermount3 opens the device, mounts, and sends the descriptor through the socket that _FUSE_COMMFD names."""
-    said = [f"fsname=nvpool:{options.pool}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
+    shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
+    said = [f"fsname={shown}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
     said += ["ro"] * options.read_only + [word for extra in options.extra for word in extra.split(",") if word in _FLAGS]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:

@@ -37,6 +37,12 @@ class MountOptions(NamedTuple):
     """Of those, from how many on the kernel reads less ahead; 0: three quarters of max_background."""
     writeback: bool = False
     """Let the kernel keep written pages and write them later. Only where nobody else changes what is mounted."""
+    source: str = ""
+    """What /proc/mounts shows as mounted; "": nvpool:POOL."""
+
+    @property
+    def shown(self) -> str:
+        return self.source or f"nvpool:{self.pool}"
 
 
 class Engine(Protocol):

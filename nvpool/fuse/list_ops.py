@@ -96,7 +96,7 @@ class ListOps:
             own = await self._vfs.getattr(directory.inode)
             if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
                 return
-            if not add(b"..", Attr(inode=own.parent or own.inode, mode=S_IFDIR), 2):
+            if not add(b"..", Attr(inode=self._above(own), mode=S_IFDIR), 2):
                 return
             directory.cursor = -1  # a listing from the beginning sees the directory as it is now
             self._drop_coming(directory)
@@ -116,6 +116,10 @@ class ListOps:
             if not directory.more:
                 return
             directory.changes = -1
+
+    def _above(self, attr: Attr) -> int:
+        """The number that a listing of that directory shows for '..'."""
+        return attr.parent or attr.inode
 
     def _is_old(self, changes: int, read_s: float) -> bool:
         """What was read then is not what a listing may tell now."""

@@ -54,7 +54,8 @@ BURST_MAX = 16
 def _words(options: MountOptions) -> set[str]:
     """No max_read: libfuse wants the same number from an init handler that pyfuse3 does not let us have. Reads are limited by
     the 256 pages of libfuse's buffer, 1 MiB, anyhow."""
-    words = {f"fsname=nvpool:{options.pool}", "subtype=nvpool", "default_permissions", *options.extra}
+    shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
+    words = {f"fsname={shown}", "subtype=nvpool", "default_permissions", *options.extra}
     if options.allow_other:
         words.add("allow_other")
     if options.read_only:

@@ -26,21 +26,24 @@ import nvpool
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory, announcement
-from nvpool.base.errors import InUse, InvalidRequest, NvpoolError
+from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, Unavailable
 from nvpool.base.host import host_id, identity_of
 from nvpool.base.identities import MEMBER_S
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.mounts import Mount, mount_at, place_of
 from nvpool.base.units import MIB
 from nvpool.client.session import Client
 from nvpool.fuse.engine import MountOptions, engine_of, is_held, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.noticing import ByProcess
-from nvpool.fuse.ops import FuseOps, FuseOptions
+from nvpool.fuse.ops import FuseOptions
+from nvpool.fuse.view_ops import directory_at, parts_of, view_of
 from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run
 from nvpool.run.held import Held, hand_to_holder
-from nvpool.run.mount_words import client_options, configured_pool, given, parse_words, start_mount_log
+from nvpool.run.mount_words import client_options, configured_pool, given, is_read_only, parse_words, start_mount_log
 from nvpool.run.readers import Readers, Waiting, fork_readers
 from nvpool.wire.endpoint import parse_endpoint
 
@@ -64,6 +67,7 @@ def main(words: list[str]) -> int:
         if not with_holder and (arguments.workers or 1) > 1:
             raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
                                  "without --workers, or by engine kernel on Linux 6.9 and newer")
+        parts_of(arguments.subtree)
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
         if with_holder:
             hand_to_holder([f"--log-format={arguments.log_format or config.log.format}", *words])
@@ -137,15 +141,20 @@ class _Mounted:
             held.listen()
         client = await Client.open(
             arguments.pool, name=f"mount {self._place}", kept=kept, options=client_options(arguments, section))
-        ops = FuseOps(client.vfs, FuseOptions(given(arguments.attr_timeout_s, section.attr_timeout_s),
+        try:
+            root = await self._root(client, kept)
+        except BaseException:
+            await client.close()
+            raise
+        ops = view_of(client.vfs, FuseOptions(given(arguments.attr_timeout_s, section.attr_timeout_s),
                                               given(arguments.entry_timeout_s, section.entry_timeout_s),
                                               given(arguments.negative_timeout_s, 0.0),
-                                              arguments.writeback))
+                                              arguments.writeback), root=root, read_only=is_read_only(arguments))
         # others than root may allow others only where /etc/fuse.conf says so: they ask for it with -o allow_other
-        options = MountOptions(client.pool_map.name, arguments.read_only,
+        options = MountOptions(client.pool_map.name, is_read_only(arguments),
                                not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra),
                                arguments.max_read, arguments.max_background, arguments.congestion_threshold,
-                               arguments.writeback)
+                               arguments.writeback, self._source(client.pool_map.name))
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
         renewing = asyncio.ensure_future(self._keep_certificate(client))
@@ -200,6 +209,29 @@ class _Mounted:
                 await asyncio.wait([self._announcing])
             if self._directory is not None:
                 self._directory.withdraw(name)
+
+    async def _root(self, client: Client, kept: KeptMemory | None) -> int:
+        """The inode of what is mounted: found by its path once, and then that of the process before us."""
+        subtree = self._arguments.subtree
+        if self._held is not None and self._held.goes_on:
+            return kept.word(Word.ROOT) or ROOT_INODE
+        if not parts_of(subtree):
+            return ROOT_INODE
+        finding = asyncio.ensure_future(directory_at(client.vfs, subtree))
+        asked = asyncio.ensure_future(self._stop.asked.wait())
+        await asyncio.wait([finding, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if not finding.done():
+            finding.cancel()
+            raise Unavailable(f"the mount was to end before {subtree} was found in the pool")
+        root = finding.result()
+        if kept is not None:
+            kept.set_word(Word.ROOT, root)
+        return root
+
+    def _source(self, name: str) -> str:
+        parts = parts_of(self._arguments.subtree)
+        return self._arguments.source or f"nvpool:{name}" + (":/" + os.fsdecode(b"/".join(parts)) if parts else "")
 
     async def _keep_certificate(self, client: Client) -> None:
         """Show the certificate as the supervisor renews it. In a client's directory the client does that, and shows it."""

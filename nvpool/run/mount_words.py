@@ -32,6 +32,9 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("mountpoint", type=Path, help="an empty directory")
     parser.add_argument("--engine", choices=ENGINES, help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux "
                         "5.4 and newer (auto)")
+    parser.add_argument("--subtree", default="/", metavar="PATH", help="the directory of the pool that is shown (/)")
+    parser.add_argument("--source", default="", metavar="TEXT",
+                        help="what /proc/mounts names as mounted (nvpool:NAME, and the subtree)")
     parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
     parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")
@@ -65,6 +68,12 @@ def parse_words(words: list[str]) -> argparse.Namespace:
                         help="least important messages that are kept (as node.toml says, info)")
     parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
     return parser.parse_args(words)
+
+
+def is_read_only(arguments: argparse.Namespace) -> bool:
+    """By a word of its own, or as an option of mount(8), of which the last counts."""
+    words = [word for extra in arguments.extra for word in extra.split(",") if word in ("ro", "rw")]
+    return words[-1] == "ro" if words else arguments.read_only
 
 
 def configured_pool(arguments: argparse.Namespace) -> tuple[PoolDirectory | None, Config]:
