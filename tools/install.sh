@@ -29,7 +29,7 @@ fi
 if [ "${1:-}" = --remove ]; then
     rm -f "$units/nvpoold.service" "$units/nvpool-mount@.service" "/usr/local/lib/sysusers.d/nvpool.conf" \
         "/usr/local/lib/tmpfiles.d/nvpool.conf" "/etc/udev/rules.d/60-nvpool.rules" \
-        "/usr/local/bin/nvpool" "/usr/local/bin/nvpoold" "/sbin/mount.nvpool"
+        "/usr/local/bin/nvpool" "/usr/local/bin/nvpoold" "/sbin/mount.nvpool" "/sbin/mount.fuse.nvpool"
     rm -rf "${prefix:?}"
     tell_systemd
     say "removed; pools, /etc/nvpool and the user nvpool are left"
@@ -46,7 +46,10 @@ mkdir -p "$units" "/usr/local/lib/sysusers.d" "/usr/local/lib/tmpfiles.d" "/etc/
 for command in nvpool nvpoold; do
     ln -sfn "$prefix/bin/$command" "/usr/local/bin/$command"
 done
-[ ! -e "$prefix/bin/mount.nvpool" ] || ln -sfn "$prefix/bin/mount.nvpool" "/sbin/mount.nvpool"
+# mount(8) looks for the second where something mounted is mounted anew, since that is its type then.
+for command in mount.nvpool mount.fuse.nvpool; do
+    ln -sfn "$prefix/bin/mount.nvpool" "/sbin/$command"
+done
 for unit in nvpoold.service nvpool-mount@.service; do
     sed 's|/usr/bin/nvpool|/usr/local/bin/nvpool|g' "systemd/$unit" > "$units/$unit"
 done

@@ -46,10 +46,14 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
     if before is not None and before.ours and look_at(place) == "alive":  # else it would be taken for the one that we make
         raise InUse(f"{place} has {before.source} ({before.type}) mounted on it; choose another directory, or unmount that "
                     f"with: nvpool umount {place}")
+    # systemd's automount lets nobody in until it is mounted, but for the group of processes that does it
+    stays = before is not None and before.type == "autofs"
+    if stays:
+        options = (*options, "--stay-in-group")
     with open(log, "ab") as said:
         start = said.tell()
         daemon = subprocess.Popen(mount_command(pool, place, options), stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                                  start_new_session=True, cwd="/")
+                                  start_new_session=not stays, cwd="/")
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     try:
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
@@ -254,6 +258,19 @@ def _daemons_of(place: str, programs: set[bytes] | None = None) -> dict[int, int
         else:
             os.close(pidfd)
     return found
+
+
+def words_of(place: str) -> list[str]:
+    """What the process that serves `place` was started with; nothing where there is none."""
+    daemons = _daemons_of(place)
+    try:
+        for pid in daemons:
+            with contextlib.suppress(OSError):
+                return [os.fsdecode(word) for word in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")]
+        return []
+    finally:
+        for pidfd in daemons.values():
+            os.close(pidfd)
 
 
 def mountpoints_of(directory: PoolDirectory) -> list[str]:

@@ -29,7 +29,7 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     place = place_of(path)
     for _ in range(2):
         there = mount_at(place)
-        if there is None:
+        if there is None or there.type == "autofs":  # which waits for this mount, and lets nobody in before
             break
         state = look_at(place) if there.type.startswith("fuse") else "alive"
         if state == "alive":
@@ -50,8 +50,10 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectory(f"{place} is not a directory; a mount needs an empty directory")
     try:
-        with os.scandir(place) as entries:
-            first = next(entries, None)
+        first = None
+        if there is None:
+            with os.scandir(place) as entries:
+                first = next(entries, None)
     except PermissionError:
         raise AccessDenied(f"{place} can not be listed by this user") from None
     if first is not None:

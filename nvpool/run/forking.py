@@ -15,7 +15,7 @@ from nvpool.run.daemon import EXIT_BUG
 log = logging.getLogger("nvpool.run")
 
 
-def fork(program: str, work: Callable[[], int]) -> int:
+def fork(program: str, work: Callable[[], int], *, own_session: bool = True) -> int:
     """The pid of a copy of this process that does `work` and ends with what that returns, in a session of its own and under
     the name of nvpool/run/`program`. Only before this process has a second thread or an event loop."""
     pid = os.fork()
@@ -23,7 +23,8 @@ def fork(program: str, work: Callable[[], int]) -> int:
         return pid
     code = EXIT_BUG
     try:
-        os.setsid()
+        if own_session:
+            os.setsid()
         show_as(program)
         code = work()
     except BaseException:

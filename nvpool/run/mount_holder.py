@@ -57,7 +57,7 @@ class Zygote:
         self.control.setblocking(False)
         with theirs:
             self._popen = subprocess.Popen([sys.executable, "-P", "-m", "nvpool.run.mount_zygote", *words], stdin=theirs,
-                                           start_new_session=True)
+                                           start_new_session="--stay-in-group" not in words)
         self.pidfd = os.pidfd_open(self._popen.pid)
         self.started_s = SYSTEM_CLOCK.boottime_s()
 

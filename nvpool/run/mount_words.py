@@ -35,6 +35,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--subtree", default="/", metavar="PATH", help="the directory of the pool that is shown (/)")
     parser.add_argument("--source", default="", metavar="TEXT",
                         help="what /proc/mounts names as mounted (nvpool:NAME, and the subtree)")
+    parser.add_argument("--stay-in-group", action="store_true", help="all processes of the mount stay in the process group "
+                        "of who starts it: autofs keeps out others until it is mounted")
     parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
     parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")

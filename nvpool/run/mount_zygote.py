@@ -78,7 +78,8 @@ def main(words: list[str]) -> int:
             theirs, ours = socket.socketpair()
             with ours:
                 with theirs:
-                    forked = [fork("mount_daemon", partial(serve, descriptors, theirs, ours))]
+                    forked = [fork("mount_daemon", partial(serve, descriptors, theirs, ours),
+                                   own_session=not arguments.stay_in_group)]
                 for descriptor in descriptors:
                     os.close(descriptor)
                 forked.append(fork("mount_notice", partial(notice, ours)))

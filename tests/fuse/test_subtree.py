@@ -8,12 +8,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 from conftest import FLOOR, nvpool, wait_until
-from kills import end, kill_serving, run_model, serving, together
+from kills import kill_serving, run_model, serving, together
 
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 from nvpool.fuse.mount import mount_at

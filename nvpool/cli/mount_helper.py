@@ -1,0 +1,215 @@
+"""`mount.nvpool`: what mount(8) calls for `mount -t nvpool SOURCE PLACE -o …` and for a line of /etc/fstab with that type.
+
+    mount.nvpool SOURCE PLACE [-sfnv] [-t TYPE] [-o OPTION,…]
+
+SOURCE is HOST[:PORT]:/PATH, /DIRECTORY:/PATH or a pool directory; with -o pool=DIR that directory (of a node, or of `nvpool
+client join`) is the pool, and what stands before the colon is a name. /proc/mounts shows SOURCE as it was given, so that
+`mount -a` knows it again. Exit codes are mount(8)'s: 1 wrong words, 32 not mounted, and stderr has the reason. Decides nothing
+about mounting: that is `nvpool mount`'s work, whose options are taken here under the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import getopt
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from nvpool.base import config as configuration
+from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, Refused
+from nvpool.base.mounts import mount_at, place_of
+from nvpool.base.units import parse_bytes
+from nvpool.cli.place import divided
+
+EXIT_USAGE, EXIT_FAILURE = 1, 32
+DEFAULT_PORT = 17512
+"""Of a HOST without one."""
+WAIT_S = 60.0
+
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut")
+VALUES = {"engine": str, "transport": str, "max-read": parse_bytes, "max-background": int, "congestion-threshold": int,
+          "deadline-s": float, "workers": int}
+HERE = {"pool": str, "log": str, "wait": float}
+"""These are for us; the others are passed on to the daemon."""
+FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
+         "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
+         "noatime": (1024, True), "atime": (1024, False), "nodiratime": (2048, True), "diratime": (2048, False)}
+"""Bits of mount(2)."""
+PASSED = ("allow_other", "default_permissions")
+PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
+NOTHING = frozenset(("defaults", "auto", "noauto", "nofail", "user", "nouser", "users", "owner", "group", "_netdev", "relatime",
+                     "silent", "loud", "norelatime"))
+"""For mount(8), systemd and people; and atime is relatime here."""
+NOTHING_VALUES = ("comment=", "x-", "X-", "user=", "uhelper=", "helper=")
+OF_KERNEL = ("user_id=", "group_id=", "rootmode=", "fd=", "blksize=", "subtype=", "fsname=", "max_read=")
+"""mount(8) adds what it finds in /proc/mounts when it mounts anew."""
+_REMOUNT, _NOSUID, _NODEV, _RDONLY = 32, 2, 4, 1
+
+
+class Wanted(NamedTuple):
+    source: str
+    place: str
+    pool: str
+    subtree: str
+    words: tuple[str, ...]
+    """For the mount daemon."""
+    flags: int
+    """Of mount(2), where it is mounted anew."""
+    log: str
+    wait_s: float
+    remount: bool
+    fake: bool
+    verbose: bool
+
+
+def known() -> str:
+    """What may stand behind -o, for people."""
+    return ", ".join([*(f"{name}=" for name in (*HERE, *VALUES)), *WORDS, *FLAGS, *PASSED, "remount"])
+
+
+def parse(arguments: list[str]) -> Wanted:
+    """InvalidRequest with what is wrong and what there is."""
+    try:
+        given, rest = getopt.gnu_getopt(arguments, "sfnvho:t:N:")
+    except getopt.GetoptError as error:
+        raise InvalidRequest(f"{error}; usage: mount.nvpool SOURCE PLACE [-sfnv] [-o OPTION,…]") from None
+    letters = [letter for letter, _ in given]
+    if len(rest) != 2:
+        raise InvalidRequest("a source and a place are needed: mount -t nvpool HOST:/PATH PLACE")
+    for letter, value in given:
+        if letter == "-t" and value not in ("nvpool", "fuse.nvpool"):
+            raise InvalidRequest(f"this mounts file systems of type nvpool, not {value}")
+        if letter == "-N":
+            raise InvalidRequest("mount --namespace is not for nvpool; enter it: nsenter --mount=FILE mount -t nvpool …")
+    source, place = rest
+    options = [word for letter, value in given if letter == "-o" for word in _split(value)]
+    remount = "remount" in options
+    words, here, flags = [], {}, _NOSUID | _NODEV
+    for option in options:
+        name, is_valued, value = option.partition("=")
+        name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
+        if option in FLAGS:
+            bit, on = FLAGS[option]
+            flags = flags | bit if on else flags & ~bit
+            words.append(f"-o{option}")
+        elif option in NOTHING or option.startswith(NOTHING_VALUES) or option == "remount":
+            pass
+        elif option in PASSED or option.startswith(PASSED_VALUES):
+            words.append(f"-o{option}")
+        elif remount and option.startswith(OF_KERNEL):
+            pass
+        elif name in WORDS and not is_valued:
+            words.append(f"--{name}")
+        elif name in VALUES and value:
+            words.append(f"--{name}={_checked(name, value, VALUES[name])}")
+        elif name in HERE and value:
+            here[name] = _checked(name, value, HERE[name])
+        elif "-s" not in letters:
+            more = " needs a value: write it as" if name in VALUES or name in HERE else " is no option of nvpool; there are"
+            raise InvalidRequest(f"{option!r}{more} {f'{name}=…' if more.startswith(' needs') else known()}")
+    pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # then it may be what `nvpool mount` shows
+    return Wanted(source, str(place_of(place)), pool, subtree, tuple(words), flags, here.get("log", ""),
+                  here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
+
+
+def _split(text: str) -> list[str]:
+    """At commas, but not at those in double quotes, which belong to contexts of SELinux."""
+    return [word for word in re.findall(r'(?:[^,"]|"[^"]*")+', text)]
+
+
+def _checked(name: str, value: str, kind):
+    try:
+        return kind(value)
+    except (ValueError, NvpoolError):
+        raise InvalidRequest(f"{name}={value}: {value!r} is not a value for it") from None
+
+
+def _where(source: str, directory: str) -> tuple[str, str]:
+    """The pool, and the path in it."""
+    pool, subtree = divided(source)
+    if directory:
+        if pool == source:
+            subtree = "/"
+        return directory, subtree
+    if pool.startswith("/") or "://" in pool:
+        return pool, subtree
+    if pool == source and not re.fullmatch(r".+:\d+", pool):
+        raise InvalidRequest(f"{source!r} is no source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
+                             "a pool: HOST:/)")
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(:\d{1,5})?", pool):
+        raise InvalidRequest(f"{pool!r} is no HOST or HOST:PORT; an address of IPv6 stands in brackets")
+    return pool if re.search(r"[^:\[]:\d+$", pool) and not pool.endswith("]") else f"{pool}:{DEFAULT_PORT}", subtree
+
+
+def remount(wanted: Wanted) -> None:
+    """Change what the kernel decides: whether it is read-only, and noexec and the like. All else stays as it was mounted.
+
+    Refused, InUse where files are open for writing.
+    """
+    from nvpool.cli.mounts import words_of
+    there = mount_at(wanted.place)
+    if there is None or not there.ours:
+        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be mounted anew")
+    if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
+        raise Refused(f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
+                      "with rw")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(None, os.fsencode(wanted.place), None, ctypes.c_ulong(_REMOUNT | wanted.flags), None):
+        number = ctypes.get_errno()
+        if number == errno.EBUSY:
+            raise InUse(f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)")
+        raise Refused(f"{wanted.place} could not be mounted anew: {os.strerror(number)}")
+
+
+def _was_read_only(words: list[str]) -> bool:
+    given = [word for text in words if text.startswith("-o") for word in text[2:].split(",") if word in ("ro", "rw")]
+    return given[-1] == "ro" if given else "--read-only" in words
+
+
+def run(wanted: Wanted) -> None:
+    from nvpool.cli.mount import log_of
+    from nvpool.cli.mounts import mount_pool
+    from nvpool.cli.reach import directory_of
+    from nvpool.fuse.view_ops import parts_of
+    parts_of(wanted.subtree)
+    directory = directory_of(wanted.pool)
+    pool = wanted.pool
+    if directory is not None:
+        pool = str(directory.path)
+        configuration.load(directory.node_toml)
+    if wanted.fake:
+        return
+    words = (*wanted.words, f"--source={wanted.source}")
+    if wanted.subtree.strip("/"):
+        words += (f"--subtree={wanted.subtree}",)
+    pid = mount_pool(pool, wanted.place, Path(wanted.log) if wanted.log else log_of(pool, wanted.place), words, wanted.wait_s)
+    if wanted.verbose:
+        print(f"mount.nvpool: {wanted.source} mounted on {wanted.place} (process {pid})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        wanted = parse(sys.argv[1:] if arguments is None else arguments)
+    except NvpoolError as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        if not wanted.remount:
+            run(wanted)
+        elif not wanted.fake:
+            remount(wanted)
+    except InvalidRequest as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (NvpoolError, OSError) as error:
+        print(f"mount.nvpool: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""mount.nvpool: what mount(8) and /etc/fstab say, and what becomes of it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nvpool.base.errors import InvalidRequest
+from nvpool.cli import mount_helper
+from nvpool.cli.mount_helper import main, parse
+
+
+def parsed(source, *options, words=()):
+    return parse([source, "/mnt/none-here", *words, *(("-o", ",".join(options)) if options else ())])
+
+
+@pytest.mark.parametrize("source, pool, subtree", [
+    ("host:/volumes/x", "host:17512", "/volumes/x"),
+    ("10.0.0.1:4000:/volumes/x", "10.0.0.1:4000", "/volumes/x"),
+    ("host:/", "host:17512", "/"),
+    ("host:4000", "host:4000", "/"),
+    ("[fd00::1]:/x", "[fd00::1]:17512", "/x"),
+    ("[fd00::1]:4000:/x", "[fd00::1]:4000", "/x"),
+    ("/srv/pool:/a/b", "/srv/pool", "/a/b"),
+    ("/srv/pool", "/srv/pool", "/"),
+    ("stream://10.0.0.1:4000:/x", "stream://10.0.0.1:4000", "/x"),
+])
+def test_sources(source, pool, subtree):
+    found = parsed(source)
+    assert (found.source, found.pool, found.subtree) == (source, pool, subtree)
+
+
+def test_a_directory_with_a_colon_is_a_pool(tmp_path):
+    place = tmp_path / "a:" / "b"
+    place.mkdir(parents=True)
+    assert parsed(str(place))[2:4] == (str(place), "/")
+    assert parsed(f"{place}:/c")[2:4] == (f"{tmp_path}/a", "/b:/c")  # the first divides, as everywhere
+
+
+def test_a_clients_directory_is_an_option_and_the_host_is_a_name_then():
+    for source, subtree in (("anything:/volumes/x", "/volumes/x"), ("pool", "/"), ("10.0.0.1:17512:/x", "/x")):
+        found = parsed(source, "pool=/etc/nvpool/pool")
+        assert (found.source, found.pool, found.subtree) == (source, "/etc/nvpool/pool", subtree)
+
+
+@pytest.mark.parametrize("source", ["host", "fd00::1:/x", "host:port:/x", ":/x", "ho[st:/x"])
+def test_what_is_no_source_is_refused(source, capsys):
+    assert main([source, "/mnt/none-here"]) == 1
+    assert "mount.nvpool: " in capsys.readouterr().err
+
+
+def test_options_become_words_of_a_mount():
+    found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "workers=4", "deadline-s=5", "no_short_cut", "holder",
+                   "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x")
+    assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--workers=4", "--deadline-s=5.0",
+                           "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel", '-ocontext="a:b,c"')
+    assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
+
+
+def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
+    found = parsed("h:/x", "defaults", "noauto", "user", "_netdev", "x-systemd.automount", "x-systemd.idle-timeout=60",
+                   "nofail", "comment=ours", "X-mount.mkdir", "ro")
+    assert found.words == ("-oro",)
+
+
+@pytest.mark.parametrize("option, said", [
+    ("bogus", "'bogus' is no option of nvpool; there are pool="), ("workers", "needs a value"),
+    ("workers=many", "is not a value"), ("max_read=-", "is not a value"), ("pool=", "needs a value"),
+    ("writeback=1", "is no option")])
+def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
+    assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
+    error = capsys.readouterr().err
+    assert said in error and ("is no option" not in said or "deadline-s=" in error and "noexec" in error)
+    if "value" not in said:
+        assert parsed("h:/x", "ro", option, words=("-s",)).words == ("-oro",)  # mount -s: what is not known is passed over
+
+
+def test_letters_of_mount_8():
+    found = parsed("h:/x", words=("-f", "-n", "-v", "-t", "nvpool"))
+    assert found.fake and found.verbose
+    for wrong in (("-q",), ("-t", "ext4"), ("-N", "/proc/1/ns/mnt"), ("more",)):
+        with pytest.raises(InvalidRequest):
+            parsed("h:/x", words=wrong)
+    assert main(["h:/x"]) == 1
+
+
+def test_a_fake_mount_checks_and_does_nothing(tmp_path, capsys):
+    assert main(["host:/x", str(tmp_path), "-f"]) == 0
+    assert main([f"{tmp_path}/none:/x", str(tmp_path), "-f"]) == 32
+    assert "none" in capsys.readouterr().err
+    assert main(["host:/x/../..", str(tmp_path), "-f"]) == 1
+
+
+def test_options_of_the_kernel_are_taken_when_it_is_mounted_anew_and_only_then():
+    shown = ("rw", "nosuid", "nodev", "relatime", "user_id=0", "group_id=0", "default_permissions", "allow_other", "ro")
+    assert parsed("h:/x", "remount", *shown).flags == 1 | 2 | 4
+    assert parsed("nvpool:p:/x", "remount", "ro", "rw", "noexec", "suid").flags == 4 | 8  # as /proc/mounts may show it
+    with pytest.raises(InvalidRequest, match="user_id"):
+        parsed("h:/x", *shown)
+
+
+def test_nothing_is_mounted_anew_where_nothing_is_mounted(tmp_path, capsys):
+    assert main(["h:/x", str(tmp_path), "-o", "remount,ro"]) == 32
+    assert "nothing of nvpool is mounted" in capsys.readouterr().err
+
+
+def test_the_helper_is_a_program_that_mount_8_can_find():
+    project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())["project"]
+    assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount_helper:main" and callable(mount_helper.main)
+    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.mount_helper"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "mount -t nvpool" in done.stderr
