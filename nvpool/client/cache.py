@@ -22,6 +22,8 @@ from nvpool.wire.v1.meta_pb2 import Attr
 
 XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG = 1, 4, 32
 NEVER_S = float("-inf")
+NO_END = 1 << 63
+"""No file ends there."""
 
 
 class OpenInode:
@@ -31,7 +33,8 @@ class OpenInode:
     __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
                  "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
                  "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
-                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure", "ended")
+                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure", "ended", "volume",
+                 "paid")
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -40,6 +43,8 @@ class OpenInode:
         self.chunk_mask = (1 << attr.chunk_bits) - 1
         self.attr = attr
         self.attr_born_s = NEVER_S
+        self.volume = attr.volume
+        self.paid = attr.size if attr.volume else NO_END  # so long the file may be by what its volume has promised
         self.cut = attr.cut
         self.truncated = attr.cut - attr.punches  # the last cut number that was a truncation; later ones were holes
         self.grant = b""
@@ -180,6 +185,8 @@ class Cache:
                     before, opened.cut, opened.truncated = opened.cut, attr.cut, attr.cut - attr.punches
                     if opened.written is not None and opened.truncated > before:
                         opened.written.was_cut()
+                    if opened.volume and opened.truncated > before:
+                        opened.paid = opened.size
             return
         inode, newest = attr.inode, attr
         held = self._attrs.pop(inode, None)

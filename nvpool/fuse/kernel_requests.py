@@ -372,7 +372,7 @@ class KernelRequests:
 
     def _on_statfs(self, count: int) -> None:
         request, _, _ = self._decoded(count)
-        self._start(request.unique, "statfs", self._ops.statfs(), self._space)
+        self._start(request.unique, "statfs", self._ops.statfs(request.node), self._space)
 
     def _on_getxattr(self, count: int) -> None:
         request, body, _ = self._decoded(count)

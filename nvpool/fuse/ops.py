@@ -31,6 +31,7 @@ from typing import NamedTuple
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import DirectoryGone, NotFound, NotSupported, NvpoolError
+from nvpool.base.ids import ROOT_INODE
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.once import asking
 from nvpool.client.vfs.contract import Caller, DirHandle
@@ -460,8 +461,9 @@ class FuseOps(LockOps, ListOps, AgainOps):
         finally:
             self._changes += 1
 
-    async def statfs(self):
-        return await self._vfs.statfs()
+    async def statfs(self, node: int = ROOT_INODE):
+        """Of the volume that the node is in, or the pool."""
+        return await self._vfs.statfs(node)
 
     # -- after another process of this mount ---------------------------------------------------------------------------
 

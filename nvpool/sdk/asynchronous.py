@@ -429,10 +429,10 @@ class AsyncFileSystem:
         with as_os_error(path):
             await self.vfs.removexattr((await find(self.vfs, path)).inode, os.fsencode(name), self.caller)
 
-    async def statfs(self) -> StatFs:
-        """Sizes of the whole pool."""
-        with as_os_error():
-            return await self.vfs.statfs()
+    async def statfs(self, path: Path = "/") -> StatFs:
+        """Sizes of the volume that the path is in, where that has a quota; else those of the whole pool."""
+        with as_os_error(path):
+            return await self.vfs.statfs((await find(self.vfs, path)).inode)
 
 
 async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:

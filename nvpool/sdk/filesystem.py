@@ -373,8 +373,8 @@ class FileSystem:
         directory has had yet is set with `nvpool dir set`, on a node of the pool."""
         self._call("set_layout", path, replicas=replicas, chunk_bytes=chunk_bytes)
 
-    def statfs(self) -> StatFs:
-        return self._call("statfs")
+    def statfs(self, path: Path = "/") -> StatFs:
+        return self._call("statfs", path)
 
 
 def _plain(what):

@@ -463,7 +463,7 @@ class MemoryVfs:
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
-    async def statfs(self) -> StatFs:
+    async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
         return StatFs(1 << 30, 1 << 29, 1 << 29, 4096, 1 << 32, (1 << 32) - len(self._nodes), NAME_BYTES_MAX)
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:

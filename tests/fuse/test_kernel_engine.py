@@ -417,7 +417,7 @@ async def test_stopping_waits_for_what_is_in_work(kernel):
 
 
 class BrokenVfs(MemoryVfs):
-    async def statfs(self):
+    async def statfs(self, node):
         return None
 
     async def readlink(self, inode):

@@ -220,3 +220,178 @@ def test_a_volume_that_is_used_is_not_removed():
             assert (await fs.volumes.remove("v", force=True)).state == "removing"
 
     asyncio.run(main())
+
+
+@asynccontextmanager
+async def two_clients(**options):
+    async with pool_and_client(**options) as (pool, fs):
+        client = await pool.client(options=ClientOptions(deadline_s=10.0))
+        yield pool, fs, AsyncFileSystem(client, ROOT)
+        await client.close()
+
+
+def test_the_quota_in_bytes_is_exact_for_one_writer():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", bytes_max=1_000_000)
+            async with await fs.open("/volumes/v/f", "wb") as file:
+                assert await file.write(0, b"x" * 999_000) == 999_000
+                assert await file.write(999_000, b"y" * 5_000) == 1_000  # as much as fits
+                with pytest.raises(OSError) as found:
+                    await file.write(1_000_000, b"z")
+                refused(QuotaExceeded, found)
+                assert await file.write(5, b"w" * 10) == 10  # no longer by that
+                with pytest.raises(OSError):
+                    await file.write(2_000_000, b"z")
+            assert (await fs.stat("/volumes/v/f")).st_size == 1_000_000
+            assert (await fs.volumes.show("v")).bytes_used == 1_000_000
+            with pytest.raises(OSError) as found:
+                await fs.write_bytes("/volumes/v/g", b"1")
+            refused(QuotaExceeded, found)
+            await fs.remove("/volumes/v/f")
+            assert await fs.write_bytes("/volumes/v/g", b"1" * 1_000_000) == 1_000_000
+            found = await fs.volumes.show("v")
+            assert (found.bytes_used, found.files_used) == (1_000_000, 1)
+
+    asyncio.run(main())
+
+
+def test_truncate_append_fallocate_and_copies_keep_the_quota():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", bytes_max=1_000_000)
+            await fs.write_bytes("/volumes/v/f", b"x" * 300_000)  # what was promised in advance is given back for what follows
+            async with await fs.open("/volumes/v/g", "wb") as file:
+                await file.write(0, b"1" * 10)
+                with pytest.raises(OSError) as found:
+                    await file.truncate(700_001)
+                refused(QuotaExceeded, found)
+                await file.truncate(700_000)
+                await file.truncate(0)
+                with pytest.raises(QuotaExceeded):
+                    await fs.vfs.fallocate(file.handle, 0, 700_001, 0)
+                await fs.vfs.fallocate(file.handle, 0, 600_000, 0)
+            assert (await fs.volumes.show("v")).bytes_used == 900_000
+            async with await fs.open("/volumes/v/g", "ab") as file:
+                await file.write(0, b"2" * 99_999)
+                with pytest.raises(OSError) as found:
+                    await file.write(0, b"22")
+                refused(QuotaExceeded, found)
+                await file.write(0, b"2")
+            assert (await fs.volumes.show("v")).bytes_used == 1_000_000
+            await fs.truncate("/volumes/v/g", 0)
+            async with await fs.open("/volumes/v/f") as source, await fs.open("/volumes/v/h", "wb") as target:
+                assert await fs.vfs.copy_range(source.handle, 0, target.handle, 600_000, 300_000) == 100_000
+                with pytest.raises(QuotaExceeded):
+                    await fs.vfs.copy_range(source.handle, 0, target.handle, 700_000, 300_000)
+
+    asyncio.run(main())
+
+
+def test_two_writers_never_pass_the_quota_and_what_one_holds_in_advance_comes_back():
+    async def main():
+        async with two_clients() as (pool, one, other):
+            quota = 2_000_000
+            await one.volumes.create("v", bytes_max=quota)
+            taken = [0, 0]
+
+            async def fill(number: int, fs: AsyncFileSystem) -> None:
+                async with await fs.open(f"/volumes/v/{number}", "wb") as file:
+                    while True:
+                        try:
+                            taken[number] += await file.write(taken[number], b"x" * 10_000)
+                        except OSError as error:
+                            assert error.errno == errno.EDQUOT
+                            break
+                        await asyncio.sleep(0)
+
+            await asyncio.gather(fill(0, one), fill(1, other))
+            assert quota - quota // 16 <= sum(taken) <= quota
+            assert (await one.volumes.show("v")).bytes_used == sum(taken)
+            for _ in range(100):
+                if not (await one.volumes.show("v")).bytes_reserved:
+                    break
+                await asyncio.sleep(0.02)
+            assert not (await one.volumes.show("v")).bytes_reserved
+            left = quota - sum(taken)
+            if left:
+                assert await one.write_bytes("/volumes/v/rest", b"x" * left) == left
+            with pytest.raises(OSError):
+                await other.write_bytes("/volumes/v/more", b"x")
+
+    asyncio.run(main())
+
+
+def test_what_was_taken_is_promised_over_a_restart_of_the_shard():
+    async def main():
+        async with two_clients(capacities=(64 * MIB,)) as (pool, one, other):
+            await one.volumes.create("v", bytes_max=1_000_000)
+            async with await one.open("/volumes/v/f", "wb") as file:
+                await file.write(0, b"x" * 900_000)
+                assert (await other.volumes.show("v")).bytes_reserved + (await other.volumes.show("v")).bytes_used >= 900_000
+                await pool.stop_shard()
+                await pool.start_shard()
+                # the newcomer waits until the first has said again what it was promised
+                assert 0 < await other.write_bytes("/volumes/v/g", b"y" * 200_000) <= 100_000
+                await file.flush()
+            shown = await one.volumes.show("v")
+            assert shown.bytes_used <= 1_000_000 and (await one.stat("/volumes/v/f")).st_size == 900_000
+
+    asyncio.run(main())
+
+
+def test_a_quota_that_comes_later_counts_for_who_writes_already():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v")
+            async with await fs.open("/volumes/v/f", "wb") as file:
+                await file.write(0, b"x" * 500_000)
+                await file.flush()
+                with pytest.raises(OSError, match="lie below"):
+                    await fs.volumes.resize("v", bytes_max=400_000)
+                await fs.volumes.resize("v", bytes_max=600_000)
+                for room in fs.vfs.rooms._rooms.values():
+                    room.until_s = 1e-9  # ten seconds later
+                assert await file.write(500_000, b"x" * 200_000) == 100_000
+            assert (await fs.volumes.show("v")).bytes_used == 600_000
+
+    asyncio.run(main())
+
+
+def test_statfs_in_a_volume_shows_its_quota():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", bytes_max=10 * MIB, files_max=10)
+            await fs.volumes.create("w")
+            await fs.mkdir("/volumes/v/d")
+            await fs.write_bytes("/volumes/v/d/f", b"x" * MIB)
+            async with await fs.open("/volumes/v/d/f") as file:
+                for path in ("/volumes/v", "/volumes/v/d", "/volumes/v/d/f"):
+                    space = await fs.statfs(path)
+                    assert (space.blocks_total, space.blocks_available) == (10 * 256, 9 * 256)
+                    assert (space.files_total, space.files_free) == (10, 8)
+                assert (await fs.vfs.statfs(file.handle.inode)).blocks_free == 9 * 256
+            assert (await fs.statfs("/volumes/w")).blocks_total == (await fs.statfs()).blocks_total != 10 * 256
+
+    asyncio.run(main())
+
+
+def test_what_is_open_without_a_name_counts_until_it_is_closed():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            made = await fs.volumes.create("v", bytes_max=1_000_000, files_max=1)
+            file = await fs.open("/volumes/v/f", "wb")
+            await file.write(0, b"x" * 600_000)
+            await file.flush()
+            await fs.remove("/volumes/v/f")
+            shown = await fs.volumes.show("v")
+            assert (shown.files_used, shown.bytes_used) == (1, 600_000)
+            assert await file.write(600_000, b"x" * 600_000) == 400_000
+            await file.flush()
+            assert (await fs.volumes.show("v")).bytes_used == 1_000_000
+            await file.close()
+            await fs.vfs.meta.release_now(made.inode)
+            shown = await fs.volumes.show("v")
+            assert (shown.files_used, shown.bytes_used) == (0, 0)
+
+    asyncio.run(main())

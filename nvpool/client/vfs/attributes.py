@@ -8,6 +8,7 @@ import stat
 from collections import Counter
 
 from nvpool.base.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.base.ids import ROOT_INODE
 from nvpool.base.units import (
     BLOCK_BYTES,
     CHAINS_PER_TABLE,
@@ -98,12 +99,15 @@ class Attributes(Core):
             await self._settle(inode)  # what is stamped by a later report would lie over the time that is set here
         if size is None:
             return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
+        if file.volume and size > file.attr.size:
+            await self._settle(inode)  # what it takes of the volume is to be counted once
         self.reader.changed(file)
         await self.writer.begin_cut(file, size)
         try:
             if size > file.attr.size:
                 await self.writer.settle(file)
-            attr = self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file))
+            attr = self._take(await self._growing(
+                file, lambda: self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file)))
         finally:
             self.writer.end_cut(file)
             self.reader.changed(file)
@@ -174,7 +178,31 @@ class Attributes(Core):
 
     # -- the pool ------------------------------------------------------------------------------------------------------
 
-    async def statfs(self) -> StatFs:
+    async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
+        """Sizes of the volume that the inode is in, where that has quotas; what it has none for is the pool's. Else as
+        `statfs_of_pool`."""
+        pool = await self.statfs_of_pool()
+        volume = 0 if inode == ROOT_INODE else await self._volume_of(inode)
+        if not volume:
+            return pool
+        state = (await self.meta.ask(volume, wire_pb2.META_VOLUME, meta_pb2.VolumeRequest(inode=volume),
+                                     meta_pb2.VolumeReply)).volume
+        if state.bytes_max:
+            free = max(0, state.bytes_max - state.bytes_used) // BLOCK_BYTES
+            pool = pool._replace(blocks_total=state.bytes_max // BLOCK_BYTES, blocks_free=free,
+                                 blocks_available=min(free, pool.blocks_available))
+        if state.files_max:
+            pool = pool._replace(files_total=state.files_max, files_free=max(0, state.files_max - state.files_used))
+        return pool
+
+    async def _volume_of(self, inode: int) -> int:
+        """0 for what is in none. A listing does not tell it."""
+        attr = self.cache.attr(inode, self.options.attr_s)
+        if attr is None or not attr.volume:
+            attr = await self._fetch_attr(inode)
+        return attr.volume
+
+    async def statfs_of_pool(self) -> StatFs:
         """Sizes of the pool, at most a second old; of a target that is silent those that it last told, for STATFS_KEPT_S.
         Unavailable where there are none: half of a pool is no pool that is full. But who holds nothing of it at the
         moment has no room."""

@@ -21,6 +21,7 @@ from nvpool.client.pathfinder import KnownPaths
 from nvpool.client.poolview import PoolView
 from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
+from nvpool.client.rooms import Rooms
 from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
 from nvpool.wire.codec import pack_inodes
@@ -57,8 +58,10 @@ class Core:
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.ranges = Ranges(self.chunks, dialer, clock)
-        self._renewals: set[asyncio.Task] = set()
+        self.rooms = Rooms(self.meta, clock)
+        view.changed.append(self.rooms.map_changed)
         self.meta.on_restart = self._shard_restarted
+        self._renewals: set[asyncio.Task] = set()
         self.on_lost: Callable[[int], None] = lambda inode: None
         """Set by who keeps bytes of files beyond a call: of this inode he must not show any more. Must not wait."""
         self.on_recall: Callable[[list[int]], Awaitable[None]] = _nothing
@@ -69,6 +72,7 @@ class Core:
 
     def _shard_restarted(self, shard: int) -> None:
         self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
+        self.rooms.shard_restarted(shard)
 
     def hold_reads(self) -> None:
         """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""
@@ -263,6 +267,12 @@ class Core:
         replies = await asyncio.gather(*(ask(shard.id) for shard in self.view.map.shards))
         return [reply for reply in replies if reply is not None]
 
+    async def _growing(self, file: OpenInode, change: Callable[[], Awaitable]):
+        """The answer to a change that may make an open file longer; see Rooms.repeat."""
+        if not file.volume:
+            return await change()
+        return await self.rooms.repeat(file, file.volume, change, lambda: self.writer.settle(file))
+
     async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
         return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True)
 
@@ -272,6 +282,7 @@ class Core:
         """Send and report what has waited long enough; renew grants in use that are past half their life."""
         await self.writer.run_once()
         self.chunks.short.run_once()
+        self.rooms.run_once()
         if self.kept is not None:
             self.kept.trim()
         now_ms = self.clock.wall_ns() // 1_000_000
@@ -293,6 +304,7 @@ class Core:
     async def close(self, deadline_s: float) -> None:
         """Store and report what was written, give the session back, stop; all by `deadline_s`."""
         sent = await self.writer.close(deadline_s)
+        self.rooms.close()
         for task in list(self._renewals):
             task.cancel()
         self.paths.close()

@@ -88,6 +88,8 @@ class Files(Names, Locks):
         before = self.cache.open.get(entry.attr.inode)
         change = before.attr.change if before is not None else 0
         file = self.cache.hold(entry.attr)
+        if entry.attr.volume and not file.volume:  # opened before by what a listing tells
+            file.volume, file.paid = entry.attr.volume, file.size
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
         self.meta.opened(file.inode)
@@ -184,7 +186,8 @@ class Files(Names, Locks):
         return found
 
     async def write(self, handle: FileHandle, offset: int, buffer) -> int:
-        """Take all of `buffer`; it is stored later, at the latest by flush. An error of an earlier write is raised here, once.
+        """Take all of `buffer`, or as much of it as fits into its volume; it is stored later, at the latest by flush. An error
+        of an earlier write is raised here, once. QuotaExceeded where nothing of it fits, and nothing is taken.
         For O_APPEND handles the place is the end of the file as the service has it, and `offset` is ignored."""
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
@@ -196,6 +199,10 @@ class Files(Names, Locks):
         if handle.append:
             offset = await self._reserve(handle, len(buffer))
         check_range(file.layout, offset, len(buffer))
+        if offset + len(buffer) > file.paid:
+            fits = await self.rooms.have(file, offset, offset + len(buffer)) - offset
+            if fits < len(buffer):
+                buffer = memoryview(buffer)[:fits]
         self.reader.changed(file)
         written = await self.writer.write(file, offset, buffer)
         self.reader.changed(file)  # what was fetched while the write waited for room
@@ -208,6 +215,8 @@ class Files(Names, Locks):
         if not handle.writable or handle.append or handle.closed or file.lost or not len(buffer):
             return False
         check_range(file.layout, offset, len(buffer))
+        if offset + len(buffer) > file.paid and not self.rooms.cover(file, offset + len(buffer)):
+            return False
         self.reader.changed(file)
         return self.writer.write_now(file, offset, buffer, unique)
 
@@ -220,9 +229,13 @@ class Files(Names, Locks):
         losses = self.chunks.ended.losses
         for last in (False, False, True):
             request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut)
+            async def ask(request=request) -> meta_pb2.ReserveReply:
+                return await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
+                                              once=True)
+
             try:
-                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
-                                               once=True)
+                reply = await (self.rooms.repeat(file, file.volume, ask, lambda: self._settle(file.inode)) if file.volume
+                               else ask())
                 break
             except StaleCut:
                 if last:
@@ -231,6 +244,8 @@ class Files(Names, Locks):
         if reply.HasField("attr"):
             self.cache.put_attr(reply.attr)
         self.chunks.ended.note(file, losses, reply.offset)
+        if file.volume:
+            file.paid = max(file.paid, reply.offset + length)
         return reply.offset
 
     async def flush(self, handle: FileHandle, owner: int | None = None) -> None:
@@ -293,6 +308,8 @@ class Files(Names, Locks):
             if file.grant_rights & READ and not file.lost:
                 self.leases.keep_grant(file.inode, file.grant)
             self.writer.forget(file)
+            if file.volume:
+                self.rooms.drop(file)
             self.meta.release(file.inode, file.opened)
 
     async def read_many(self, reads, into: memoryview) -> list[int]:

@@ -316,7 +316,9 @@ class Locks(Core):
     # -- the end of a session ----------------------------------------------------------------------------------------------
 
     def _session_lost(self, shard: int) -> None:
-        """All locks at the shard are gone, and others may have them soon: who relied on them must not go on."""
+        """All locks at the shard are gone, and others may have them soon: who relied on them must not go on. Gone is also what
+        it has promised us in volumes."""
+        self.rooms.shard_restarted(shard)
         self.reader.forget_contents()
         for file in self.cache.open.values():
             file.fetching = None

@@ -82,6 +82,8 @@ class Ranges(Files, Attributes):
             await self._check_room(file, offset, length)
             if not grow or offset + length <= file.size:
                 return
+        if file.volume and grow:
+            await self._settle(file.inode)  # what it takes of the volume is to be counted once
         request = meta_pb2.AllocateRequest(inode=file.inode, offset=offset, length=length, punch=hole, grow=grow,
                                            rights=file.grant_rights)
         if hole:
@@ -91,8 +93,8 @@ class Ranges(Files, Attributes):
             self.reader.changed(file)
             await self.writer.pause(file)
         try:
-            self._take(await self.meta.change(file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file,
-                                              once=True))
+            self._take(await self._growing(file, lambda: self.meta.change(
+                file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file, once=True)))
         finally:
             if hole:
                 self.writer.end_cut(file)
@@ -103,7 +105,7 @@ class Ranges(Files, Attributes):
         """NoSpace where what is a hole in the range does not fit into what is free."""
         def room() -> bool:
             return length <= space.blocks_available * space.block_bytes
-        space = await self.statfs()
+        space = await self.statfs_of_pool()
         if room():
             return
         await self._settle(file.inode)
@@ -116,7 +118,7 @@ class Ranges(Files, Attributes):
             length -= sum(max(0, min(last, size) - max(first, place)) for first, last in seen.runs)
             place = seen.end
         self._statfs = None
-        space = await self.statfs()
+        space = await self.statfs_of_pool()
         if not room():
             raise NoSpace(f"{length} bytes are to be allocated, {space.blocks_available * space.block_bytes} are free")
 
@@ -205,6 +207,8 @@ class Ranges(Files, Attributes):
         if length <= 0:
             return 0
         check_range(file.layout, to, length)
+        if to + length > file.paid:
+            length = await self.rooms.have(file, to, to + length) - to
         if origin is file and abs(offset - to) < length:
             raise InvalidRequest("a range can not be copied over itself")
         pieces = self._pieces(origin, offset, file, to, length)

@@ -68,6 +68,7 @@ class TakeOver(Files):
             file = found[inode]
             if not file.lost:
                 self.writer.take_over(file, kept)
+                self.rooms.take_over(file)
             elif kept.pieces or kept.stored_end:
                 log.error("%d writes to inode %d are dropped: it is gone, or can not be asked for", len(kept.pieces), inode)
                 self._drop_left(kept)

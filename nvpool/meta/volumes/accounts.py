@@ -27,23 +27,21 @@ class Rooms:
         self._grace_s = grace_s
         self.by_volume: dict[int, dict[int, int]] = {}
         """Volume -> session -> bytes."""
-        self._grace_until_s = 0.0
         self._grace_of: dict[int, float] = {}
 
-    def begin_grace(self, partitions: frozenset[int] | None = None) -> None:
-        """Of these partitions (None: of all) sessions may have been promised something that is not known here."""
-        until_s = self._clock.boottime_s() + self._grace_s
-        if partitions is None:
-            self._grace_until_s = until_s
-        else:
-            self._grace_of.update(dict.fromkeys(partitions, until_s))
+    def begin_grace(self, partitions: frozenset[int]) -> None:
+        """Sessions may have been promised something in these partitions that is not known here."""
+        self._grace_of.update(dict.fromkeys(partitions, self._clock.boottime_s() + self._grace_s))
 
     def grace_left_s(self, volume: int) -> float:
         """How long nobody is promised anything new in the volume."""
-        if not self._grace_until_s and not self._grace_of:
+        until_s = self._grace_of.get(partition_of(volume))
+        if until_s is None:
             return 0.0
-        until_s = max(self._grace_until_s, self._grace_of.get(partition_of(volume), 0.0))
-        return max(0.0, until_s - self._clock.boottime_s())
+        left_s = until_s - self._clock.boottime_s()
+        if left_s <= 0:
+            del self._grace_of[partition_of(volume)]
+        return max(0.0, left_s)
 
     def promised(self, volume: int) -> int:
         """To all sessions."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, QuotaExceeded, WrongShard
+from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, NvpoolError, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
@@ -192,10 +192,11 @@ class VolumeAnswers:
             reply.unlimited = True
             call.reply(reply.SerializeToString())
             return
+        reply.bytes_max = record.bytes_max
         before = rooms.of(number, session)
         others = rooms.promised(number) - before
         free = max(0, record.bytes_max - use.bytes - others)
-        if request.again and request.bytes > before:
+        if request.again and rooms.grace_left_s(number):
             reply.bytes = request.bytes  # the process or shard before us has promised it: there is room for it
         elif request.bytes <= before:
             reply.bytes = request.bytes
@@ -204,10 +205,7 @@ class VolumeAnswers:
             return
         else:
             ahead = min(AHEAD_BYTES, max(0, free - request.needed) // AHEAD_SHARE)
-            reply.bytes = min(request.bytes, request.needed + ahead, free) if free >= before else before
-        if request.needed > reply.bytes and not reply.bytes and not before:
-            raise QuotaExceeded(f"volume {record.name} is full: {use.bytes} of {record.bytes_max} bytes are used"
-                                f"{f', {others} promised to other writers' if others else ''}")
+            reply.bytes = max(before, min(request.bytes, request.needed + ahead, free))
         rooms.promise(number, session, reply.bytes)
         call.reply(reply.SerializeToString())
 

@@ -1373,11 +1373,13 @@ class VolumeRoomRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., bytes: _Optional[int] = ..., needed: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class VolumeRoomReply(_message.Message):
-    __slots__ = ("bytes", "unlimited", "life_ms")
+    __slots__ = ("bytes", "unlimited", "life_ms", "bytes_max")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     UNLIMITED_FIELD_NUMBER: _ClassVar[int]
     LIFE_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     unlimited: bool
     life_ms: int
-    def __init__(self, bytes: _Optional[int] = ..., unlimited: _Optional[bool] = ..., life_ms: _Optional[int] = ...) -> None: ...
+    bytes_max: int
+    def __init__(self, bytes: _Optional[int] = ..., unlimited: _Optional[bool] = ..., life_ms: _Optional[int] = ..., bytes_max: _Optional[int] = ...) -> None: ...
