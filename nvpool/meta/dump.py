@@ -1,11 +1,12 @@
 """All metadata of a shard as JSON lines, and back: for backup, for moving to another format, for people with grep.
 
 The first line is {"nvpool_dump": 1, "shard": …}; each further one a record with "type": inode, dentry, xattr, orphan,
-collect, intent, identity, bounds, counts, damaged, part; or raw, with key and value in hex, for what can not be read.
-Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else the field ends in
-_hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who begin anew after a
-load. So is what shards hold for changes over several of them: where `meta/moment` took the snapshots none is half made.
-The identity holds the pool's name key, without which nobody can make names that collide: keep dumps as private as the pool.
+collect, intent, identity, bounds, counts, damaged, part, volume, use, attached; or raw, with key and value in hex, for what
+can not be read. Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else
+the field ends in _hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who
+begin anew after a load. So is what shards hold for changes over several of them: where `meta/moment` took the snapshots none
+is half made. The identity holds the pool's name key, without which nobody can make names that collide: keep dumps as private
+as the pool.
 
 A dump shows one moment (a snapshot of the engine; of all shards together, see `moment`), read in steps while the shard
 serves. A load wants an empty shard.
@@ -24,6 +25,23 @@ from nvpool.meta import records
 from nvpool.meta.parts import Counts, decode_part, encode_part, part_of
 from nvpool.meta.records import HASH_AT, NAME_AT
 from nvpool.meta.view import View
+from nvpool.meta.volumes.records import (
+    ATTACHED,
+    KEY_BYTES,
+    USE,
+    VOLUME,
+    Use,
+    VolumeRecord,
+    decode_attached,
+    decode_use,
+    decode_volume,
+    encode_attached,
+    encode_use,
+    encode_volume,
+    kind_of_volume_key,
+    volume_key,
+    volume_of_key,
+)
 
 DUMP_FORMAT = 1
 LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK, records.HELD, records.DECIDED))
@@ -59,7 +77,7 @@ def _inode_line(key: bytes, raw: bytes) -> dict:
 
 
 def _inode_record(line: dict) -> tuple[bytes, bytes]:
-    line = {"punches": 0, **line}
+    line = {"punches": 0, "volume": 0, **line}
     target = _bytes(line, "target") if "target" in line or "target_hex" in line else b""
     inode = records.Inode(line["inode"], target=target, **{field: line[field] for field in _INODE_FIELDS})
     return records.inode_key(inode.number), records.encode_inode(inode)
@@ -92,11 +110,15 @@ def _xattr_record(line: dict) -> tuple[bytes, bytes]:
 
 def _orphan_line(key: bytes, raw: bytes) -> dict:
     records.decode_orphan(raw)
-    return {"type": "orphan", "inode": records.inode_of_key(key)}
+    line: dict[str, Any] = {"type": "orphan", "inode": records.inode_of_key(key)}
+    if raw == records.ORPHAN_COUNTED:
+        line["counted"] = True
+    return line
 
 
 def _orphan_record(line: dict) -> tuple[bytes, bytes]:
-    return records.numbered_key(records.ORPHAN, line["inode"]), records.ORPHAN_VALUE
+    return (records.numbered_key(records.ORPHAN, line["inode"]),
+            records.ORPHAN_COUNTED if line.get("counted") else records.ORPHAN_VALUE)
 
 
 def _collect_line(key: bytes, raw: bytes) -> dict:
@@ -127,6 +149,32 @@ def _part_record(line: dict) -> tuple[bytes, bytes]:
     part = part_of(line["inode"], line["shard"], Counts(*(line[field] for field in Counts._fields)),
                    **{field: line[field] for field in _PART_FIELDS})
     return records.part_key(part.number, part.shard), encode_part(part)
+
+
+def _other_line(key: bytes, raw: bytes) -> dict:
+    kind, number = kind_of_volume_key(key), volume_of_key(key)
+    if kind == VOLUME:
+        return {"type": "volume", "inode": number, **decode_volume(raw)._asdict()}
+    if kind == USE:
+        use = decode_use(raw)
+        return {"type": "use", "inode": number, "bytes": use.bytes, "files": use.files}
+    line: dict[str, Any] = {"type": "attached", "inode": number, "since_ns": decode_attached(raw)}
+    _text(line, "holder", key[KEY_BYTES:])
+    return line
+
+
+def _volume_record(line: dict) -> tuple[bytes, bytes]:
+    fields = {field: line[field] for field in VolumeRecord._fields}
+    fields["grants"] = tuple((member, bool(write)) for member, write in fields["grants"])
+    return volume_key(VOLUME, line["inode"]), encode_volume(VolumeRecord(**fields))
+
+
+def _use_record(line: dict) -> tuple[bytes, bytes]:
+    return volume_key(USE, line["inode"]), encode_use(Use(line["bytes"], line["files"]))
+
+
+def _attached_record(line: dict) -> tuple[bytes, bytes]:
+    return volume_key(ATTACHED, line["inode"], _bytes(line, "holder")), encode_attached(line["since_ns"])
 
 
 def _identity_line(key: bytes, raw: bytes) -> dict:
@@ -170,10 +218,12 @@ def _raw_record(line: dict) -> tuple[bytes, bytes]:
 _LINES: dict[int, Callable[[bytes, bytes], dict]] = {
     records.INODE: _inode_line, records.DENTRY: _dentry_line, records.XATTR: _xattr_line, records.ORPHAN: _orphan_line,
     records.COLLECT: _collect_line, records.INTENT: _intent_line, records.IDENTITY: _identity_line,
-    records.PART: _part_line, records.BOUNDS: _bounds_line, records.COUNTS: _counts_line, records.DAMAGED: _damaged_line}
+    records.PART: _part_line, records.OTHER: _other_line, records.BOUNDS: _bounds_line, records.COUNTS: _counts_line,
+    records.DAMAGED: _damaged_line}
 _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
     "inode": _inode_record, "dentry": _dentry_record, "xattr": _xattr_record, "orphan": _orphan_record,
     "collect": _collect_record, "intent": _intent_record, "part": _part_record,
+    "volume": _volume_record, "use": _use_record, "attached": _attached_record,
     "identity": _identity_record, "bounds": _bounds_record,
     "counts": _counts_record, "damaged": _damaged_record, "raw": _raw_record}
 

@@ -34,6 +34,8 @@ from nvpool.meta.leases import Sessions
 from nvpool.meta.parts import part_here
 from nvpool.meta.records import HASH_AT, NAME_AT, Inode
 from nvpool.meta.view import Draft, View
+from nvpool.meta.volumes.check import VolumeChecks
+from nvpool.meta.volumes.records import Use
 from nvpool.wire.sums import MASK, Copy, Sum
 
 STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
@@ -102,7 +104,7 @@ class _Anew:
         self._left.clear()
 
 
-class Fsck(OtherRecords):
+class Fsck(OtherRecords, VolumeChecks):
     """One run. `await step(limit)` until `done`; `problems` of a step are returned by it."""
 
     def __init__(self, kv: Kv, view: View, sessions: Sessions, collector: Collector,
@@ -132,6 +134,8 @@ class Fsck(OtherRecords):
         self._problems: list[Problem] = []
         self._sums: dict[int, list[int]] = {}
         self._strays: dict[int, bytes] = {}
+        self._uses: dict[int, Use] = {}
+        self._nameless: dict[int, tuple[int, int]] = {}
         self._inodes = 0
         self._counted: int | None = view.inode_count
         self._counted_at_first = view.inode_count
@@ -145,9 +149,10 @@ class Fsck(OtherRecords):
         self._checks: dict[int, Callable[[bytes, bytes], None]] = {
             records.INODE: self._inode, records.DENTRY: self._dentry, records.XATTR: self._xattr,
             records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
-            records.LOCK: self._lock, records.SESSION: self._session, records.SLOT: self._slot, records.COUNTS: self._counts,
-            records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds, records.PART: self._part,
-            records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED), self._spanning)}
+            records.LOCK: self._lock, records.OTHER: self._other, records.SESSION: self._session, records.SLOT: self._slot,
+            records.COUNTS: self._counts, records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds, records.PART:
+            self._part, records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED),
+            self._spanning)}
 
     def step(self, limit: int) -> list[Problem]:
         """Check the next records. Without a wait inside: what is read here stays true to the end of the step."""
@@ -351,6 +356,8 @@ class Fsck(OtherRecords):
             self._lay_aside(key, raw, str(error))
             return
         self._tally_inode(inode)
+        if inode.volume:
+            self._tally_volume(inode)
         if inode.is_directory and inode.links and self.tree.is_loop(number):
             self._found("loop", f"directory {number} is below itself", lambda: self._cut_loop(number))
         if counter_of(number) >= self._view.next_number:
@@ -359,6 +366,8 @@ class Fsck(OtherRecords):
         now = self._current(number)
         if now is None:
             return
+        if now.volume:
+            self._in_volume(now)
         orphan_key = records.numbered_key(records.ORPHAN, number)
         if not now.links and self._kv.get(orphan_key) is None:
             def queue() -> list:

@@ -40,6 +40,7 @@ class OtherRecords:
 
     def _orphan(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
+        self._tally_orphan(number, raw)
         if (now := self._kv.get(key)) is None:
             return
         inode = self._current(number)
@@ -50,7 +51,7 @@ class OtherRecords:
             why = "which is not there" if inode is None else f"which has {inode.links} links"
             self._found("orphan", f"the orphans name inode {number}, {why}", drop)
             return
-        if now != records.ORPHAN_VALUE:
+        if now not in (records.ORPHAN_VALUE, records.ORPHAN_COUNTED):
             self._found("undecodable", f"the record of orphan {number} can not be read", lambda: [(key, records.ORPHAN_VALUE)])
         if number not in self._collector.orphans:
             def queue() -> list:

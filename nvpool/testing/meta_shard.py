@@ -64,7 +64,8 @@ class ShardClient:
     """A client with one session. Every method may raise what the service answers."""
 
     ANSWERS = {"ALLOCATE": pb.Entry, "SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry,
-               "CREATE": pb.CreateReply,
+               "CREATE": pb.CreateReply, "VOLUME": pb.VolumeReply, "VOLUMES": pb.VolumesReply,
+               "VOLUME_ROOM": pb.VolumeRoomReply,
                "UNLINK": pb.UnlinkReply, "RMDIR": pb.UnlinkReply, "RENAME": pb.RenameReply, "LINK": pb.AttrReply,
                "REPORT": pb.AttrReply, "RESERVE": pb.ReserveReply, "SETXATTR": pb.AttrReply, "REMOVEXATTR": pb.AttrReply,
                "LIST": pb.ListDirReply, "STATFS": pb.StatFsReply, "GETXATTR": pb.GetXattrReply,

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
 from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
+from nvpool.wire.v1 import meta_pb2 as pb
 
 
 def asker_of(member: str) -> str:
     """By the certificate of who asks: a node has the pool's data and all rights, and so has who speaks from a node without
     one."""
     return "" if member.startswith("node/") else member
+
+
+def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
+    """AccessDenied: the asker may not wish that. Rights are given and taken on nodes of the pool; of a listed volume only
+    those who may write in it change the rest, and those who may read say that they use it."""
+    wish = request.wish
+    if not asker:
+        return
+    if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
+        raise AccessDenied(f"{asker} is a client: rights to volumes are given and taken on a node of the pool")
+    right = dict(record.grants).get(asker) if record.flags & LISTED else True
+    if right is None or not right and wish not in (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH):
+        raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
 
 
 class Access:

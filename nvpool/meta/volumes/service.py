@@ -16,6 +16,7 @@ from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
 from nvpool.meta.volumes import policy
+from nvpool.meta.volumes.access import asker_of, check_wish
 from nvpool.meta.volumes.records import (
     ATTACHMENTS_MAX,
     REMOVING,
@@ -100,6 +101,7 @@ class VolumeAnswers:
         if request.wish == _Wish.SHOW:
             self._reply_volume(call, request.inode)
             return
+        check_wish(asker_of(call.peer.member), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
             return

@@ -1,0 +1,248 @@
+"""Records of volumes: as the golden file has them, checked and mended by fsck, kept by dump and load; and who may do what in
+one."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from test_meta_fsck import dump_all, load_all, on_a_shard, stored
+from test_meta_load import Empty
+
+from nvpool.base.errors import AccessDenied, CorruptRecord, InUse, InvalidRequest, NotFound, QuotaExceeded, ReadOnly
+from nvpool.base.ids import ROOT_INODE as ROOT
+from nvpool.meta import records
+from nvpool.meta.records import Inode
+from nvpool.meta.volumes import records as volumes
+from nvpool.meta.volumes.records import ATTACHED, USE, VOLUME, Use, VolumeRecord, volume_key
+from nvpool.wire.transport import Peer
+from nvpool.wire.v1 import meta_pb2 as pb
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NUMBER = 7 << 51 | 0x4_5678_9ABC_DEF0
+T = 1_700_000_000_123_456_789
+PLAIN = VolumeRecord("scratch", 10 << 30, 1000, 0, T)
+FULL = VolumeRecord("models", 0, 0, 604_800, T, volumes.SEALED | volumes.LISTED | volumes.REMOVING, 77,
+                    (("client/a.11111111", False), ("client/b.22222222", True)))
+
+
+def golden_values():
+    return {"key: volume": volume_key(VOLUME, NUMBER).hex(), "key: use": volume_key(USE, NUMBER).hex(),
+            "key: attachment": volume_key(ATTACHED, NUMBER, b"docker/one").hex(),
+            "volume": volumes.encode_volume(PLAIN).hex(), "volume with grants": volumes.encode_volume(FULL).hex(),
+            "use": volumes.encode_use(Use(1 << 40, 12345)).hex(), "attachment": volumes.encode_attached(T).hex(),
+            "orphan that counts": records.ORPHAN_COUNTED.hex(),
+            "inode in a volume": records.encode_inode(Inode(NUMBER + 1, 0o100644, size=4096, mtime_ns=T, atime_ns=T, ctime_ns=T,
+                                                            volume=NUMBER)).hex()}
+
+
+def test_records_of_volumes_are_those_of_the_golden_file():
+    assert golden_values() == json.loads((GOLDEN / "volume_records.json").read_text())
+
+
+@pytest.mark.parametrize("record", [PLAIN, FULL])
+def test_a_volume_comes_back_from_its_record_and_no_part_of_it_is_taken_for_one(record):
+    raw = volumes.encode_volume(record)
+    assert volumes.decode_volume(raw) == record
+    for cut in range(len(raw)):
+        with pytest.raises(CorruptRecord):
+            volumes.decode_volume(raw[:cut])
+    with pytest.raises(CorruptRecord):
+        volumes.decode_volume(raw + b"\0")
+    for kind in (VOLUME, USE):
+        assert volumes.volume_of_key(volume_key(kind, NUMBER)) == NUMBER
+        assert volumes.kind_of_volume_key(volume_key(kind, NUMBER)) == kind
+    for key in (volume_key(VOLUME, NUMBER)[:-1], volume_key(VOLUME, NUMBER, b"x"), volume_key(9, NUMBER), b"\0\7"):
+        with pytest.raises(CorruptRecord):
+            volumes.kind_of_volume_key(key)
+
+
+def test_an_inode_in_a_volume_comes_back_from_its_record():
+    inode = Inode(NUMBER + 1, 0o100644, size=4096, blocks=8, mtime_ns=T, atime_ns=T, ctime_ns=T, cut=9, punches=4,
+                  volume=NUMBER)
+    raw = records.encode_inode(inode)
+    assert records.decode_inode(inode.number, raw) == inode
+    inode.volume = 0
+    assert len(records.encode_inode(inode)) == len(raw) - 8
+
+
+async def make(client, name=b"v", **wish):
+    """A volume with some in it; the numbers of its root, a directory and a file of 5,000 bytes that is open."""
+    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**wish))
+    root = reply.entry.attr.inode
+    directory = (await client.mkdir(root, b"d")).inode
+    file = (await client.file(directory, b"f", open=True, rights=2)).inode
+    await client.report(file, 5000)
+    return root, directory, file
+
+
+async def tell(client, inode, wish, **fields):
+    request = pb.VolumeRequest(session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, wish), **fields)
+    return (await client.ask("VOLUME", request)).volume
+
+
+@on_a_shard
+async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
+    client, kv = shard.client, shard.kv
+    root, directory, file = await make(client)
+    await client.file(root, b"gone", open=True, rights=2)
+    await client.unlink(root, b"gone")  # open: it counts
+    assert await client.fsck() == []
+    state = await tell(client, root, "SHOW")
+    assert (state.files_used, state.bytes_used) == (3, 5000)
+    use, record = kv.get(volume_key(USE, root)), kv.get(volume_key(VOLUME, root))
+    for plant, word in (
+            (lambda: shard.put(volume_key(USE, root), volumes.encode_use(Use(7, 9))), "are counted"),
+            (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
+            (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
+            (lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)), "attached to volume"),
+            (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
+            (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
+            (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
+            (lambda: shard.put(volume_key(9, root), b"?"), "no record of a volume")):
+        plant()
+        problems = await client.fsck()
+        assert [word in problem.text for problem in problems] == [True], (word, problems)
+        assert all(problem.repaired for problem in await client.fsck(repair=True))
+        assert await client.fsck() == []
+        assert kv.get(volume_key(USE, root)) == use and kv.get(volume_key(VOLUME, root)) == record
+    shard.put(volume_key(VOLUME, root), b"?")
+    await client.fsck(repair=True)
+    await client.fsck(repair=True)  # what was in it is in none from here on
+    assert await client.fsck() == []
+    assert not (await client.getattr(file)).attr.volume
+    await client.rename(directory, b"f", ROOT, b"f")
+
+
+@on_a_shard
+async def test_dump_and_load_keep_volumes(shard):
+    client = shard.client
+    root, _, _ = await make(client, bytes_max=10_000, files_max=7, trash_s=60)
+    await client.file(root, b"gone", open=True, rights=2)
+    await client.unlink(root, b"gone")
+    await tell(client, root, "ATTACH", holder="docker/ä")
+    before = await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111", write=True))
+    lines = await dump_all(client)
+    kept = stored(shard.kv)
+    assert {"volume", "use", "attached"} <= {json.loads(line)["type"] for line in lines.splitlines()[1:]}
+    assert not any(json.loads(line)["type"] == "raw" for line in lines.splitlines()[1:])
+    async with Empty() as loaded:
+        await load_all(loaded, lines)
+        await loaded.begin()
+        assert await tell(loaded, root, "SHOW") == before
+        assert stored(loaded.service._kv).items() >= kept.items()
+
+
+@on_a_shard
+async def test_a_sealed_volume_stays_as_it_is(shard):
+    client = shard.client
+    root, directory, file = await make(client)
+    with pytest.raises(InUse, match="open"):
+        await tell(client, root, "SEAL")
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
+    assert (await tell(client, root, "SEAL")).sealed
+    assert (await tell(client, root, "SEAL")).sealed  # again
+    for change in (lambda: client.file(root, b"new"), lambda: client.mkdir(directory, b"new"),
+                   lambda: client.unlink(directory, b"f"), lambda: client.rename(directory, b"f", root, b"f"),
+                   lambda: client.link(file, root, b"f"), lambda: client.setattr(file, 1, mode=0o600),
+                   lambda: client.setattr(file, 8, size=0), lambda: client.setattr(root, 1, mode=0o700),
+                   lambda: client.open(file, rights=2), lambda: client.open(file, rights=3), lambda: client.report(file, 6000),
+                   lambda: client.allocate(file, 0, 9000, grow=True), lambda: tell(client, root, "SET", bytes_max=1 << 20)):
+        with pytest.raises(ReadOnly):
+            await change()
+    assert (await client.open(file, rights=1)).grant
+    assert (await client.lookup(directory, b"f", rights=1)).attr.size == 5000
+    assert await client.fsck() == []
+
+
+class _Asking:
+    """Requests of the client come from this member."""
+
+    def __init__(self, client, member):
+        self.client, self.member, self.send = client, member, client.send
+
+    def __enter__(self):
+        import nvpool.testing.meta_shard as module
+        self.before, module.PEER = module.PEER, Peer("test", "inproc", False, self.member)
+
+    def __exit__(self, *_):
+        import nvpool.testing.meta_shard as module
+        module.PEER = self.before
+
+
+@on_a_shard
+async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
+    client = shard.client
+    root, directory, file = await make(client)
+    reads = (lambda: client.lookup(root, b"d"), lambda: client.getattr(file), lambda: client.list(root),
+             lambda: client.open(file, rights=1), lambda: client.locks(file))
+    writes = (lambda: client.open(file, rights=2), lambda: client.file(root, b"new"), lambda: client.unlink(directory, b"f"),
+              lambda: client.setattr(file, 1, mode=0o600), lambda: client.report(file, 6000))
+
+    async def all_are(works, error_class):
+        for work in works:
+            if error_class is None:
+                await work()
+            else:
+                with pytest.raises(error_class):
+                    await work()
+
+    with _Asking(client, "client/a.11111111"):
+        await all_are(reads, None)
+    await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/b.22222222", write=True))
+    with _Asking(client, "client/a.11111111"):
+        await all_are((*reads, *writes), AccessDenied)
+        await client.list(ROOT)
+    state = await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111"))
+    assert state.listed and [(grant.client, grant.write) for grant in state.grants] == [("client/a.11111111", False),
+                                                                                       ("client/b.22222222", True)]
+    with _Asking(client, "client/a.11111111"):
+        await all_are(reads, None)
+        await all_are(writes, AccessDenied)
+    with _Asking(client, "client/b.22222222"):
+        await all_are(reads, None)
+        await client.report(file, 6000)
+    with _Asking(client, "bridge/c.33333333"):
+        await all_are(reads, AccessDenied)
+    for member in ("node/n", ""):
+        with _Asking(client, member):
+            await all_are(reads, None)
+    await tell(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
+    await tell(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
+    with _Asking(client, "client/a.11111111"):
+        await all_are(reads, AccessDenied)
+        for wish in ("GRANT", "SET", "SEAL", "REMOVE"):
+            with pytest.raises(AccessDenied):
+                await tell(client, root, wish, listed=False, grant=pb.VolumeGrant(client="client/a.11111111", write=True))
+    await tell(client, root, "SET", listed=False)
+    with _Asking(client, "client/a.11111111"):
+        await all_are(reads, None)
+    with pytest.raises(InvalidRequest):
+        await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="somebody"))
+
+
+@on_a_shard
+async def test_a_writer_is_promised_what_fits_and_not_more(shard):
+    client = shard.client
+    root, _, file = await make(client, bytes_max=100_000)
+
+    async def room(needed, ahead=0):
+        return (await client.ask("VOLUME_ROOM", pb.VolumeRoomRequest(session=client.session, inode=root, bytes=needed + ahead,
+                                                                      needed=needed))).bytes
+    assert await room(1000) == 1000
+    assert await room(10_000, 64 << 20) == 10_000 + 85_000 // 16
+    assert await room(200_000) == 95_000
+    assert await room(0) == 0
+    assert await room(50_000) == 50_000
+    other = await type(client)(shard.service).begin()
+    assert (await other.ask("VOLUME_ROOM", pb.VolumeRoomRequest(session=other.session, inode=root, bytes=60_000,
+                                                                 needed=60_000))).bytes == 45_000
+    with pytest.raises(QuotaExceeded):
+        await client.report(file, 5000 + 50_001)  # more than was promised
+    await client.report(file, 55_000)
+    state = await tell(client, root, "SHOW")
+    assert (state.bytes_used, state.bytes_reserved) == (55_000, 45_000)
+    await other.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=other.session))
+    assert not (await tell(client, root, "SHOW")).bytes_reserved
+    with pytest.raises(NotFound):
+        await tell(client, root + 1, "SHOW")
