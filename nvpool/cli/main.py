@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "shard": ("nvpool.cli.shard:shard", "List, add and remove metadata shards, and say how many standbys they have."),
     "dir": ("nvpool.cli.dir:directory", "Say how many replicas new files of a directory have, and how large their chunks are."),
     "volume": ("nvpool.cli.volume:volume", "Make volumes: directories with quotas, rights and other policies."),
+    "trash": ("nvpool.cli.trash:trash", "See what was removed in a volume, put it back, or remove it for good."),
     "file": ("nvpool.cli.file:file", "Show where the bytes of a file lie."),
     "import": ("nvpool.cli.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
     "export": ("nvpool.cli.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),

@@ -3,7 +3,7 @@ not fit, and EDQUOT is told to the write itself.
 
 A file outside of volumes is `paid` to no end, and costs a write one comparison. In a volume a write beyond what the file has
 paid takes from what the volume's shard has promised this client; where that is not enough it is asked for, in slices. What is
-promised and not needed is given back a second after the last write that was longer than its file, or with the last file. The
+promised and not needed is given back within two seconds after the last write that made a file longer, or with the session. The
 service forgets promises when it starts anew and when a partition moves: then they are said again, before anybody is promised
 anything new. Owned by `vfs/core`; used by the operations that make files longer.
 """
@@ -17,16 +17,15 @@ from collections.abc import Awaitable, Callable
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NotFound, NvpoolError, QuotaExceeded
 from nvpool.base.units import MIB, format_bytes
-from nvpool.client.cache import NO_END, OpenInode
+from nvpool.client.cache import OpenInode
 from nvpool.client.metaclient import MetaClient
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 AHEAD_BYTES = 64 * MIB
 """Asked for beyond what is needed: so that a writer of 1 GB/s asks some fifteen times a second. The service gives less where
 the volume is nearly full."""
-IDLE_S = 1.0
+IDLE_S = 0.5
 UNLIMITED_BYTES = 1 << 62
-_TRIES = 2
 log = logging.getLogger(__name__)
 
 
@@ -146,18 +145,15 @@ class Rooms:
     def drop(self, file: OpenInode) -> None:
         """The file is closed, and all that was written to it is known or given up."""
         room = self._rooms.get(file.volume)
-        if room is None or room.files.get(file.inode) is not file:
-            return
-        del room.files[file.inode]
-        if not room.files and not room.asking.locked():
-            self._behind(self._give_back_quietly(room))
+        if room is not None and room.files.get(file.inode) is file:
+            del room.files[file.inode]  # what is free stays for the next file, for a while
 
     def run_once(self) -> None:
         """Give back what was promised and is not used."""
         idle_s = self._clock.boottime_s() - IDLE_S
         for room in list(self._rooms.values()):
             if room.until_s and not room.files:
-                del self._rooms[room.volume]
+                self._forget(room)
             elif room.free and not room.until_s and room.used_s < idle_s and not room.asking.locked():
                 self._behind(self._give_back_quietly(room))
 
@@ -170,13 +166,16 @@ class Rooms:
         try:
             if not room.until_s:
                 await self._give_back(room)
-            if not room.files and not room.free or room.until_s and not room.files:
-                self._rooms.pop(room.volume, None)
-                self._shards.pop(room.volume, None)
+            if not room.files and (room.until_s or not room.free):
+                self._forget(room)
         except NotFound:
-            self._rooms.pop(room.volume, None)
+            self._forget(room)
         except NvpoolError as error:
             log.debug("what was promised in volume %d is given back later: %s", room.volume, error)
+
+    def _forget(self, room: Room) -> None:
+        self._rooms.pop(room.volume, None)
+        self._shards.pop(room.volume, None)
 
     def shard_restarted(self, shard: int) -> None:
         """It does not know what it has promised us, nor does one that has lost our session."""
@@ -217,5 +216,3 @@ class Rooms:
         for task in self._tasks:
             task.cancel()
 
-
-__all__ = ["NO_END", "Rooms"]

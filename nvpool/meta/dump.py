@@ -1,7 +1,8 @@
 """All metadata of a shard as JSON lines, and back: for backup, for moving to another format, for people with grep.
 
 The first line is {"nvpool_dump": 1, "shard": …}; each further one a record with "type": inode, dentry, xattr, orphan,
-collect, intent, identity, bounds, counts, damaged, part, volume, use, attached; or raw, with key and value in hex, for what
+collect, intent, identity, bounds, counts, damaged, part, volume, use, attached,
+trash; or raw, with key and value in hex, for what
 can not be read. Numbers are integers, times ns since 1970. Bytes (names, targets, values) are text where they are UTF-8, else
 the field ends in _hex. Lines come in the order of keys. Sessions, slots and locks are left out: they belong to clients, who
 begin anew after a load. So is what shards hold for changes over several of them: where `meta/moment` took the snapshots none
@@ -28,20 +29,25 @@ from nvpool.meta.view import View
 from nvpool.meta.volumes.records import (
     ATTACHED,
     KEY_BYTES,
+    TRASH,
     USE,
     VOLUME,
+    Trashed,
     Use,
     VolumeRecord,
     decode_attached,
+    decode_trashed,
     decode_use,
     decode_volume,
     encode_attached,
+    encode_trashed,
     encode_use,
     encode_volume,
     kind_of_volume_key,
     volume_key,
     volume_of_key,
 )
+from nvpool.meta.volumes.trash import inode_of_trash_key, trash_key
 
 DUMP_FORMAT = 1
 LEFT_OUT = frozenset((records.SESSION, records.SLOT, records.LOCK, records.HELD, records.DECIDED))
@@ -153,12 +159,19 @@ def _part_record(line: dict) -> tuple[bytes, bytes]:
 
 def _other_line(key: bytes, raw: bytes) -> dict:
     kind, number = kind_of_volume_key(key), volume_of_key(key)
+    line: dict[str, Any]
     if kind == VOLUME:
         return {"type": "volume", "inode": number, **decode_volume(raw)._asdict()}
     if kind == USE:
         use = decode_use(raw)
         return {"type": "use", "inode": number, "bytes": use.bytes, "files": use.files}
-    line: dict[str, Any] = {"type": "attached", "inode": number, "since_ns": decode_attached(raw)}
+    if kind == TRASH:
+        entry = decode_trashed(raw)
+        line = {"type": "trash", "volume": number, "inode": inode_of_trash_key(key), "removed_ns": entry.removed_ns,
+                "expires_ns": entry.expires_ns, "directory": entry.directory}
+        _text(line, "name", entry.name)
+        return line
+    line = {"type": "attached", "inode": number, "since_ns": decode_attached(raw)}
     _text(line, "holder", key[KEY_BYTES:])
     return line
 
@@ -171,6 +184,11 @@ def _volume_record(line: dict) -> tuple[bytes, bytes]:
 
 def _use_record(line: dict) -> tuple[bytes, bytes]:
     return volume_key(USE, line["inode"]), encode_use(Use(line["bytes"], line["files"]))
+
+
+def _trash_record(line: dict) -> tuple[bytes, bytes]:
+    entry = Trashed(line["removed_ns"], line["expires_ns"], line["directory"], _bytes(line, "name"))
+    return trash_key(line["volume"], line["inode"]), encode_trashed(entry)
 
 
 def _attached_record(line: dict) -> tuple[bytes, bytes]:
@@ -223,7 +241,7 @@ _LINES: dict[int, Callable[[bytes, bytes], dict]] = {
 _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
     "inode": _inode_record, "dentry": _dentry_record, "xattr": _xattr_record, "orphan": _orphan_record,
     "collect": _collect_record, "intent": _intent_record, "part": _part_record,
-    "volume": _volume_record, "use": _use_record, "attached": _attached_record,
+    "volume": _volume_record, "use": _use_record, "attached": _attached_record, "trash": _trash_record,
     "identity": _identity_record, "bounds": _bounds_record,
     "counts": _counts_record, "damaged": _damaged_record, "raw": _raw_record}
 

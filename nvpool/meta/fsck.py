@@ -321,14 +321,14 @@ class Fsck(OtherRecords, VolumeChecks):
             pass  # told of where it is
 
     def _tally_inode(self, inode: Inode) -> None:
-        number = inode.number
+        number, trashed = inode.number, bool(inode.flags & records.TRASHED)  # its one name is an entry of a volume's trash
         if not inode.is_directory:
-            self._tally(number, NAMES, -inode.links)
+            self._tally(number, NAMES, trashed - inode.links)
             return
         self._tally(number, ENTRIES, -inode.size)
         if inode.links:
             self._tally(number, SUBDIRS, 2 - inode.links)
-            if number != ROOT_INODE:
+            if number != ROOT_INODE and not trashed:
                 self._tally(number, NAMES, -1)
                 self._tally(number, PARENTS, -inode.parent)
         if self._tallies and inode.flags & records.WIDE:
@@ -367,7 +367,7 @@ class Fsck(OtherRecords, VolumeChecks):
         if now is None:
             return
         if now.volume:
-            self._in_volume(now)
+            self._in_volume(now, inode)
         orphan_key = records.numbered_key(records.ORPHAN, number)
         if not now.links and self._kv.get(orphan_key) is None:
             def queue() -> list:

@@ -163,8 +163,8 @@ def damaged_key(key: bytes) -> bytes:
 
 # -- inodes ----------------------------------------------------------------------------------------------------------
 
-HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED = 1, 2, 4, 8, 16, 32
-"""DIVIDED: shards have parts of the directory (`meta/parts`)."""
+HAS_XATTRS, SEALED, WIDE, APPEND_ONLY, IMMUTABLE, DIVIDED, TRASHED = 1, 2, 4, 8, 16, 32, 64
+"""DIVIDED: shards have parts of the directory (`meta/parts`). TRASHED: a volume's trash has it (`meta/volumes/trash`)."""
 TOUCHED = 1 << 8
 """A write grant was given at some time: there may be chunks. Flags from here up are not shown to clients."""
 SHOWN_FLAGS = 0xFF

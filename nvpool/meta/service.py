@@ -92,6 +92,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         self._targets = Targets(dialer, clock, grant_secret, shard)
         self._waits = Waits(clock, f"shard {shard}", self._die)
         self._removals: dict[int, Removal] = {}
+        self._purged_up_to: dict[int, int] = {}
         self._background: set[asyncio.Task] = set()
         self._counters: dict[str, float] = {"requests": 0, "changes": 0, "repeated": 0, "refused": 0}
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -328,6 +329,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             wire.META_VOLUMES: self._volumes,
             wire.META_VOLUME: self._volume,
             wire.META_VOLUME_ROOM: self._volume_room,
+            wire.META_TRASH: self._trash,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),

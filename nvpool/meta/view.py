@@ -28,14 +28,17 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import parts, records
 from nvpool.meta.locks import LockTable
 from nvpool.meta.parts import Part
-from nvpool.meta.records import DIVIDED, WIDE, Inode, Intent
+from nvpool.meta.records import DIVIDED, TRASHED, WIDE, Inode, Intent
 from nvpool.meta.volumes.access import Access
 from nvpool.meta.volumes.accounts import Account, Rooms, account
+from nvpool.meta.volumes.records import TRASH, Trashed, encode_trashed, volume_key
 from nvpool.wire.v1 import meta_pb2
 
 GRANT_RIGHTS = 3
 """Read and write: what a client may ask for. The right over all inodes is the service's own."""
 
+SEALED_LEASE_MS = 3_600_000
+"""What is in a sealed volume does not change; a change of its rights, and its removal, end all leases."""
 
 _FLAGS = Inode.__slots__.index("flags")
 
@@ -80,6 +83,8 @@ class View:
         """See Watches.lend."""
         self.rooms: Rooms | None = None
         self.access = Access()
+        self.trashes: set[int] = set()
+        """Volumes that may have something in their trash."""
         self.is_open: Callable[[int], bool] = lambda inode: False
         """Whether a session has the inode open, as far as it is known."""
 
@@ -87,7 +92,11 @@ class View:
         """Milliseconds for which the session may rely on what it is told of the inode: 0 also while targets cut it."""
         if not inode.links or inode.number in self.cutting or inode.flags & DIVIDED:  # the collector tells nobody, nor do parts
             return 0
-        return self.lease_ms if self.promise(session, (inode.number,)) else 0
+        if not self.promise(session, (inode.number,)):
+            return 0
+        if inode.volume and self.access.is_sealed(inode.volume):
+            return SEALED_LEASE_MS
+        return self.lease_ms
 
     def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
         """As `lend`, of many, by their `inode_fields`: on which of them the session may rely for `lease_ms`."""
@@ -297,7 +306,7 @@ class Draft:
     def entered(self, number: int) -> Inode:
         """A directory that can take names: one that was removed can not, though somebody has it open."""
         found = self.directory(number)
-        if not found.links:
+        if not found.links or found.flags & TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
@@ -311,7 +320,7 @@ class Draft:
     def entered_holder(self, number: int) -> Inode:
         """As `entered`, for a change of names."""
         found = self.holder(number)
-        if not found.links:
+        if not found.links or found.flags & TRASHED:
             raise DirectoryGone(f"directory {number} was removed")
         return found
 
@@ -380,6 +389,21 @@ class Draft:
             found.add_file()
         self.inodes[number] = self.dirty[number] = born
         return born
+
+    def discard(self, inode: Inode, directory: int, name: bytes) -> None:
+        """As `drop_name`, of this name; with the last the inode goes into the trash of its volume, where that has one."""
+        if inode.volume and (inode.is_directory or inode.links == 1) and inode.number != inode.volume:
+            found = self.account(inode.volume)
+            record = found.record if found is not None else None
+            if record is not None and record.trash_s:
+                inode.flags |= TRASHED
+                self.stamp(inode)
+                entry = Trashed(inode.ctime_ns, inode.ctime_ns + record.trash_s * 10**9, directory, name)
+                key = volume_key(TRASH, inode.volume, inode.number.to_bytes(8, "big"))
+                self.effects[key] = encode_trashed(entry)
+                self.view.trashes.add(inode.volume)
+                return
+        self.drop_name(inode)
 
     def drop_name(self, inode: Inode) -> None:
         """The inode loses a name (a directory its only one); with the last it becomes an orphan, kept while it is open."""

@@ -7,6 +7,7 @@ EBUSY who uses it, EDQUOT a quota. Called by the CLI and the bridges; reached as
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from nvpool.base.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.base.ids import ROOT_INODE
+from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import layout_of
 from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.sdk.paths import as_os_error
+from nvpool.sdk.paths import as_os_error, locate
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2
 
@@ -29,6 +31,8 @@ OPEN, LISTED = "open", "listed"
 READY, REMOVING = "ready", "removing"
 _RIGHTS = {"ro": False, "rw": True}
 _ROOT_MODE = 0o755
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+_FIND_S, _DEPTH_MAX = 5.0, 100
 _TRIES = 3
 _Wish = pb.VolumeRequest
 
@@ -61,6 +65,20 @@ class Volume:
     bytes_reserved: int = 0
     """Promised to writers, beside what is used."""
     files_removing: int = 0
+
+
+@dataclass(frozen=True)
+class TrashEntry:
+    """Something that was removed in a volume and is kept for a while."""
+
+    inode: int
+    path: str
+    """Where it was, as far as that is known; else its name behind the number of its directory."""
+    kind: str
+    """file, directory, link or other."""
+    bytes: int
+    removed_ns: int
+    expires_ns: int
 
 
 def volume_of(state: pb.VolumeState) -> Volume:
@@ -193,6 +211,67 @@ class AsyncVolumes:
             except NotFound:
                 return None
 
+    # -- trash ---------------------------------------------------------------------------------------------------------
+
+    async def trash(self, name: str) -> list[TrashEntry]:
+        """What is in the volume's trash, the oldest first."""
+        with as_os_error(_place(name)):
+            volume, after, found = await self._inode(name), 0, []
+            while True:
+                reply = await self._ask_trash(volume, pb.TrashRequest.LIST, entry=after)
+                found += reply.entries
+                after = reply.next
+                if not after:
+                    break
+            return sorted(await self._described(found), key=lambda entry: (entry.removed_ns, entry.inode))
+
+    async def restore(self, name: str, inode: int, to: str | None = None) -> None:
+        """Put an entry of the trash back where it was, first its directory where that was removed too; or to the path `to` in
+        the volume.
+
+        FileExistsError    its name stands for something else by now
+        FileNotFoundError  it is not in the trash, or its directory is gone for good: say `to`
+        """
+        with as_os_error(_place(name)):
+            volume, place = await self._inode(name), None
+            if to is not None:
+                place = await locate(self._vfs, to, follow=False)
+                if place.attr is not None:
+                    raise AlreadyExists(f"{to} exists")
+            await self._ask_trash(volume, pb.TrashRequest.RESTORE, entry=inode, directory=place.parent if place else 0,
+                                  name=place.name if place else b"")
+            self._vfs.cache.begin_anew(lambda inode: True)
+
+    async def purge(self, name: str, inode: int = 0) -> int:
+        """Remove an entry of the trash for good, or (0) all of them; how many."""
+        with as_os_error(_place(name)):
+            volume, purged = await self._inode(name), 0
+            while True:
+                reply = await self._ask_trash(volume, pb.TrashRequest.PURGE, entry=inode)
+                purged += reply.purged
+                if inode or not reply.next:
+                    return purged
+
+    async def _ask_trash(self, volume: int, wish: int, **fields: Any) -> pb.TrashReply:
+        request = pb.TrashRequest(inode=volume, wish=wish, **fields)
+        return await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
+
+    async def _described(self, found: list[pb.TrashEntry]) -> list[TrashEntry]:
+        removed = {entry.inode: entry for entry in found}
+        finder = PathFinder(lambda: self._vfs.view.map, self.client.dialer, self._vfs.clock)
+        there = await finder.find({entry.directory for entry in found} - removed.keys(), _FIND_S) if found else {}
+
+        def path_of_entry(entry: pb.TrashEntry, depth: int = 0) -> str:
+            above = removed.get(entry.directory)
+            if above is not None and depth < _DEPTH_MAX:
+                return f"{path_of_entry(above, depth + 1)}/{os.fsdecode(entry.name)}"
+            known = there.get(entry.directory)
+            return f"{os.fsdecode(known) if known is not None else f'#{entry.directory}'}/{os.fsdecode(entry.name)}"
+
+        return [TrashEntry(entry.inode, path_of_entry(entry), _KINDS.get(stat.S_IFMT(entry.mode), "other"),
+                           entry.size if stat.S_ISREG(entry.mode) else 0, entry.removed_ns, entry.expires_ns)
+                for entry in found]
+
     # -- below ---------------------------------------------------------------------------------------------------------
 
     async def _home(self, make: bool = False) -> int:
@@ -289,6 +368,15 @@ class Volumes:
 
     def removing(self, inode: int) -> Volume | None:
         return self._call("removing", inode)
+
+    def trash(self, name: str) -> list[TrashEntry]:
+        return self._call("trash", name)
+
+    def restore(self, name: str, inode: int, to: str | None = None) -> None:
+        self._call("restore", name, inode, to)
+
+    def purge(self, name: str, inode: int = 0) -> int:
+        return self._call("purge", name, inode)
 
 
 def _is_name(name: str) -> bool:

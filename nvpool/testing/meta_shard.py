@@ -65,7 +65,7 @@ class ShardClient:
 
     ANSWERS = {"ALLOCATE": pb.Entry, "SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry,
                "CREATE": pb.CreateReply, "VOLUME": pb.VolumeReply, "VOLUMES": pb.VolumesReply,
-               "VOLUME_ROOM": pb.VolumeRoomReply,
+               "VOLUME_ROOM": pb.VolumeRoomReply, "TRASH": pb.TrashReply,
                "UNLINK": pb.UnlinkReply, "RMDIR": pb.UnlinkReply, "RENAME": pb.RenameReply, "LINK": pb.AttrReply,
                "REPORT": pb.AttrReply, "RESERVE": pb.ReserveReply, "SETXATTR": pb.AttrReply, "REMOVEXATTR": pb.AttrReply,
                "LIST": pb.ListDirReply, "STATFS": pb.StatFsReply, "GETXATTR": pb.GetXattrReply,
@@ -84,8 +84,9 @@ class ShardClient:
         self.sequences = [0] * 64
         self.last: DirectCall | None = None
 
-    async def begin(self) -> ShardClient:
-        reply = await self.ask("OPEN_SESSION", pb.OpenSessionRequest(client="test", session=self.session, secret=self.secret))
+    async def begin(self, watch: bool = False) -> ShardClient:
+        reply = await self.ask("OPEN_SESSION", pb.OpenSessionRequest(client="test", session=self.session, secret=self.secret,
+                                                                     watch=watch))
         self.session, self.secret = reply.session, reply.secret
         return self
 

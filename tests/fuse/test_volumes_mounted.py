@@ -109,6 +109,6 @@ def test_a_process_that_takes_the_mount_over_goes_on_with_the_quota(pool, volume
                     written += file.write(b"y" * MIB)
             assert refused.value.errno == errno.EDQUOT and written == 10 * MIB
         wait_until(lambda: shown(pool, name).bytes_used == 10 * MIB, "all is counted", 20)
-        assert not shown(pool, name).bytes_reserved
+        wait_until(lambda: not shown(pool, name).bytes_reserved, "nothing is promised any more", 20)
     finally:
         mounted.end()

@@ -9,12 +9,23 @@ import pytest
 from test_meta_fsck import dump_all, load_all, on_a_shard, stored
 from test_meta_load import Empty
 
-from nvpool.base.errors import AccessDenied, CorruptRecord, InUse, InvalidRequest, NotFound, QuotaExceeded, ReadOnly
+from nvpool.base.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CorruptRecord,
+    CrossesVolumes,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    ReadOnly,
+)
 from nvpool.base.ids import ROOT_INODE as ROOT
 from nvpool.meta import records
 from nvpool.meta.records import Inode
 from nvpool.meta.volumes import records as volumes
-from nvpool.meta.volumes.records import ATTACHED, USE, VOLUME, Use, VolumeRecord, volume_key
+from nvpool.meta.volumes.records import ATTACHED, TRASH, USE, VOLUME, Trashed, Use, VolumeRecord, volume_key
+from nvpool.meta.volumes.trash import trash_key
 from nvpool.wire.transport import Peer
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -31,6 +42,8 @@ def golden_values():
             "key: attachment": volume_key(ATTACHED, NUMBER, b"docker/one").hex(),
             "volume": volumes.encode_volume(PLAIN).hex(), "volume with grants": volumes.encode_volume(FULL).hex(),
             "use": volumes.encode_use(Use(1 << 40, 12345)).hex(), "attachment": volumes.encode_attached(T).hex(),
+            "key: trash": trash_key(NUMBER, NUMBER + 1).hex(),
+            "trash": volumes.encode_trashed(Trashed(T, T + 10**9, NUMBER, b"name")).hex(),
             "orphan that counts": records.ORPHAN_COUNTED.hex(),
             "inode in a volume": records.encode_inode(Inode(NUMBER + 1, 0o100644, size=4096, mtime_ns=T, atime_ns=T, ctime_ns=T,
                                                             volume=NUMBER)).hex()}
@@ -99,6 +112,9 @@ async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
             (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
             (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
             (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
+            (lambda: shard.put(trash_key(root, file), volumes.encode_trashed(Trashed(T, T, root, b"x"))), "not in it"),
+            (lambda: shard.put(volume_key(TRASH, root, b"12345678"), b"?"), "entry of a volume's trash"),
+            (lambda: shard.change(file, flags=shard.view.inode(file).flags | records.TRASHED), "marked as in the trash"),
             (lambda: shard.put(volume_key(9, root), b"?"), "no record of a volume")):
         plant()
         problems = await client.fsck()
@@ -133,6 +149,98 @@ async def test_dump_and_load_keep_volumes(shard):
         assert stored(loaded.service._kv).items() >= kept.items()
 
 
+async def trash(client, root, wish="LIST", **fields):
+    request = pb.TrashRequest(session=client.session, inode=root, wish=getattr(pb.TrashRequest, wish), **fields)
+    return await client.ask("TRASH", request)
+
+
+@on_a_shard
+async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
+    client, service = shard.client, shard.service
+    root, directory, file = await make(client, trash_s=3600)
+    await client.link(file, root, b"second")
+    await client.unlink(directory, b"f")
+    assert not (await trash(client, root)).entries  # it has a name yet
+    await client.unlink(root, b"second")
+    await client.rmdir(root, b"d")
+    assert await client.names(root) == set() and await client.fsck() == []
+    state = await tell(client, root, "SHOW")
+    assert (state.files_used, state.bytes_used) == (2, 5000)
+    entries = {entry.inode: entry for entry in (await trash(client, root)).entries}
+    assert {number: (entry.directory, entry.name, entry.size) for number, entry in entries.items()} == {
+        file: (root, b"second", 5000), directory: (root, b"d", 0)}
+    assert entries[file].expires_ns - entries[file].removed_ns == 3600 * 10**9
+    with pytest.raises(NotFound):
+        await client.file(directory, b"late")  # it takes no names
+    await trash(client, root, "RESTORE", entry=file)
+    with pytest.raises(NotFound):
+        await trash(client, root, "RESTORE", entry=file)
+    assert (await client.lookup(root, b"second")).attr.size == 5000
+    await trash(client, root, "RESTORE", entry=directory)
+    new = (await client.file(directory, b"new")).inode
+    assert await client.fsck() == []
+    # a tree goes bottom up, and comes back with its directory first
+    await client.unlink(directory, b"new")
+    await client.rmdir(root, b"d")
+    await trash(client, root, "RESTORE", entry=new)
+    assert await client.names(root) == {b"d", b"second"} and await client.names(directory) == {b"new"}
+    assert await client.fsck() == []
+    # what was replaced is there too; a name that is taken is left alone
+    await client.file(root, b"other")
+    await client.rename(root, b"other", root, b"second")
+    with pytest.raises(AlreadyExists):
+        await trash(client, root, "RESTORE", entry=file)
+    with pytest.raises(CrossesVolumes):
+        await trash(client, root, "RESTORE", entry=file, directory=ROOT, name=b"f")
+    await trash(client, root, "RESTORE", entry=file, directory=directory, name=b"f")
+    assert (await client.lookup(directory, b"f")).attr.size == 5000
+    assert await client.fsck() == []
+    # and goes for good
+    await client.unlink(directory, b"f")
+    await client.unlink(directory, b"new")
+    lines = await dump_all(client)
+    assert sum(json.loads(line)["type"] == "trash" for line in lines.splitlines()[1:]) == 2
+    with pytest.raises(NotFound):
+        await trash(client, root, "PURGE", entry=directory)
+    await trash(client, root, "PURGE", entry=new)
+    assert (await trash(client, root, "PURGE")).purged == 1
+    assert not (await trash(client, root)).entries and await client.fsck() == []
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
+    state = await tell(client, root, "SHOW")
+    assert (state.files_used, state.bytes_used) == (2, 0)  # the directory, and what took the second name
+    await service.purge_more()
+    assert not service._view.trashes
+
+
+@on_a_shard
+async def test_the_trash_empties_itself_in_time_and_with_its_volume(shard):
+    client, service = shard.client, shard.service
+    root, directory, file = await make(client, trash_s=3600)
+    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
+    await client.unlink(directory, b"f")
+    assert await service.purge_more() == 0
+    entry = volumes.decode_trashed(shard.kv.get(trash_key(root, file)))
+    shard.put(trash_key(root, file), volumes.encode_trashed(entry._replace(expires_ns=1)))
+    assert await service.purge_more() == 1
+    state = await tell(client, root, "SHOW")
+    assert (state.files_used, state.bytes_used) == (1, 0) and await client.fsck() == []
+    for number in range(300):
+        await client.file(directory, b"%d" % number)
+        await client.unlink(directory, b"%d" % number)
+    await tell(client, root, "SET", trash_s=0)
+    await client.file(directory, b"at once")
+    await client.unlink(directory, b"at once")
+    assert len((await trash(client, root)).entries) == 300
+    assert (await tell(client, root, "REMOVE")).files_removing == 301
+    while await service.remove_more():
+        pass
+    await service.remove_more()
+    with pytest.raises(NotFound):
+        await tell(client, root, "SHOW")
+    assert await client.fsck() == []
+    assert not shard.kv.scan(*volumes.range_of(TRASH, root >> 51), 1)
+
+
 @on_a_shard
 async def test_a_sealed_volume_stays_as_it_is(shard):
     client = shard.client
@@ -151,6 +259,8 @@ async def test_a_sealed_volume_stays_as_it_is(shard):
         with pytest.raises(ReadOnly):
             await change()
     assert (await client.open(file, rights=1)).grant
+    watching = await type(client)(shard.service).begin(watch=True)
+    assert (await watching.getattr(file)).lease_ms == 3_600_000 > (await watching.getattr(ROOT)).lease_ms > 0
     assert (await client.lookup(directory, b"f", rights=1)).attr.size == 5000
     assert await client.fsck() == []
 

@@ -308,7 +308,7 @@ def test_two_writers_never_pass_the_quota_and_what_one_holds_in_advance_comes_ba
             await asyncio.gather(fill(0, one), fill(1, other))
             assert quota - quota // 16 <= sum(taken) <= quota
             assert (await one.volumes.show("v")).bytes_used == sum(taken)
-            for _ in range(100):
+            for _ in range(300):
                 if not (await one.volumes.show("v")).bytes_reserved:
                     break
                 await asyncio.sleep(0.02)
@@ -354,6 +354,31 @@ def test_a_quota_that_comes_later_counts_for_who_writes_already():
                     room.until_s = 1e-9  # ten seconds later
                 assert await file.write(500_000, b"x" * 200_000) == 100_000
             assert (await fs.volumes.show("v")).bytes_used == 600_000
+
+    asyncio.run(main())
+
+
+def test_the_trash_through_the_sdk():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", trash_s=60)
+            await fs.mkdir("/volumes/v/a/b", parents=True)
+            await fs.write_bytes("/volumes/v/a/b/f", b"x" * 70_000)
+            await fs.write_bytes("/volumes/v/a/g", b"y")
+            await fs.remove_tree("/volumes/v/a")
+            assert await fs.list("/volumes/v") == []
+            entries = {entry.path: entry for entry in await fs.volumes.trash("v")}
+            assert {path: (entry.kind, entry.bytes) for path, entry in entries.items()} == {
+                "/volumes/v/a": ("directory", 0), "/volumes/v/a/b": ("directory", 0), "/volumes/v/a/b/f": ("file", 70_000),
+                "/volumes/v/a/g": ("file", 1)}
+            await fs.volumes.restore("v", entries["/volumes/v/a/b/f"].inode)
+            assert await fs.read_bytes("/volumes/v/a/b/f") == b"x" * 70_000
+            await fs.volumes.restore("v", entries["/volumes/v/a/g"].inode, to="/volumes/v/back")
+            assert await fs.read_bytes("/volumes/v/back") == b"y"
+            with pytest.raises(FileNotFoundError):
+                await fs.volumes.restore("v", 12345)
+            await fs.remove("/volumes/v/back")
+            assert await fs.volumes.purge("v") == 1 and await fs.volumes.trash("v") == []
 
     asyncio.run(main())
 

@@ -48,7 +48,7 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
             draft.effects[old_key] = records.encode_dentry(old_partition, other.number, other.kind)
             draft.stamp(other)
         else:
-            _replace(draft, moved, other, new_parent)
+            _replace(draft, moved, other, new_parent, request.new_name)
             draft.reply.replaced = other.number
     _move(draft, moved, old_parent, new_parent)
     draft.effects[new_key] = records.encode_dentry(new_partition, number, moved.kind)
@@ -69,7 +69,7 @@ def _check_volume(inode: Inode, new_parent: Inode) -> None:
         raise CrossesVolumes("a name does not move between volumes: copy what it stands for")
 
 
-def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode) -> None:
+def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode, name: bytes) -> None:
     if moved.is_directory:
         if not other.is_directory:
             raise NotADirectory("a directory can not replace what is none")
@@ -78,7 +78,7 @@ def _replace(draft: Draft, moved: Inode, other: Inode, new_parent: Inode) -> Non
     elif other.is_directory:
         raise IsADirectory("only a directory can replace a directory")
     new_parent.size -= 1
-    draft.drop_name(other)
+    draft.discard(other, new_parent.number, name)
 
 
 def _move(draft: Draft, inode: Inode, old_parent: Inode, new_parent: Inode) -> None:

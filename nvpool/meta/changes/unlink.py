@@ -17,7 +17,7 @@ def unlink(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     victim = draft.inode(number)
     if victim.is_directory:
         raise IsADirectory(f"{request.name!r} is a directory")
-    return _remove(draft, parent, key, victim)
+    return _remove(draft, parent, key, victim, request.name)
 
 
 def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
@@ -27,16 +27,17 @@ def rmdir(view: View, request: meta_pb2.UnlinkRequest, now_ns: int) -> Draft:
     victim = draft.directory(number)
     check_empty(draft, victim)
     parent.links -= 1
-    return _remove(draft, parent, key, victim)
+    return _remove(draft, parent, key, victim, request.name)
 
 
-def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode) -> Draft:
+def _remove(draft: Draft, parent: Inode, key: bytes, victim: Inode, name: bytes) -> Draft:
     draft.effects[key] = None
     parent.size -= 1
     draft.stamp(parent, content=True)
     draft.parent = parent
-    draft.drop_name(victim)
-    draft.reply = meta_pb2.UnlinkReply(inode=victim.number, links=victim.links)
+    draft.discard(victim, parent.number, name)
+    links = victim.links if not victim.flags & records.TRASHED else 0
+    draft.reply = meta_pb2.UnlinkReply(inode=victim.number, links=links)
     return draft
 
 

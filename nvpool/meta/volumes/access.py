@@ -30,6 +30,15 @@ def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> N
         raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
 
 
+def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
+    """AccessDenied, ReadOnly: the asker may not look into the trash, or change what is in it."""
+    right = dict(record.grants).get(asker) if asker and record.flags & LISTED else True
+    if right is None or change and not right:
+        raise AccessDenied(f"{asker} has no right to do that with the trash of volume {record.name}")
+    if change and record.flags & SEALED:
+        raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
+
+
 class Access:
     def __init__(self) -> None:
         self.restricted: dict[int, VolumeRecord] = {}
@@ -42,6 +51,10 @@ class Access:
             self.restricted[number] = record
         else:
             self.restricted.pop(number, None)
+
+    def is_sealed(self, number: int) -> bool:
+        record = self.restricted.get(number)
+        return record is not None and bool(record.flags & SEALED)
 
     def check(self, number: int) -> None:
         """NotFound, AccessDenied: the asker may not see what is in the volume."""

@@ -11,10 +11,12 @@ from nvpool.meta import records
 from nvpool.meta.records import Inode
 from nvpool.meta.volumes.records import (
     ATTACHED,
+    TRASH,
     USE,
     VOLUME,
     Use,
     decode_attached,
+    decode_trashed,
     decode_use,
     decode_volume,
     encode_use,
@@ -22,6 +24,10 @@ from nvpool.meta.volumes.records import (
     volume_key,
     volume_of_key,
 )
+from nvpool.meta.volumes.trash import inode_of_trash_key, trash_key
+
+NAMES, PARENTS = 0, 3
+"""Places of the sums that `meta/fsck` keeps of an inode."""
 
 
 class VolumeChecks:
@@ -44,8 +50,16 @@ class VolumeChecks:
             use.files += 1
             use.bytes += size
 
-    def _in_volume(self, now: Inode) -> None:
-        """An inode that is in a volume, as it is now."""
+    def _in_volume(self, now: Inode, before: Inode) -> None:
+        """An inode that is in a volume, as it is now, and was at the walk's moment."""
+        if now.flags & records.TRASHED and self._kv.get(trash_key(now.volume, now.number)) is None:
+            def unmark() -> list:
+                now.flags &= ~records.TRASHED
+                return [self._put(now)]
+            if before.flags & records.TRASHED:  # so it was not counted as what has a name, and is
+                self._tally(now.number, NAMES, -1)
+                self._tally(now.number, PARENTS, -before.parent)
+            self._found("trash", f"inode {now.number} is marked as in the trash of a volume, which does not have it", unmark)
         if not now.links or self._kv.get(volume_key(VOLUME, now.volume)) is not None:
             return
 
@@ -60,7 +74,8 @@ class VolumeChecks:
         except CorruptRecord as error:
             self._lay_aside(key, raw, str(error))
             return
-        {VOLUME: self._volume, USE: self._use, ATTACHED: self._attachment}[kind](key, raw, volume_of_key(key))
+        check = {VOLUME: self._volume, USE: self._use, ATTACHED: self._attachment, TRASH: self._trashed}[kind]
+        check(key, raw, volume_of_key(key))
 
     def _volume(self, key: bytes, raw: bytes, number: int) -> None:
         if (now := self._kv.get(key)) is None:
@@ -102,6 +117,19 @@ class VolumeChecks:
                 return [(key, encode_use(Use(use.bytes + more_bytes, use.files + more_files)))]
             self._found("counts", f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
                                   f"{told.bytes} are counted", recount)
+
+    def _trashed(self, key: bytes, raw: bytes, number: int) -> None:
+        try:
+            decode_trashed(raw)
+        except CorruptRecord as error:
+            self._lay_aside(key, raw, f"volume {number}: {error}")
+            return
+        if self._kv.get(key) is None:
+            return
+        inode = self._current(inode_of_trash_key(key))
+        if inode is None or not inode.links or not inode.flags & records.TRASHED or inode.volume != number:
+            self._found("trash", f"the trash of volume {number} has inode {inode_of_trash_key(key)}, which is not in it",
+                        lambda: [(key, None)])
 
     def _attachment(self, key: bytes, raw: bytes, number: int) -> None:
         if self._kv.get(key) is None:

@@ -7,7 +7,7 @@ from nvpool.base.errors import Busy, InvalidRequest, NotFound, ReadOnly
 from nvpool.base.identities import check_member
 from nvpool.base.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, format_bytes
 from nvpool.logic.volumenames import check_volume_name
-from nvpool.meta.records import Inode
+from nvpool.meta.records import Inode, decode_inode, inode_key
 from nvpool.meta.view import Draft, View
 from nvpool.meta.volumes.records import (
     ATTACHED,
@@ -92,11 +92,9 @@ def state_of(view: View, number: int, record: VolumeRecord, use: Use) -> pb.Volu
                            bytes_reserved=view.rooms.promised(number) if view.rooms is not None else 0,
                            attachments=attachments(view, number))
     state.grants.extend(pb.VolumeGrant(client=member, write=write) for member, write in record.grants)
-    try:
-        root = view.inode(number)
-        state.table, state.chunk_bits = root.table, root.chunk_bits
-    except NotFound:
-        pass
+    raw = view.get(inode_key(number))  # of everybody's knowledge, whoever may go in
+    if raw is not None:
+        state.table, state.chunk_bits = decode_inode(number, raw).layout
     return state
 
 

@@ -8,6 +8,7 @@ it moves, is shipped and is dumped with that, and a change of a name and of the 
               created ns i64 · files at removal u64 · name length u8, name · grants u16, of each: write u8 · length u8, member
     USE       version u8 = 1 · bytes u64 · files u64: of what is in it, the root directory left out
     ATTACHED  version u8 = 1 · since ns i64
+    TRASH     (key: inode u64 BE behind it) version u8 = 1 · removed ns i64 · expires ns i64 · directory u64 · name
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from typing import NamedTuple
 
 from nvpool.base.errors import CorruptRecord
 from nvpool.base.ids import COUNTER_BITS, COUNTER_MASK
+from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.meta.records import END_OF_KEYS, OTHER, inode_of_key, numbered_key, partition_of_key, prefix
 
-VOLUME, USE, ATTACHED = 1, 2, 3
+VOLUME, USE, ATTACHED, TRASH = 1, 2, 3, 4
 SEALED, LISTED, REMOVING = 1, 2, 4
 GRANTS_MAX, ATTACHMENTS_MAX = 256, 1024
 _VERSION = 1
 _HEAD = struct.Struct("<BBQQIqQ")
 _USE = struct.Struct("<BQQ")
 _ATTACHED = struct.Struct("<Bq")
+_TRASHED = struct.Struct("<BqqQ")
 _KIND_AT, KEY_BYTES = 2, 10
 
 
@@ -47,6 +50,15 @@ class VolumeRecord(NamedTuple):
         return bool(self.flags)
 
 
+class Trashed(NamedTuple):
+    """An entry of the trash: the name that it stands for, and until when it is kept."""
+
+    removed_ns: int
+    expires_ns: int
+    directory: int
+    name: bytes
+
+
 class Use:
     """What is in a volume, as it is counted in one change."""
 
@@ -66,7 +78,8 @@ def volume_key(kind: int, number: int, rest: bytes = b"") -> bytes:
 def kind_of_volume_key(key: bytes) -> int:
     """CorruptRecord where it is no key of a volume."""
     kind = key[_KIND_AT] if len(key) >= KEY_BYTES else 0
-    if kind not in (VOLUME, USE, ATTACHED) or kind != ATTACHED and len(key) != KEY_BYTES:
+    if kind not in (VOLUME, USE, ATTACHED, TRASH) or kind in (VOLUME, USE) and len(key) != KEY_BYTES \
+            or kind == TRASH and len(key) != KEY_BYTES + 8:
         raise CorruptRecord(f"no record of a volume has the key {key.hex()}")
     if not volume_of_key(key) & COUNTER_MASK or volume_key(kind, volume_of_key(key), key[KEY_BYTES:]) != key:
         raise CorruptRecord(f"the key {key.hex()} names no volume that can be")
@@ -139,3 +152,13 @@ def decode_attached(raw: bytes) -> int:
     if len(raw) != _ATTACHED.size or raw[0] != _VERSION:
         raise CorruptRecord("an attachment of a volume can not be read")
     return _ATTACHED.unpack(raw)[1]
+
+
+def encode_trashed(entry: Trashed) -> bytes:
+    return _TRASHED.pack(_VERSION, *entry[:3]) + entry.name
+
+
+def decode_trashed(raw: bytes) -> Trashed:
+    if not _TRASHED.size < len(raw) <= _TRASHED.size + NAME_BYTES_MAX or raw[0] != _VERSION:
+        raise CorruptRecord("an entry of a volume's trash can not be read")
+    return Trashed(*_TRASHED.unpack_from(raw)[1:], raw[_TRASHED.size:])

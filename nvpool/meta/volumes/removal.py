@@ -26,6 +26,7 @@ from nvpool.meta.volumes.records import (
     encode_volume,
     volume_key,
 )
+from nvpool.meta.volumes.trash import inode_of_trash_key, purged, trash_range
 
 STEP = 128
 """Names in a change: two milliseconds."""
@@ -86,12 +87,21 @@ class Removal:
     def _names(self) -> list[tuple[bytes, bytes]]:
         return self._kv.scan(*records.dentry_range(self._partition, self._way[-1][0]), STEP)
 
+    def _trashed(self) -> list[int]:
+        return [inode_of_trash_key(key) for key, _ in self._kv.scan(*trash_range(self._number), STEP)]
+
     def next(self) -> list[int]:
         """The inodes that the next step changes."""
+        if trashed := self._trashed():
+            return trashed
         return [self._way[-1][0], *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names())]
 
     def step(self) -> int:
         """The next names go, in one change; how many inodes have lost their last. CorruptRecord: fsck first."""
+        if trashed := self._trashed():
+            draft = purged(self._view, self._number, trashed, self._clock.wall_ns())
+            self._apply(draft)
+            return len(trashed)
         draft = Draft(self._view, self._clock.wall_ns())
         top, own_key = self._way[-1]
         found = self._names()

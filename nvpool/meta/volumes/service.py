@@ -15,14 +15,15 @@ from nvpool.base.errors import CorruptRecord, InUse, InvalidRequest, NotFound, N
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB, PARTITION_COUNT
 from nvpool.logic.volumenames import check_holder
-from nvpool.meta.volumes import policy
-from nvpool.meta.volumes.access import asker_of, check_wish
+from nvpool.meta.volumes import policy, trash
+from nvpool.meta.volumes.access import asker_of, check_trash, check_wish
 from nvpool.meta.volumes.records import (
     ATTACHMENTS_MAX,
     REMOVING,
     SEALED,
     VOLUME,
     VolumeRecord,
+    decode_trashed,
     decode_volume,
     encode_attached,
     encode_volume,
@@ -30,7 +31,7 @@ from nvpool.meta.volumes.records import (
     volume_key,
     volume_of_key,
 )
-from nvpool.meta.volumes.removal import Removal, removed
+from nvpool.meta.volumes.removal import STEP, Removal, removed
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -40,6 +41,7 @@ UNLIMITED_S = 10.0
 """After which a writer asks again whether a volume without a quota has one now."""
 AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 """What a writer is promised beyond what it needs: so much, or this part of what is free, where that is less."""
+TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
 _Wish = pb.VolumeRequest
 
@@ -53,14 +55,18 @@ class VolumeAnswers:
         for partition in partitions:
             for key, raw in self._kv.scan(*range_of(VOLUME, partition), 1000):
                 found.add(partition)
+                number = volume_of_key(key)
+                if self._kv.scan(*trash.trash_range(number), 1):
+                    self._view.trashes.add(number)
                 try:
-                    self._view.access.note(volume_of_key(key), decode_volume(raw))
+                    self._view.access.note(number, decode_volume(raw))
                 except CorruptRecord as error:
                     _log.error("the record of a volume is left to fsck: %s", error)
         if promises_lost and found:
             self._view.rooms.begin_grace(frozenset(found))
 
     def forget_volumes(self, partitions: frozenset[int]) -> None:
+        self._view.trashes -= {volume for volume in self._view.trashes if partition_of(volume) in partitions}
         self._view.rooms.forget(partitions)
         for number in [number for number in self._view.access.restricted if partition_of(number) in partitions]:
             self._view.access.note(number, None)
@@ -188,6 +194,7 @@ class VolumeAnswers:
         session = self._sessions.get(request.session).number
         number, rooms = request.inode, self._view.rooms
         record, use = policy.read_volume(self._view, number)
+        self._view.access.check_change(number)
         reply = pb.VolumeRoomReply(life_ms=int(UNLIMITED_S * 1000))
         if not record.bytes_max:
             rooms.promise(number, session, 0)
@@ -243,11 +250,93 @@ class VolumeAnswers:
         except NotFound:
             call.reply(pb.VolumeReply().SerializeToString())
 
+    # -- trash ---------------------------------------------------------------------------------------------------------
+
+    def _trash(self, call: Call) -> None:
+        self._counters["requests"] += 1
+        request = pb.TrashRequest.FromString(call.message)
+        session = self._sessions.get(request.session).number
+        number = request.inode
+        if partition_of(number) < PARTITION_COUNT and self._view.is_elsewhere(partition_of(number)):
+            raise WrongShard(f"volume {number} belongs to another shard")
+        record, _ = policy.read_volume(self._view, number)
+        check_trash(asker_of(call.peer.member), record, request.wish != pb.TrashRequest.LIST)
+        if request.wish == pb.TrashRequest.LIST:
+            call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
+        elif request.wish == pb.TrashRequest.RESTORE:
+            self._waits.add(call, lambda: self._restore(request, session), lambda: call.reply(b""))
+        else:
+            reply = pb.TrashReply()
+            self._waits.add(call, lambda: self._purge_on_request(request, session, reply),
+                            lambda: call.reply(reply.SerializeToString()))
+
+    async def _restore(self, request: pb.TrashRequest, session: int) -> None:
+        await self._mend(lambda view, now_ns: trash.restored(view, request, now_ns), session)
+        await self._kv.sync()
+
+    async def _purge_on_request(self, request: pb.TrashRequest, session: int, reply: pb.TrashReply) -> None:
+        """One entry, or some of all: `next` says that there are more."""
+        if request.entry:
+            if self._view.get(trash.trash_key(request.inode, request.entry)) is None:
+                raise NotFound(f"inode {request.entry} is not in the trash of the volume")
+            reply.purged = await self._purge(request.inode, [request.entry], session)
+        else:
+            while reply.purged < PURGED_AT_ONCE:
+                pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
+                if not pairs:
+                    break
+                reply.purged += await self._purge(request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session)
+            else:
+                reply.next = 1
+        await self._kv.sync()
+
+    async def _purge(self, volume: int, inodes: list[int], session: int) -> int:
+        """These leave the trash, when everybody with a lease on them has been told; how many."""
+        while (wait := self._watches.recall(session, inodes)) is not None:
+            await wait()
+        if self._kv.full:
+            await self._kv.room()
+        if self._moment.changes_wait:
+            await self._moment.over()
+        if not self._view.serves(partition_of(volume)):
+            return 0
+        draft = trash.purged(self._view, volume, inodes, self._clock.wall_ns())
+        effects = draft.finish()
+        if effects:
+            self._kv.apply(list(effects.items()), reclaims=True)
+        for orphan in draft.orphans:
+            self._collector.add(orphan)
+        return len(draft.orphans)
+
+    async def purge_more(self) -> int:
+        """What has been in the trash for long enough goes, of some entries of each volume at a time; how many inodes."""
+        gone, now_ns = 0, self._clock.wall_ns()
+        for volume in list(self._view.trashes):
+            if not self._view.serves(partition_of(volume)):
+                continue
+            after = self._purged_up_to.get(volume, 0)
+            pairs = self._kv.scan(*trash.trash_range(volume, after), TRASH_LOOKED_AT)
+            if not pairs and not after:
+                self._view.trashes.discard(volume)
+            if len(pairs) < TRASH_LOOKED_AT:
+                self._purged_up_to.pop(volume, None)
+            else:
+                self._purged_up_to[volume] = trash.inode_of_trash_key(pairs[-1][0])
+            try:
+                over = [trash.inode_of_trash_key(key) for key, raw in pairs if decode_trashed(raw).expires_ns <= now_ns]
+                for at in range(0, len(over), STEP):
+                    gone += await self._purge(volume, over[at:at + STEP], 0)
+                    await asyncio.sleep(0)
+            except NvpoolError as error:
+                _log.warning("the trash of volume %d is left as it is: %s", volume, error)
+        return gone
+
     async def _run_removals(self) -> None:
         while True:
             await asyncio.sleep(self._options.tick_s / 4)
             if self._state == "serving":
                 await self.remove_more()
+                await self.purge_more()
 
     async def remove_more(self) -> int:
         """Some of what is in volumes that are being removed goes; how many inodes. In steps of a few milliseconds."""

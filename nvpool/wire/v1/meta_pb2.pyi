@@ -1383,3 +1383,57 @@ class VolumeRoomReply(_message.Message):
     life_ms: int
     bytes_max: int
     def __init__(self, bytes: _Optional[int] = ..., unlimited: _Optional[bool] = ..., life_ms: _Optional[int] = ..., bytes_max: _Optional[int] = ...) -> None: ...
+
+class TrashRequest(_message.Message):
+    __slots__ = ("session", "map_epoch", "inode", "wish", "entry", "directory", "name")
+    class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LIST: _ClassVar[TrashRequest.Wish]
+        RESTORE: _ClassVar[TrashRequest.Wish]
+        PURGE: _ClassVar[TrashRequest.Wish]
+    LIST: TrashRequest.Wish
+    RESTORE: TrashRequest.Wish
+    PURGE: TrashRequest.Wish
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    map_epoch: int
+    inode: int
+    wish: TrashRequest.Wish
+    entry: int
+    directory: int
+    name: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[TrashRequest.Wish, str]] = ..., entry: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class TrashEntry(_message.Message):
+    __slots__ = ("inode", "directory", "name", "removed_ns", "expires_ns", "mode", "size")
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_NS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_NS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    inode: int
+    directory: int
+    name: bytes
+    removed_ns: int
+    expires_ns: int
+    mode: int
+    size: int
+    def __init__(self, inode: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ..., removed_ns: _Optional[int] = ..., expires_ns: _Optional[int] = ..., mode: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class TrashReply(_message.Message):
+    __slots__ = ("entries", "next", "purged")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PURGED_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[TrashEntry]
+    next: int
+    purged: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[TrashEntry, _Mapping]]] = ..., next: _Optional[int] = ..., purged: _Optional[int] = ...) -> None: ...

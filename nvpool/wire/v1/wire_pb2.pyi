@@ -79,6 +79,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_VOLUMES: _ClassVar[Method]
     META_VOLUME: _ClassVar[Method]
     META_VOLUME_ROOM: _ClassVar[Method]
+    META_TRASH: _ClassVar[Method]
     POOL_MAP: _ClassVar[Method]
     POOL_STATUS: _ClassVar[Method]
     POOL_CHANGE: _ClassVar[Method]
@@ -158,6 +159,7 @@ META_MOVED: Method
 META_VOLUMES: Method
 META_VOLUME: Method
 META_VOLUME_ROOM: Method
+META_TRASH: Method
 POOL_MAP: Method
 POOL_STATUS: Method
 POOL_CHANGE: Method

@@ -1,0 +1,132 @@
+"""What was removed in a volume with a trash: kept under its inode for a while, counted by the quota, and put back on request.
+
+Instead of an orphan, an inode that loses its last name in such a volume becomes an entry of the trash, which stands for that
+name: its links stay, its flag TRASHED says that nobody can get at it by a path, and a directory takes no names meanwhile. A
+directory is empty when it goes in (what was in it went in before, with that directory as its place), so putting back begins
+with the directory. Decisions are pure; the service purges in the background what has been there long enough. Part of
+`meta/volumes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvpool.base.errors import AlreadyExists, CrossesVolumes, NotFound
+from nvpool.meta import records
+from nvpool.meta.records import TRASHED, Inode
+from nvpool.meta.view import Draft, View
+from nvpool.meta.volumes.records import (
+    TRASH,
+    VOLUME,
+    Trashed,
+    decode_trashed,
+    decode_volume,
+    volume_key,
+)
+from nvpool.wire.v1 import meta_pb2 as pb
+
+DEPTH_MAX = 10_000
+
+
+def trash_key(volume: int, inode: int) -> bytes:
+    return volume_key(TRASH, volume, inode.to_bytes(8, "big"))
+
+
+def trash_range(volume: int, after: int = 0) -> tuple[bytes, bytes]:
+    """Entries of inodes with a higher number."""
+    return trash_key(volume, after) + b"\0" if after else volume_key(TRASH, volume), volume_key(TRASH, volume, b"\xff" * 9)
+
+
+def inode_of_trash_key(key: bytes) -> int:
+    return int.from_bytes(key[-8:], "big")
+
+
+def purged(view: View, volume: int, inodes: Iterable[int], now_ns: int) -> Draft:
+    """These leave the trash for good, as if they had lost their names now. What is not in it (any more) is passed over."""
+    draft = Draft(view, now_ns)
+    for number in inodes:
+        key = trash_key(volume, number)
+        if view.get(key) is None:
+            continue
+        draft.effects[key] = None
+        try:
+            inode = draft.inode(number)
+        except NotFound:
+            continue  # fsck's
+        if inode.links and inode.flags & TRASHED:
+            inode.flags &= ~TRASHED
+            draft.drop_name(inode)
+    return draft
+
+
+def restored(view: View, request: pb.TrashRequest, now_ns: int) -> Draft:
+    """The entry has its name again, or the one that is asked for; first its directory, where that is in the trash too.
+
+    NotFound       it is not in the trash, or its directory is gone for good: say where it is to go
+    AlreadyExists  the name stands for something else
+    """
+    draft = Draft(view, now_ns)
+    place = (request.directory, request.name) if request.directory else None
+    draft.inodes[request.entry] = _put_back(draft, request.inode, request.entry, place, 0)
+    return draft
+
+
+def _put_back(draft: Draft, volume: int, number: int, place: tuple[int, bytes] | None, depth: int) -> Inode:
+    view, key = draft.view, trash_key(volume, number)
+    raw = view.get(key)
+    if raw is None or depth > DEPTH_MAX:
+        raise NotFound(f"inode {number} is not in the trash of the volume")
+    entry = decode_trashed(raw)
+    inode = draft.inode(number)
+    to, name = place or (entry.directory, entry.name)
+    try:
+        directory = draft.directory(to)
+    except NotFound:
+        raise NotFound(f"the directory in which {entry.name!r} was is gone: say where it is to go, with --to") from None
+    if directory.flags & TRASHED and place is None:
+        directory = _put_back(draft, volume, to, None, depth + 1)
+    if not directory.links or directory.flags & TRASHED:
+        raise NotFound(f"the directory in which {entry.name!r} was is gone: say where it is to go, with --to")
+    if directory.volume != volume:
+        raise CrossesVolumes("what was in a volume is put back into it")
+    partition, _, name_key = view.place(directory, name)
+    if name_key in draft.effects or view.get(name_key) is not None:
+        raise AlreadyExists(f"{name!r} exists: rename that, or say another place, with --to")
+    draft.effects[key] = None
+    draft.effects[name_key] = records.encode_dentry(partition, number, inode.kind)
+    draft.adds = True
+    inode.flags &= ~TRASHED
+    directory.size += 1
+    if inode.is_directory:
+        inode.parent = directory.number
+        directory.links += 1
+    draft.stamp(inode)
+    draft.stamp(directory, content=True)
+    return inode
+
+
+def listed(view: View, request: pb.TrashRequest, limit: int) -> pb.TrashReply:
+    """The next entries, by inode number."""
+    reply = pb.TrashReply()
+    pairs = view.scan(*trash_range(request.inode, request.entry), limit + 1)
+    for key, raw in pairs[:limit]:
+        number = inode_of_trash_key(key)
+        entry = decode_trashed(raw)
+        try:
+            inode = view.inode(number)
+        except NotFound:
+            continue
+        reply.entries.add(inode=number, directory=entry.directory, name=entry.name, removed_ns=entry.removed_ns,
+                          expires_ns=entry.expires_ns, mode=inode.mode, size=inode.size)
+    if len(pairs) > limit:
+        reply.next = inode_of_trash_key(pairs[limit - 1][0])
+    return reply
+
+
+def trash_s_of(view: View, volume: int) -> int:
+    """For how long the volume keeps what is removed; 0: not at all."""
+    raw = view.get(volume_key(VOLUME, volume))
+    return decode_volume(raw).trash_s if raw is not None else 0
+
+
+__all__ = ["Trashed", "inode_of_trash_key", "listed", "purged", "restored", "trash_key", "trash_range", "trash_s_of"]
