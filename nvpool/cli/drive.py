@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
@@ -85,27 +86,34 @@ def moving_of(one: dict[str, Any]) -> str:
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
     """Return the status when nothing of the drive, or of the pool, is to be moved any more, and the drive is empty if it is
-    drained. The pool may be away for a while; any error that is not of that kind ends it."""
+    drained. As `wait_for_none`."""
+    def left(seen: dict[str, Any]) -> int:
+        here = [one for one in seen["drives"] if drive in (None, one["drive"])]
+        return sum(one["chains_to_come"] + one["chains_to_go"] for one in here) + (drive is not None and is_emptied(here))
+
+    return await wait_for_none(pool, title, quiet, left, moving_on)
+
+
+async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
+                        tell: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """The status in which nothing is `left` any more; until then how much was, and what `tell` says of it, is shown. The pool
+    may be away for a while; any error that is not of that kind ends it."""
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
     most = 0
 
-    def left() -> int:
-        here = [one for one in seen["drives"] if drive in (None, one["drive"])]
-        return sum(one["chains_to_come"] + one["chains_to_go"] for one in here) + (drive is not None and is_emptied(here))
-
     async def watch() -> dict[str, Any]:
         nonlocal seen, most
         async for seen in statuses(pool):
-            most = max(most, left())
-            if not left():
+            most = max(most, left(seen))
+            if not left(seen):
                 return seen
 
     def look() -> Look:
         if not seen:
             return Look(0, None, in_bytes=False)
-        return Look(most - left(), most, moving_on(seen), in_bytes=False)
+        return Look(most - left(seen), most, tell(seen), in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
 
@@ -122,11 +130,26 @@ def is_emptied(drives: list[dict[str, Any]]) -> bool:
     return any(one["wish"] == "drained" and one["state"] == "serving" and one["used_bytes"] for one in drives)
 
 
-def moving_on(seen: dict[str, Any]) -> str:
-    """What is known of when all is moved, or of what keeps it."""
-    silent = [str(one["drive"]) for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
-    waits = f"waits for drive {', '.join(silent)} to serve again" if silent else ""
-    return ", ".join(word for word in (waits, time_left(seen["chains"])) if word)
+def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
+    """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
+    return ", ".join(word for word in (_kept_by(seen, shards), time_left(seen["chains"])) if word)
+
+
+def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
+    """Who is to take something and does not serve. As long as nodes that do not answer are away nothing else takes their part:
+    most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is said what
+    else can be done."""
+    away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
+    silent = [one for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
+    nodes = sorted({one["node"] for one in silent} & away.keys()
+                   | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
+    drives = [str(one["drive"]) for one in silent if one["node"] not in away]
+    if not drives and not nodes:
+        return ""
+    words = [f"drive {', '.join(drives)}"] if drives else []
+    words += [f"node {number}" + (f" (rack {away[number]['rack']})" if away[number]["rack"] else "") for number in nodes]
+    remedy = f"; if it stays away: nvpool node remove POOL {nodes[0]} --lost" if nodes else ""
+    return f"waits for {' and '.join(words)} to serve again{remedy}"
 
 
 def time_left(chains: dict[str, Any]) -> str:

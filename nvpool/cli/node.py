@@ -194,7 +194,8 @@ def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json:
     """Move everything that a node has and does to the others, while the pool is in use: chunks, metadata, its part in keeping
     the map. Then it can be removed.
 
-    Refused where the others have no room for it. May be repeated; whatever is interrupted goes on.
+    Refused where the others have no room for it. Where one that is to take something is down it begins nevertheless, and waits
+    for that one, which --wait tells. May be repeated; whatever is interrupted goes on.
     """
     from nvpool.cli.reach import change
     done = asyncio.run(change(pool, "node-drain", {"node": number, "cancel": cancel, "stop": stop}))
@@ -227,37 +228,29 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str)
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
     """Return what is told of the node when nothing of it is on its way any more, or when it is out of the pool."""
-    from nvpool.cli.drive import is_emptied, moving_on
-    from nvpool.cli.progress import Look, shown
-    from nvpool.cli.reach import statuses
-    seen: dict[str, Any] = {}
-    one: dict[str, Any] = {}
-    most = 0
+    from nvpool.cli.drive import is_emptied, moving_on, wait_for_none
 
-    def left() -> int:
+    def found(seen: dict[str, Any]) -> dict[str, Any]:
+        return next((node for node in seen["nodes"] if node["node"] == number), {"node": number, "wish": "removed"})
+
+    def left(seen: dict[str, Any]) -> int:
+        one = found(seen)
+        if one["wish"] == "removed":
+            return 0
         here = [drive for drive in seen["drives"] if drive["node"] == number]
         moving = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
         if one["wish"] in ("", "drained"):
             return moving + is_emptied(here)
         return moving + len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
 
-    async def watch() -> dict[str, Any]:
-        nonlocal seen, one, most
-        async for seen in statuses(pool):
-            one = next((node for node in seen["nodes"] if node["node"] == number), {})
-            if not one:
-                return {"node": number, "wish": "removed"}
-            most = max(most, left())
-            if not left():
-                return one
+    def tell(seen: dict[str, Any]) -> str:
+        one = found(seen)
+        if one["wish"] in ("", "removed"):
+            return moving_on(seen)
+        words = [_left(one), moving_on(seen, [*one["primaries"], *one["standbys"]])]
+        return ", ".join(word for word in words if word)
 
-    def look() -> Look:
-        if not one:
-            return Look(0, None, in_bytes=False)
-        words = [_left(one) if one["wish"] else "", moving_on(seen)]
-        return Look(most - left(), most, ", ".join(word for word in words if word), in_bytes=False)
-
-    return await shown(title, watch(), look, quiet=quiet)
+    return found(await wait_for_none(pool, title, quiet, left, tell))
 
 
 @node.command(epilog="""\b

@@ -442,15 +442,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                     if self._sessions.get(session.number) is not session or sequence <= slot.sequence:
                         self.handle(call)  # decided meanwhile, by one of our own shard's records
                         return
-                    if self._kv.full:
-                        await self._kv.room()
-                    elif self._view.next_number >= self._numbers.bounds.inode:
-                        await self._numbers.more()
-                    elif self._moment.spans_wait:
-                        await self._moment.over()
-                    elif (wait := self._watches.conflict(session.number, draft)) is not None:
-                        await wait()
-                    else:
+                    if not await self._waited(session.number, draft):
                         effects, decision = coordinator.split(span, draft)
                         try:
                             self._commit(call, draft, session, slot, index, sequence, effects,
@@ -477,15 +469,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         try:
             while True:
                 draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
-                if self._kv.full:
-                    await self._kv.room()
-                elif self._view.next_number >= self._numbers.bounds.inode:
-                    await self._numbers.more()
-                elif self._moment.spans_wait:
-                    await self._moment.over()
-                elif session is not None and (wait := self._watches.conflict(session, draft)) is not None:
-                    await wait()
-                else:
+                if not await self._waited(session, draft):
                     break
             effects, decision = coordinator.split(span, draft)
             try:
@@ -572,6 +556,21 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             call.reply(slot.answer)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
+
+    async def _waited(self, session: int | None, draft: Draft) -> bool:
+        """Whether a change over several shards had to wait, and is to be decided anew. It returns without one where not: what
+        was decided is as it was."""
+        if self._kv.full:
+            await self._kv.room()
+        elif self._view.next_number >= self._numbers.bounds.inode:
+            await self._numbers.more()
+        elif self._moment.spans_wait:
+            await self._moment.over()
+        elif session is not None and (wait := self._watches.conflict(session, draft)) is not None:
+            await wait()
+        else:
+            return False
+        return True
 
     def _wait_for_cut(self, call: Call, inode: int) -> None:
         done = self._view.cutting[inode]

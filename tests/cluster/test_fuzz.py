@@ -11,9 +11,11 @@ import time
 import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, NvpoolError
 from nvpool.base.host import host_id
 from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.sdk.checkup_copies import service_right
 from nvpool.testing.history import History, now_ns, read_tree
 from nvpool.testing.real_pool import RealPool, end_process
 from nvpool.wire.dial import Dialer
@@ -47,7 +49,7 @@ DATA = {wire_pb2.DATA_READ: data_pb2.ReadRequest, wire_pb2.DATA_WRITE: data_pb2.
         wire_pb2.DATA_LIST: data_pb2.ListRequest, wire_pb2.DATA_SCRUB: data_pb2.ScrubRequest,
         wire_pb2.DATA_EXTENTS: data_pb2.ExtentsRequest, wire_pb2.DATA_COPY: data_pb2.CopyRequest,
         wire_pb2.DATA_VERSIONS: data_pb2.VersionsRequest, wire_pb2.DATA_FETCH: data_pb2.FetchRequest,
-        wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
+        wire_pb2.DATA_PULL: data_pb2.PullRequest, wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest}
 POOL = {wire_pb2.POOL_MAP: pool_pb2.MapRequest, wire_pb2.POOL_STATUS: pool_pb2.PoolStatusRequest,
         wire_pb2.POOL_CHANGE: pool_pb2.PoolChangeRequest, wire_pb2.POOL_AUTHORITY: pool_pb2.AuthorityRequest,
         wire_pb2.POOL_JOIN: pool_pb2.JoinRequest, wire_pb2.POOL_RENEW: pool_pb2.RenewRequest}
@@ -60,6 +62,8 @@ class Fuzzer:
         self.pool_map = pool.pool_map
         self.sequence = 0
         self.sent = 0
+        self.right = service_right(PoolDirectory(pool.path).grant_key.read_bytes())
+        """Of the pool itself: else nothing of a chunk that is to be fetched from another target is ever looked at."""
         self.bugs = []
         self.daemons = [(META, shard.endpoints, 0) for shard in self.pool_map.shards]
         self.daemons += [(DATA, target.endpoints, target.id) for target in self.pool_map.targets]
@@ -89,6 +93,8 @@ class Fuzzer:
                 message.session = self.chance.choice((self.session, self.session, self.session, self.number(64)))
             elif field.name == "target" and field.type == field.TYPE_UINT32:
                 message.target = self.chance.choice((target, target, target, self.number(32)))
+            elif field.name == "authority" and isinstance(message, data_pb2.PullRequest):
+                message.authority = self.chance.choice((self.right, self.right, self.bytes()))
             elif field.name == "sequence":
                 self.sequence += 1
                 message.sequence = self.chance.choice((self.sequence, self.sequence, self.number(64)))
