@@ -61,7 +61,7 @@ class EtcdCoordinator:
     """Made by `found` or `open`."""
 
     def __init__(self, calls: EtcdCalls, clock: Clock, pool_id: str, pool_map: PoolMap,
-                 publish: Callable[[bytes], None]) -> None:
+                 publish: Callable[[bytes], None], only: str = "") -> None:
         self._calls = calls
         self._clock = clock
         self._root = _root(pool_id)
@@ -69,7 +69,7 @@ class EtcdCoordinator:
         self._told = Told(pool_map)
         self._map_revision = 0
         self._leases: set[EtcdLease | EtcdReign] = set()
-        self._succession = Succession()
+        self._succession = Succession(only)
         self._about_leader: dict[bytes, rpc.KeyValue] = {}
         self._turn = asyncio.Lock()
         self._following: asyncio.Task | None = None
@@ -77,9 +77,9 @@ class EtcdCoordinator:
 
     @classmethod
     async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
-                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
-        """A coordinator of a pool that etcd does not know, with the map `first`. InvalidRequest when it has one already: `open`
-        it. Unavailable: or it has it now."""
+                    certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """A coordinator of a pool that etcd does not know, with the map `first`; `only` as of `over`. InvalidRequest when it
+        has one already: `open` it. Unavailable: or it has it now."""
         if problems := check_map(first):
             raise InvalidRequest("; ".join(problems))
         calls = EtcdCalls(members, clock, certificates)
@@ -93,7 +93,7 @@ class EtcdCoordinator:
             await calls.close()
             raise
         await calls.close()
-        return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock)
+        return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock, only=only)
 
     @staticmethod
     async def answers(members: Sequence[str], certificates: Certificates | None = None, *, wait_s: float = 2.0,
@@ -107,19 +107,21 @@ class EtcdCoordinator:
 
     @classmethod
     async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
-                   certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
-        """The coordinator of the pool that etcd knows. CorruptRecord when there is no map of it, or a bad one. Unavailable."""
-        return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock)
+                   certificates: Certificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """The coordinator of the pool that etcd knows; `only` as of `over`. CorruptRecord when there is no map of it, or a bad
+        one. Unavailable."""
+        return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock, only)
 
     @classmethod
     async def over(cls, calls: EtcdCalls, pool_id: str, publish: Callable[[bytes], None] = lambda raw: None,
-                   clock: Clock = SYSTEM_CLOCK) -> EtcdCoordinator:
-        """As `open`, through `calls`, which are its own from here on."""
+                   clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+        """As `open`, through `calls`, which are its own from here on. `only`: the name under which nobody leads but this
+        process and those before it, which have ended: it does not wait for their lease."""
         try:
             found = await calls.range(rpc.RangeRequest(key=_root(pool_id) + b"map"), CHANGE_S)
             if not found.kvs:
                 raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
-            coordinator = cls(calls, clock, pool_id, decode_map(found.kvs[0].value), publish)
+            coordinator = cls(calls, clock, pool_id, decode_map(found.kvs[0].value), publish, only)
             publish(found.kvs[0].value)
             await coordinator._look()
         except BaseException:

@@ -7,7 +7,7 @@ it came there, and a new leader of etcd begins it anew: so ours is the shorter o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from math import ceil
 
 from nvpool.base.clock import Clock
@@ -21,8 +21,37 @@ RELEASE_S = 2.0
 """Giving one up may take so long; then its time has to run out."""
 
 
-class EtcdLease:
-    """`number` in etcd. Ours until `lost`."""
+class Renewed:
+    """What is ours until `lost`, and renewed until then."""
+
+    lost: asyncio.Future[None]
+
+    def _begin(self, renewing: Coroutine[None, None, None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.lost = loop.create_future()
+        self._renewing = loop.create_task(renewing)
+
+    def _end(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    async def release(self) -> None:
+        if self.lost.done():
+            return
+        self._end()
+        self._renewing.cancel()
+        try:
+            await self._give_back(RELEASE_S)
+        except Unavailable:
+            pass  # its time runs out
+
+    async def _give_back(self, wait_s: float) -> None:
+        """Say in etcd that it is over. Unavailable."""
+        raise NotImplementedError
+
+
+class EtcdLease(Renewed):
+    """`number` in etcd."""
 
     former = None
 
@@ -32,8 +61,7 @@ class EtcdLease:
         self.number = number
         self._lease_s = lease_s
         self._until_s = sent_s + lease_s
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._renewing = asyncio.get_running_loop().create_task(self._renew(sent_s))
+        self._begin(self._renew(sent_s))
 
     @classmethod
     async def take(cls, calls: EtcdCalls, clock: Clock, lease_s: float, wait_s: float) -> EtcdLease:
@@ -80,19 +108,8 @@ class EtcdLease:
         finally:
             self._end()
 
-    def _end(self) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    async def release(self) -> None:
-        if self.lost.done():
-            return
-        self._end()
-        self._renewing.cancel()
-        try:
-            await self._calls.revoke_lease(self.number, RELEASE_S)
-        except Unavailable:
-            pass  # its time runs out
+    async def _give_back(self, wait_s: float) -> None:
+        await self._calls.revoke_lease(self.number, wait_s)
 
 
 async def give_up(leases: Iterable[Lease]) -> None:

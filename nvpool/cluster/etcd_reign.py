@@ -19,7 +19,7 @@ from aetcd import rpc
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, Unavailable
 from nvpool.cluster.etcd_calls import EtcdCalls
-from nvpool.cluster.etcd_leases import CLOCKS_DIFFER, RELEASE_S
+from nvpool.cluster.etcd_leases import CLOCKS_DIFFER, Renewed
 from nvpool.cluster.succession import Sign, Succession
 
 LEADER, SIGN = b"leader", b"leads"
@@ -52,8 +52,8 @@ def _put(key: bytes, value: bytes) -> rpc.RequestOp:
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value))
 
 
-class EtcdReign:
-    """The lease of which there is one in the pool. Ours until `lost`."""
+class EtcdReign(Renewed):
+    """The lease of which there is one in the pool."""
 
     def __init__(self, calls: EtcdCalls, clock: Clock, root: bytes, sign: bytes, revision: int, lease_s: float, sent_s: float,
                  former: str | None, ran_out: Callable[[], None]) -> None:
@@ -67,14 +67,14 @@ class EtcdReign:
         self.revision = revision
         """At which it has begun: the guard of what is changed under it."""
         self.former = former
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._renewing = asyncio.get_running_loop().create_task(self._renew())
+        self._begin(self._renew())
 
     @classmethod
     async def take(cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float,
                    succession: Succession) -> EtcdReign | None:
         """The lead; None where it is somebody else's, or there are signs of him that `succession` has not seen. Unavailable."""
         seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
+        succession.begins(token)
         sign = f"{lease_s} {token}".encode()
         looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]
         done = None
@@ -138,18 +138,6 @@ class EtcdReign:
         elif self._clock.boottime_s() - sent_s < self._lease_s / 2:
             self._sent_s = max(self._sent_s, sent_s)
 
-    def _end(self) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    async def release(self) -> None:
-        if self.lost.done():
-            return
-        self._end()
-        self._renewing.cancel()
-        try:
-            await self._calls.transact(rpc.TxnRequest(compare=[follows(self._root, self.revision)], success=[
-                rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._root + key)) for key in (LEADER, SIGN)]),
-                RELEASE_S)
-        except Unavailable:
-            pass  # its time runs out
+    async def _give_back(self, wait_s: float) -> None:
+        drops = [rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._root + key)) for key in (LEADER, SIGN)]
+        await self._calls.transact(rpc.TxnRequest(compare=[follows(self._root, self.revision)], success=drops), wait_s)

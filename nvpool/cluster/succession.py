@@ -3,7 +3,9 @@
 Who leads writes a sign of life again and again. His lease counts from the sending of one; a candidate counts it from the moment
 at which he has seen it, which is later: so when he has seen nothing new for the whole of it, it has ended there. What he has
 not seen yet counts through the guard: who takes the lead names the last sign that he has seen, and is refused where there is a
-later one. No clock and no I/O. Used by cluster/etcd.
+later one. A candidate under whose name only he can lead (its process holds a lock) waits for no sign under it that is not his:
+that process has ended, and what it had under way in etcd is refused from when he leads. What it has lent others may be left.
+No clock and no I/O. Used by cluster/etcd.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ class Sign:
 
 
 class Succession:
-    def __init__(self) -> None:
+    def __init__(self, only: str = "") -> None:
+        """`only`: the name under which nobody leads but this process, and those before it, which have ended."""
         self.seen = Sign()
+        self._only = only
+        self._begun: str | None = None
         self._since_s = 0.0
         self._ended: dict[str, str | None] = {}
 
@@ -40,6 +45,16 @@ class Succession:
         before, self.seen, self._since_s = self.seen, sign, now_s
         return before.reign != sign.reign
 
+    def begins(self, token: str) -> None:
+        """An attempt with this token is made by this process; its earlier ones have ended."""
+        self._begun = token
+
+    def _is_of_the_dead(self) -> bool:
+        """Whether the last sign is of a process before this one."""
+        seen = self.seen
+        return bool(self._only) and seen.name == self._only and bool(seen.token) and seen.token != self._begun \
+            and seen.token not in self._ended
+
     def has_ended(self, token: str, former: str | None) -> None:
         """The reign with this token was this process's own, and nothing that was given under it is left: it need not be waited
         for. `former`: as of `former`, for who follows it."""
@@ -47,14 +62,14 @@ class Succession:
 
     def free_in_s(self, now_s: float) -> float:
         """From when on somebody else may take the lead; 0: from now on."""
-        if not self.seen.reign or self.seen.token in self._ended:
+        if not self.seen.reign or self.seen.token in self._ended or self._is_of_the_dead():
             return 0.0
         return max(0.0, self._since_s + self.seen.lease_s - now_s)
 
     def former(self) -> str | None:
         """For who takes the lead now: who led before, where all of his time has gone by; None where he has given it up, so that
         some of it may be left to whom he has lent it."""
-        if not self.seen.reign:
+        if not self.seen.reign or self._is_of_the_dead():
             return None
         return self._ended.get(self.seen.token, self.seen.name)
 

@@ -396,7 +396,7 @@ class MapKeeper:
 
     async def _go_on(self) -> None:
         """Until the map is in etcd and this node uses it from there."""
-        directory = self._directory
+        directory, only = self._directory, str(self._directory.node)  # this process holds the directory's lock
         while True:
             try:
                 if self.own is not None and self.own.alone:
@@ -407,13 +407,15 @@ class MapKeeper:
                     own = self._keeping.own
                     first = changed(pool_map, etcd=(EtcdMember(own.node, own.client, own.peer),))
                     try:
-                        found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates)
+                        found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates,
+                                                            only=only)
                     except InvalidRequest:  # an earlier try of ours came so far
                         found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish,
-                                                           certificates=certificates)
+                                                           certificates=certificates, only=only)
                     self._put(msgspec.structs.replace(self._keeping, kind="etcd"))
                 else:
-                    found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates)
+                    found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates,
+                                                       only=only)
                 if found.pool_map.epoch < self.relay.pool_map.epoch:
                     await found.close()
                     raise Unavailable(f"at {', '.join(members)} is an older map than this node has, of epoch "

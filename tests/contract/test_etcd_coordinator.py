@@ -287,6 +287,28 @@ def test_who_has_lost_the_lead_by_time_alone_need_not_wait_for_himself(one):
     asyncio.run(run())
 
 
+def test_a_process_that_follows_another_of_its_node_leads_at_once_and_what_that_had_under_way_is_refused(one):
+    async def run():
+        mine, other = await pair(one)
+        killed = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
+        reign = await killed.lead("1", 60.0, 10)
+        reign._renewing.cancel()  # nothing is heard of it any more
+        assert await other.lead("2", LEASE_S, 0.5) is None
+        again = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
+        began_s = SYSTEM_CLOCK.boottime_s()
+        taken = await again.lead("1", 60.0, 30)
+        assert taken.holds and SYSTEM_CLOCK.boottime_s() - began_s < 20
+        assert taken.former is None, "some of the time may be left to whom it has been lent"
+        with pytest.raises(StaleLease):
+            await killed.replace(changed(killed.pool_map, name="of the past"), reign)
+        await again.replace(changed(again.pool_map, name="new"), taken)
+        assert await other.lead("2", LEASE_S, 0.5) is None
+        for coordinator in (again, killed, mine, other):
+            await coordinator.close()
+
+    asyncio.run(run())
+
+
 def test_a_lead_that_was_taken_unawares_is_taken_again_at_once(one):
     async def run():
         mine, other = await pair(one)

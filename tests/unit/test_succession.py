@@ -47,6 +47,21 @@ def test_ones_own_reign_that_is_over_is_not_waited_for_and_what_was_before_it_is
     assert one.free_in_s(100.2) == 2.0
 
 
+def test_a_process_that_led_under_a_name_that_is_ours_alone_is_not_waited_for_and_may_have_lent_of_its_time():
+    one = Succession("1")
+    one.see(MINE, 100.0)
+    assert one.free_in_s(100.0) == 0 and one.leader(100.0) is None and one.former() is None
+    one.begins("again")
+    one.see(Sign("1", 9, 9, 2.0, "again"), 100.1)
+    assert one.free_in_s(100.1) == 2.0 and one.leader(100.1) == "1", "this one is ours and lives"
+    one.begins("later")  # it is over, and its end could not be told
+    assert one.free_in_s(100.2) == 0 and one.former() is None
+    one.see(Sign("2", 10, 10, 2.0, "token"), 100.2)
+    assert one.free_in_s(100.2) == 2.0, "another's name"
+    one.see(Sign("1", 11), 100.3)
+    assert one.free_in_s(100.3) == inf, "an earlier version's ends by other means"
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=20), st.floats(0.95, 1.05))
 def test_nobody_follows_before_the_lease_of_who_leads_has_ended_by_his_own_clock(signs, rate):
     """Signs are sent, written and seen with any delays; the leader's clock goes at another rate."""

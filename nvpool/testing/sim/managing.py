@@ -267,7 +267,7 @@ class Supervisors:
         while coordinator is None:
             with suppress(Unavailable):
                 coordinator = await EtcdCoordinator.over(SimCalls(self._etcd, process, clock), pool.first_map.pool_id,
-                                                         clock=clock)
+                                                         clock=clock, only=str(node))
         supervisor.coordinator = coordinator
         supervisor.leading = leading = Leading(coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock)
         supervisor.keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, leading.change_as_leader, clock,
