@@ -553,6 +553,7 @@ class BlockChunkStore(WholeChunks):
         try:
             if not self.fenced_because:
                 await self.flush()
+                self.lender.end()
                 await verifier.closed(self.kv, self.verifier)
         except NvpoolError as error:
             log.error("target %d: the last flush failed: %s", self.target, error)

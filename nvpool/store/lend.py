@@ -13,10 +13,12 @@ counters stands until when this target may serve at all (`serve_until`; store/te
 
 The memory of the table outlives a process where its supervisor keeps it (`KeptTable`): its successor raises all counters
 before it serves, so that no client returns what it reads at locations of the dead. Without that counters of the dead process
-stand still, and until the lifetimes that it gave out have ended cuts are not answered. In either case every inode counts as
-lent for so long. That there were any is recorded, once for a process, before the first location is given out:
+stand still, and until the lifetimes that it gave out have ended cuts are not answered. One that ends in order raises all of
+them last (`end`), and says so. In each case every inode counts as lent for so long. That there were any is recorded, once for
+a process, before the first location is given out:
 
     L                   boot id (36 bytes, of Linux) · lifetime in milliseconds u32 (little-endian)
+    E                   boot id: no client returns what it reads at any location that was given out until now
     h number u64 (BE)   until, milliseconds on CLOCK_BOOTTIME u64 · runs: u64 each, disk block above 16 bits of (blocks - 1)
 
 A reboot ends all clients of the host with their lifetimes. Called by the block store on its event loop.
@@ -51,6 +53,7 @@ TABLE_BYTES = (4 << SLOT_BITS) + 8
 INODES_MAX = 200_000
 """Remembered as lent; beyond it every inode counts as lent, until the set is forgotten."""
 LENT_KEY = b"L"
+ENDED_KEY = b"E"
 TOKEN_BYTES = 16
 _LIFE = struct.Struct("<I")
 _F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
@@ -105,6 +108,8 @@ class Lender:
                 self.dead_until_s = self.unseen_until_s = now_s + dead_life_s
                 if kept is not None and life_s:
                     self.unseen_until_s = min(self.dead_until_s, kept.since_s + dead_life_s)
+                if kv.get(ENDED_KEY) == boot_id().encode():
+                    self.unseen_until_s = now_s
         self._fd = kept.descriptor if kept is not None else -1
         self._memory: mmap.mmap | None = None
         self._table = memoryview(b"")
@@ -137,6 +142,15 @@ class Lender:
         if kept:
             self.changing_all()  # before its clients may believe anything that stands behind the counters
         self._serving[0] = math.inf
+
+    def end(self) -> None:
+        """Nothing is changed or served any more: no client returns what it reads from now on at locations that it has, and
+        whoever opens the store next knows that. Not where some have theirs from a process whose table is not ours."""
+        if not self.life_s or self._clock.boottime_s() < self.unseen_until_s or self._kv.full:
+            return
+        self.changing_all()
+        self._recorded = False
+        self._kv.apply([(ENDED_KEY, boot_id().encode())])
 
     def close(self) -> None:
         self.life_s = 0.0
@@ -171,8 +185,8 @@ class Lender:
             if self._kv.full:
                 return 0.0
             record = boot_id().encode() + _LIFE.pack(math.ceil(self.life_s * 1000))
-            if self._kv.get(LENT_KEY) != record:
-                self._kv.apply([(LENT_KEY, record)])
+            if self._kv.get(LENT_KEY) != record or self._kv.get(ENDED_KEY) is not None:
+                self._kv.apply([(LENT_KEY, record), (ENDED_KEY, None)])
             self._recorded = True
         now_s = self._turn()
         if len(self._young) >= INODES_MAX:

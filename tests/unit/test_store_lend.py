@@ -256,6 +256,40 @@ async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead
 
 
 @lending
+async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_that_follows_it_does_again(one):
+    for inode in (1, 2):
+        await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
+    old = one.places(1)
+    _, slot, stamp, _ = one.lend(1)
+    seen = one.store.lender.table()  # as a client has it
+    await one.store.close()
+    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client returns nothing any more"
+    os.close(seen)
+    await one.begin()
+    assert one.store.kv.get(b"E") == boot_id().encode()
+    assert await asyncio.wait_for(one.store.cut(1, 0, 1, 20), 120) == 8 * BLOCK
+    await one.store.flush()
+    assert not old & one.free(), "who is reading there at this moment finds no other file's bytes"
+    await one.die()  # it has lent nothing
+    assert await asyncio.wait_for(one.store.cut(2, 4 * BLOCK, 1, 20), 120) == 4 * BLOCK
+    one.lend(2)
+    assert one.store.kv.get(b"E") is None
+    await one.die()
+    cutting = asyncio.ensure_future(one.store.cut(2, 10, 2, 20))
+    await asyncio.wait([cutting], timeout=0.2)
+    assert not cutting.done()
+    cutting.cancel()
+    await one.store.close()  # not the end of those of the one before
+    await one.begin()
+    again = asyncio.ensure_future(one.store.cut(2, 10, 2, 20))
+    await asyncio.wait([again], timeout=0.2)
+    assert not again.done()
+    one.clock.advance(LEND_S)
+    await asyncio.wait_for(again, 120)
+    await is_sound(one.store)
+
+
+@lending
 async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_that_outlives_the_processes(one):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
