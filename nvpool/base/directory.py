@@ -205,6 +205,14 @@ class PoolDirectory:
         except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
             raise WrongFormat(f"{self.node_json} can not be read: {error}") from None
 
+    @property
+    def member(self) -> str:
+        """The name in this node's certificate; empty where it did not join, or can not be read."""
+        try:
+            return str(msgspec.json.decode(self.node_json.read_bytes())["member"])
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError):
+            return ""
+
     def check(self) -> None:
         """NotFound when there is no pool, WrongFormat when it is of another version or not finished, each with the remedy."""
         if not self.path.is_dir():

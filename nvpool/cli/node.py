@@ -107,6 +107,7 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
             click.echo(f"joined the pool {done['name']} ({done['pool_id'][:8]}) as node {done['node']}, in {where.path}")
     else:
         _check_pool(where, token_text)
+        _check_member(where, address)
     if not no_start:
         there = {os.path.realpath(place): one for one in pool_life.start(where)["drives"] if one["node"] == where.node
                  for place in (one["path"], os.path.dirname(one["path"]))}
@@ -133,6 +134,29 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
     if fingerprint_of((directory.secret / "authority.crt").read_bytes()) != read_token(token_text).fingerprint:
         raise AlreadyExists(f"{directory.path} belongs to another pool, which `nvpool status {directory.path}` shows; name "
                             f"another directory with --dir")
+
+
+def _check_member(directory: PoolDirectory, address: str) -> None:
+    """InvalidRequest, with the remedy, where the node of `directory` was removed from the pool. Where nobody answers at
+    `address` that is not known: then the node is started as it is, which serves nothing once it hears of it."""
+    from nvpool.base.errors import InvalidRequest, StaleIdentity, Unavailable
+    from nvpool.cli.reach import REACH_S, ask
+    from nvpool.logic.poolmap import decode_map
+    from nvpool.wire.v1 import pool_pb2, wire_pb2
+    where = address if "://" in address else f"stream://{address}"
+    try:
+        reply = asyncio.run(ask(str(directory.path), wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply,
+                                wait_s=REACH_S, endpoints=(where,)))
+        found = decode_map(reply.map).node_by_id.get(directory.node)
+        is_in = found is not None and directory.member in ("", found.member)  # its number may be another's by now
+    except StaleIdentity:
+        is_in = False
+    except Unavailable:
+        return
+    if not is_in:
+        raise InvalidRequest(f"{directory.path} is of node {directory.node}, which was removed from this pool, and is not "
+                             f"taken in again: what it has is of the past. Remove that with: nvpool pool destroy "
+                             f"{directory.path}   Then the same command makes a new node there; the token was not used")
 
 
 def _own_host(address: str) -> str:

@@ -126,6 +126,9 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             assert served.returncode == 1 and "nvpool mount" in served.stderr
             first.nvpool("node", "remove", str(first.path), "2")
             assert second.nvpool("status", str(second_client.path)).returncode == 0
+            token = first.json("node", "token", str(first.path))["token"]
+            again = second.nvpool("node", "join", address, "--dir", str(second.path), "--token", token, check=False)
+            assert again.returncode == 1 and "was removed from this pool" in again.stderr and "pool destroy" in again.stderr
             # its certificate is as good as ever, but nobody in the pool knows it any more
             (second_client.path / "secret" / "member.crt").write_bytes((second.path / "secret" / "member.crt").read_bytes())
             (second_client.path / "secret" / "member.key").write_bytes((second.path / "secret" / "member.key").read_bytes())

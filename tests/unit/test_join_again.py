@@ -1,0 +1,60 @@
+"""`nvpool node join` at a directory that is a node's already: one that is in the pool, one that was removed from it."""
+
+import asyncio
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import InvalidRequest, StaleIdentity, Unreachable
+from nvpool.cli import reach
+from nvpool.cli.node import _check_member
+from nvpool.logic.poolmap import Node, encode_map
+from nvpool.testing.contracts.coordinator import first_map
+from nvpool.wire.v1.pool_pb2 import MapReply
+
+
+@pytest.fixture
+def directory(tmp_path):
+    one = PoolDirectory(tmp_path)
+    one.node_json.write_bytes(msgspec.json.encode({"node": 2, "member": "node/beta.2"}))
+    return one
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the pool answers at the address."""
+    given, asked = [], []
+
+    async def ask(pool, method, request, reply_type, *, wait_s, endpoints):
+        asked.append(endpoints)
+        await asyncio.sleep(0)
+        if isinstance(given[0], Exception):
+            raise given[0]
+        return MapReply(map=encode_map(given[0]))
+
+    monkeypatch.setattr(reach, "ask", ask)
+    yield given
+    assert asked and set(asked) == {("stream://10.0.0.1:17512",)}
+
+
+def pool_of(*members):
+    """A pool of these nodes, numbered from two on."""
+    first = first_map()
+    return replace(first, nodes=(*first.nodes, *(Node(number, "b", "h", ("stream://10.0.0.2:1",), member=member)
+                                                 for number, member in enumerate(members, 2))))
+
+
+@pytest.mark.parametrize("answer", [StaleIdentity("node/beta.2 is not in the pool"), pool_of(), pool_of("node/another.2")],
+                         ids=["refused", "gone", "its number is another's"])
+def test_a_node_that_was_removed_is_told_how_to_begin_anew_and_keeps_its_token(directory, answers, answer):
+    answers.append(answer)
+    with pytest.raises(InvalidRequest, match=f"(?s)removed from this pool.*nvpool pool destroy {directory.path}.*not used"):
+        _check_member(directory, "10.0.0.1:17512")
+
+
+@pytest.mark.parametrize("answer", [pool_of("node/beta.2"), Unreachable("nobody")], ids=["in", "nobody answers"])
+def test_a_node_that_is_in_the_pool_or_may_be_goes_on(directory, answers, answer):
+    answers.append(answer)
+    _check_member(directory, "stream://10.0.0.1:17512")
