@@ -1,6 +1,6 @@
-"""A wide directory over three shards, real processes: two clients make twenty thousand files in it, and others that they remove
-again, while a third lists it all the time, and a shard is added and one removed. No listing lacks a name that was there when it
-began, or has one twice; in the end all is there once, and fsck finds nothing."""
+"""A wide directory over three shards, real processes: two clients make thousands of files in it, and others that they remove
+again, while a third lists it all the time, and a shard is added and one removed, for as long as that takes. No listing lacks a
+name that was there when it began, or has one twice; in the end all is there once, and fsck finds nothing."""
 
 import json
 import subprocess
@@ -13,13 +13,14 @@ import pytest
 from nvpool.sdk.filesystem import FileSystem
 
 NVPOOL = str(Path(sys.executable).with_name("nvpool"))
-FILES, CLIENTS, STEP = 20_000, 2, 250
-EACH = FILES // CLIENTS
+CLIENTS, STEP = 2, 250
+EACH = 2_000
+"""At least: a listing takes several steps of each shard by then. They go on until the shards have come and gone."""
 MAKER = """
-import asyncio, sys
+import asyncio, select, sys
 from nvpool import connect_async
 
-async def main(pool, who, count, step):
+async def main(pool, who, least, step):
     async with await connect_async(pool, name=who) as files:
         async def make(number):
             await files.write_bytes(f"/wide/{who}-{number}", b"")
@@ -27,9 +28,11 @@ async def main(pool, who, count, step):
                 await files.write_bytes(f"/wide/gone-{who}-{number}", b"")
                 await files.remove(f"/wide/gone-{who}-{number}")
 
-        for first in range(0, count, step):
-            await asyncio.gather(*(make(number) for number in range(first, first + step)))
-            print(first + step, flush=True)
+        made = 0
+        while made < least or not select.select([sys.stdin], [], [], 0)[0]:
+            await asyncio.gather(*(make(number) for number in range(made, made + step)))
+            made += step
+            print(made, flush=True)
 
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
 """
@@ -47,7 +50,7 @@ class Maker:
     def __init__(self, pool, who):
         self.who, self.made = who, 0
         self._process = subprocess.Popen([sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(STEP)],
-                                         stdout=subprocess.PIPE, text=True)
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
 
@@ -58,6 +61,9 @@ class Maker:
     @property
     def works(self):
         return self._process.poll() is None
+
+    def enough(self):
+        self._process.stdin.close()
 
     def end(self, kill=False):
         if kill:
@@ -93,13 +99,17 @@ def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
                                                   nvpool("shard", "remove", pool, 1, "--wait")])
         shards.start()
         try:
-            while any(maker.works for maker in makers) or shards.is_alive():
+            while any(maker.works for maker in makers):
+                if not shards.is_alive():
+                    for maker in makers:
+                        maker.enough()
                 listed(files, makers)
         finally:
             shards.join()
             ended = [maker.end(kill=sys.exc_info()[0] is not None) for maker in makers]
         assert ended == [0] * CLIENTS
-        assert listed(files, makers) == {f"client{client}-{number}" for client in range(CLIENTS) for number in range(EACH)}
+        assert all(maker.made >= EACH for maker in makers)
+        assert listed(files, makers) == {f"{maker.who}-{number}" for maker in makers for number in range(maker.made)}
         there = json.loads(nvpool("shard", "ls", pool, "--json"))
         assert {one["shard"] for one in there if one["partitions"]} == {2, 3, 4}
     nvpool("fsck", pool)
