@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "scrub": ("nvpool.cli.scrub:scrub", "Have everything that is stored read and compared."),
     "dump": ("nvpool.cli.dump:dump", "Write all metadata of one moment to a file."),
     "load": ("nvpool.cli.load:load", "Load dumped metadata into an empty pool."),
+    "doctor": ("nvpool.cli.doctor:doctor", "Say what makes a pool slow or unsafe here, and the remedy."),
     "bench": ("nvpool.cli.bench:bench", "Measure a pool."),
     "config": ("nvpool.cli.config:config", "Show, check and explain the configuration of a node."),
     "dev": ("nvpool.cli.dev:dev", "A throw-away pool on this machine, all of it under one directory."),

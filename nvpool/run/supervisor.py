@@ -465,7 +465,8 @@ class Supervisor:
                 "pool": {"id": pool_map.pool_id, "name": pool_map.name, "epoch": pool_map.epoch, "format": pool_map.format,
                          "fingerprint": pool_map.fingerprint, "chunk_bytes": pool_map.settings.chunk_bytes,
                          "replicas": pool_map.settings.replicas, "directory": str(self._directory.path),
-                         "software": f"nvpool {VERSION}", "state": "degraded" if degraded else "serving"},
+                         "software": f"nvpool {VERSION}", "now_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000,
+                         "state": "degraded" if degraded else "serving"},
                 "processes": [{"node": self._node} | process for process in processes], "drives": drives,
                 "shards": shards_told(pool_map, metas), "chains": chains, "problems": problems}
 

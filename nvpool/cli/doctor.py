@@ -1,0 +1,55 @@
+"""`nvpool doctor`: what would make a pool slow or unsafe on this machine, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from nvpool.cli.checks import BAD, OK, WARN, Check
+from nvpool.cli.render import json_option, print_json, print_table, say
+
+
+def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:
+    """Print them; 1 where something is bad."""
+    found = [one for one in checks if not quiet or one.state != OK]
+    if as_json:
+        print_json([one._asdict() for one in found])
+    else:
+        print_table(("state", "check", "seen", "remedy"), [(one.state, one.name, one.seen, one.remedy) for one in found])
+        counts = {state: sum(one.state == state for one in found) for state in (WARN, BAD)}
+        say(f"{counts[BAD]} bad, {counts[WARN]} to look at" if any(counts.values()) else "nothing to complain of")
+    return int(any(one.state == BAD for one in found))
+
+
+@click.group(invoke_without_command=True, epilog="""\b
+examples:
+  nvpool doctor                                      this machine, before it is a node
+  nvpool doctor --pool /srv/pool                     a node: its drives, ports, clock, and what the pool says
+  nvpool doctor --pool 10.0.0.1:17512 --json         from anywhere
+  nvpool doctor --drive /mnt/nvme0 --drive /dev/nvme1n1    what are to be drives
+
+\b
+Nothing is changed. Each check is ok, warn (slower or less safe than it could be) or bad (does not work, or is not safe); the
+exit code is 1 where one is bad.
+""")
+@click.option("--pool", envvar="NVPOOL_POOL", metavar="POOL", help="A pool directory, or HOST:PORT of a node.")
+@click.option("--drive", "drives", multiple=True, metavar="PATH", type=click.Path(), help="A directory or device; repeat it.")
+@click.option("--quiet", "-q", is_flag=True, help="Only what is not ok.")
+@json_option
+@click.pass_context
+def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], quiet: bool, as_json: bool) -> None:
+    """Say what on this machine makes a pool slow or unsafe, and what to do."""
+    if context.invoked_subcommand is not None:
+        return
+    from nvpool.cli.doctor_drive import drives as look_at_drives
+    from nvpool.cli.doctor_machine import RESEND_MIN, machine
+    from nvpool.cli.doctor_pool import pool_checks
+    from nvpool.fuse.engine import kernel_version
+    found = list(machine())
+    if drives:
+        found += look_at_drives([Path(drive) for drive in drives])
+    if pool:
+        found += pool_checks(pool, kernel_version() >= RESEND_MIN)
+    context.exit(show(found, as_json, quiet))

@@ -1,0 +1,140 @@
+"""Newer software under a pool in use: it is installed where the old one is, the daemons of one node after the other are stopped
+in order and started, then the mount is upgraded; who reads and writes on it meets no error. Real processes."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nvpool
+from nvpool.base.host import identity_of
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.machines import Machines
+from nvpool.testing.nodes_in_use import PoolInUse, Under, until
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+
+NEWER = f"{nvpool.__version__}+newer"
+
+
+class Installed:
+    """A copy of the package that all programs run from, as an installation that is updated in place."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        shutil.copytree(Path(nvpool.__file__).parent, place / "nvpool", ignore=shutil.ignore_patterns("__pycache__", "*.c"))
+
+    def update(self) -> None:
+        """Every file is written anew, and says another version."""
+        beside = self.place / "newer"
+        shutil.copytree(Path(nvpool.__file__).parent, beside, ignore=shutil.ignore_patterns("__pycache__", "*.c"))
+        version = beside / "base" / "version.py"
+        text = version.read_text()
+        assert f'"{nvpool.__version__}"' in text
+        version.write_text(text.replace(f'"{nvpool.__version__}"', f'"{NEWER}"'))
+        os.rename(self.place / "nvpool", self.place / "older")
+        os.rename(beside, self.place / "nvpool")
+        shutil.rmtree(self.place / "older")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    made = Installed(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return made
+
+
+def software(node):
+    """What each process of this machine says it is, by its name."""
+    found = {}
+    for path in sorted(node.directory.run.glob("*.json")):
+        state = json.loads(path.read_bytes())
+        if state.get("software") and identity_of(state["pid"]) is not None:
+            found[path.stem] = state["software"]
+    return found
+
+
+def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_told(installed):
+    switch = Machines(4)
+    with switch as hosts:
+        pool = PoolInUse(switch, hosts)
+        try:
+            first, second, third, client = pool.nodes
+            token = pool.found()
+            pool.join(second, token)
+            pool.join(third, first.json("node", "token", str(first.path)))
+            pool.mount_client()
+            pool.until_whole()
+            assert {*software(first).values(), *software(client).values()} == {f"nvpool {nvpool.__version__}"}
+            with Under(pool, 1) as load:
+                load.goes_on()
+                installed.update()
+                for node in pool.nodes[:3]:
+                    began_s = time.monotonic()
+                    os.kill(node.directory.supervisor().pid, signal.SIGTERM)  # as systemctl stop
+                    until(lambda node=node: not node.processes(), "the node's processes have ended", node)
+                    load.goes_on()  # without it
+                    node.serve()
+                    node.until_all_serve()
+                    pool.until_whole()
+                    assert set(software(node).values()) == {f"nvpool {NEWER}"}, software(node)
+                    print(f"{node.machine.name}: away and whole again within {time.monotonic() - began_s:.1f} s")
+                    load.goes_on()
+                done = client.json("mount", "upgrade", str(client.machine.place / "mount"))
+                print(f"the mount: after a pause of {done['pause_ms']} ms")
+                load.goes_on()
+                assert software(client)[f"mount-{done['pid']}"] == f"nvpool {NEWER}"
+            pool.check(moved=True)
+        finally:
+            pool.end()
+
+
+def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(installed):
+    """systemctl stop and start: everything ends in order, and a mount waits for what comes back."""
+    switch = Machines(2)
+    with switch as hosts:
+        pool = PoolInUse(switch, [*hosts[:1], *hosts[:1], *hosts[:1], hosts[1]])
+        try:
+            first, client = pool.nodes[0], pool.nodes[3]
+            super(PoolInUse, pool).found()
+            pool.mount_client()
+            with Under(pool, 2) as load:
+                load.goes_on()
+                for _ in range(2):
+                    supervisor = first.directory.supervisor().pid
+                    os.kill(supervisor, signal.SIGTERM)
+                    began_s = time.monotonic()
+                    until(lambda: not first.processes(), "all has ended", first)
+                    print(f"ended within {time.monotonic() - began_s:.1f} s")
+                    said = (first.directory.log / "nvpoold.log").read_text()
+                    assert "Traceback" not in said, said[-3000:]
+                    time.sleep(2.0)  # the mount meets nobody
+                    first.serve()
+                    first.until_all_serve()
+                    print(f"serves again after {time.monotonic() - began_s:.1f} s")
+                    load.goes_on()
+            found = json.loads(client.nvpool("fsck", str(client.path), "--json").stdout)
+            assert not found["problems"]
+        except AssertionError:
+            print(client.machine.run("sh", "-c", f"tail -n 60 {client.path}/log/* /var/log/nvpool/*mount* 2>/dev/null",
+                                     check=False).stdout, first.said())
+            raise
+        finally:
+            pool.end()
+
+
+def test_all_of_this_runs_from_the_copy(installed):
+    """Else the tests above would upgrade nothing."""
+    from subprocess import run
+    installed.update()
+    done = run([sys.executable, "-P", "-m", "nvpool.cli.main", "version", "--json"], capture_output=True, text=True,
+               check=False, cwd="/")
+    assert NEWER in done.stdout, done.stdout + done.stderr
