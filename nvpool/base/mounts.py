@@ -30,6 +30,13 @@ class Mount(NamedTuple):
     type: str
     source: str
     options: str
+    root: Path = Path("/")
+    """What of the file system is seen there: another one than / of a bind mount."""
+
+    @property
+    def read_only(self) -> bool:
+        """By the mount itself, whatever the file system allows."""
+        return "ro" in self.options.split(",")
 
     @property
     def ours(self) -> bool:
@@ -45,7 +52,8 @@ def mounts() -> list[Mount]:
 def mount_of(line: bytes) -> Mount:
     front, _, back = line.rstrip(b"\n").partition(b" - ")
     fields, behind = front.split(b" "), back.split(b" ")
-    return Mount(fields[2].decode(), Path(_plain(fields[4])), _plain(behind[0]), _plain(behind[1]), _plain(fields[5]))
+    return Mount(fields[2].decode(), Path(_plain(fields[4])), _plain(behind[0]), _plain(behind[1]), _plain(fields[5]),
+                 Path(_plain(fields[3])))
 
 
 def _plain(field: bytes) -> str:

@@ -1,0 +1,429 @@
+"""Volumes for containers: what Docker, Podman and Kubernetes ask for, each operation repeatable.
+
+Two faces call this, in one process and on one event loop: bridge/docker and bridge/csi. It keeps the pool's record of who
+uses a volume (attach, detach), this host's references (bridge/references) and the bind mounts that containers see
+(bridge/binds) in step, in an order in which a death between any two steps leaves a reference too many, never one too few:
+`settle` and `reconcile` take those away. A volume is seen through a bind of its own directory, so that nothing outside of it
+can be reached. Names, holders and paths are looked at here (bridge/wishes) and nowhere else. Errors are nvpool's.
+
+The pool is mounted once on this host, by a process that is not the bridge: binds live on when the bridge ends, and when that
+process is killed its holder goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
+from nvpool.base.errors import (
+    AlreadyExists,
+    Busy,
+    InUse,
+    InvalidRequest,
+    NoAttribute,
+    NotFound,
+    NvpoolError,
+    Refused,
+    from_os_error,
+)
+from nvpool.base.host import boot_id
+from nvpool.base.mounts import look_at, mount_at
+from nvpool.base.units import format_bytes
+from nvpool.bridge.binds import VOLUMES, Binds
+from nvpool.bridge.inuse import volumes_in_containers
+from nvpool.bridge.references import Publication, Reference, References
+from nvpool.bridge.wishes import Options, checked_holder, checked_name, checked_subpath, parse_options, shown
+
+if TYPE_CHECKING:
+    from nvpool.sdk.asynchronous import AsyncFileSystem
+    from nvpool.sdk.volumes import Volume
+
+SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"
+"""Of a volume's directory: what of it containers see. Those can neither read nor set it."""
+SETTLED_S = 60.0
+"""An engine has started the container by then for which it asked: a reference without one is nobody's."""
+
+log = logging.getLogger("nvpool.bridge.volumes")
+
+
+class Stats(NamedTuple):
+    bytes_total: int
+    bytes_used: int
+    bytes_available: int
+    files_total: int
+    """0: without a bound."""
+    files_used: int
+    files_available: int
+
+
+class Condition(NamedTuple):
+    abnormal: bool
+    text: str
+    """What is wrong and what to do, or that all is well."""
+
+
+@contextlib.contextmanager
+def our_errors() -> Iterator[None]:
+    """The SDK's errors are OSError; the cause says more."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.__cause__, NvpoolError):
+            raise error.__cause__ from None
+        raise from_os_error(error, "use the pool") from error
+
+
+class BridgeVolumes:
+    """`pool` stays the caller's. `mountpoint`: where the whole pool is mounted on this host; `mounted` is awaited before it is
+    used, and sees to it that it is. `state`: a directory for the state file and for binds, which is nobody else's. `node`:
+    under which name this host uses volumes; the same after a reboot.
+
+    Requests for one volume wait for one another. Any may be cancelled and repeated.
+    """
+
+    def __init__(self, pool: AsyncFileSystem, mountpoint: Path, state: Path, *, node: str = "",
+                 mounted: Callable[[], Awaitable[object]] | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        state = Path(os.path.realpath(state))
+        self._pool, self._mountpoint, self._state, self._clock = pool, mountpoint, state, clock
+        self.node = checked_holder(node or socket.gethostname())
+        self._mounted = mounted
+        self._binds = Binds(mountpoint, state / "mounts")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._references: References
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Take up what an earlier bridge has left; await it once, before all else. Refused, Damaged: the state file can not be
+        used, and the text says why."""
+        with our_errors():
+            self._binds.places.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._references = References(self._state / "references.json", boot_id())
+        for name in self._references.volumes():
+            for holder in self._references.of(name):
+                try:
+                    with our_errors():
+                        await self._pool.volumes.attach(name, self._attachment(holder))
+                except NvpoolError as error:
+                    log.warning("volume %s is used here and the pool does not know: %s", name, error)
+        await self.settle()
+
+    async def settle(self) -> int:
+        """Tell the pool what has ended here and it does not know; how much is left to tell. The daemon calls it at times."""
+        for name, holder in self._references.ended():
+            try:
+                async with self._turn(name):
+                    if holder not in self._references.of(name):
+                        await self._end(name, holder)
+            except NvpoolError as error:
+                log.warning("the pool could not be told yet that volume %s is not used any more by %s: %s", name, holder, error)
+        return len(self._references.ended())
+
+    async def reconcile(self, face: str) -> list[tuple[str, str]]:
+        """Find out which references of the face (the beginning of its holders' ids, as "docker/") are still somebody's, when
+        its engine has started anew; those that were ended are returned.
+
+        A reference stays when a container sees the volume or when it is younger than SETTLED_S. One that the pool knows and
+        this host has lost is taken up again, or ended.
+        """
+        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES}")
+        own, now_s, ended = self._attachment(face), self._clock.boottime_s(), []
+        with our_errors():
+            attached = {volume.name: volume.attachments for volume in await self._pool.volumes.list()}
+        for name in sorted({*attached, *self._references.volumes()}):
+            async with self._turn(name):
+                known = self._references.of(name)
+                for holder in await self._lost(name, attached.get(name, ()), own, known):
+                    if name in in_use:
+                        log.warning("volume %s is used by %s: the reference was lost, and is here again", name, holder)
+                        self._references.put(name, holder, Reference(since_s=now_s))
+                    else:
+                        await self._end(name, holder)
+                        ended.append((name, holder))
+                for holder, reference in known.items():
+                    if holder.startswith(face) and name not in in_use and reference.since_s + SETTLED_S <= now_s:
+                        log.warning("no container uses volume %s for %s any more: the reference ends", name, holder)
+                        await self._end(name, holder)
+                        ended.append((name, holder))
+        return ended
+
+    async def _lost(self, name: str, attached: Iterable[str], own: str, known: Mapping[str, Reference]) -> list[str]:
+        """Holders that the pool knows and we do not. What we were told before our turn came is asked again."""
+        begin = len(self._attachment(""))
+        if all(held[begin:] in known for held in attached if held.startswith(own)):
+            return []
+        try:
+            attached = (await self._show(name)).attachments
+        except NotFound:
+            return []
+        return [held[begin:] for held in attached if held.startswith(own) and held[begin:] not in known]
+
+    # -- volumes ---------------------------------------------------------------------------------------------------------
+
+    async def create(self, name: str, options: Options | Mapping[str, Any] | None = None) -> Volume:
+        """The volume is there and is as `options` say; made where it was not.
+
+        One that is there is changed in nothing but `sealed` and a subpath that it had not: what was not given is taken as it
+        is, and what differs is AlreadyExists, with what to do. InvalidRequest, NameTooLong: of names and options.
+        """
+        name = checked_name(name)
+        wanted = options if isinstance(options, Options) else parse_options(options)
+        async with self._turn(name):
+            with our_errors():
+                try:
+                    volume = await self._pool.volumes.create(name, bytes_max=wanted.bytes_max, files_max=wanted.files_max,
+                                                             replicas=wanted.replicas)
+                except AlreadyExists:
+                    volume = await self._pool.volumes.show(name)
+                except OSError as error:
+                    if not isinstance(error.__cause__, AlreadyExists):
+                        raise
+                    volume = await self._pool.volumes.show(name)
+            _check_agrees(volume, wanted)
+            if wanted.subpath:
+                stored = await self._subpath_of(name)
+                if stored not in ("", wanted.subpath):
+                    raise AlreadyExists(f"the volume {name} is there, with subpath {shown(stored)}; take another name")
+                if not stored:
+                    with our_errors():
+                        await self._pool.setxattr(f"/{VOLUMES}/{name}", SUBPATH_ATTRIBUTE, wanted.subpath.encode())
+            if wanted.sealed and not volume.sealed:
+                with our_errors():
+                    await self._pool.volumes.seal(name)
+                volume = await self._show(name)
+        return volume
+
+    async def remove(self, name: str) -> None:
+        """There is no such volume any more, and there need not have been one. InUse: somebody uses it, here or elsewhere."""
+        name = checked_name(name)
+        async with self._turn(name):
+            if held := self._references.of(name):
+                raise InUse(f"the volume {name} is in use on this host, {len(held)} times (by {', '.join(sorted(held)[:3])}); "
+                            "stop the containers that use it first")
+            for left, holder in self._references.ended():
+                if left == name:
+                    await self._end(name, holder)
+            try:
+                with our_errors():
+                    await self._pool.volumes.remove(name)
+            except NotFound:
+                pass
+            except Busy as error:
+                raise InUse(f"{error}; stop the containers that use it first") from None
+            await self._binds.keep_only(name, set())
+
+    async def get(self, name: str) -> Volume:
+        """NotFound."""
+        return await self._show(checked_name(name))
+
+    async def list(self) -> list[Volume]:
+        """All volumes of the pool whose names containers may use, by name."""
+        with our_errors():
+            found = await self._pool.volumes.list()
+        kept = []
+        for volume in found:
+            with contextlib.suppress(Refused):
+                checked_name(volume.name)
+                kept.append(volume)
+        return sorted(kept, key=lambda volume: volume.name)
+
+    async def expand(self, name: str, bytes_max: int) -> Volume:
+        """The volume takes at least `bytes_max` bytes. One that takes more, or any number, stays as it is."""
+        name = checked_name(name)
+        async with self._turn(name):
+            volume = await self._show(name)
+            if volume.bytes_max and volume.bytes_max < bytes_max:
+                with our_errors():
+                    await self._pool.volumes.resize(name, bytes_max=bytes_max)
+                volume = await self._show(name)
+            return volume
+
+    async def capacity(self) -> int:
+        """Bytes that can still be written to the pool."""
+        with our_errors():
+            found = await self._pool.statfs()
+        return found.blocks_available * found.block_bytes
+
+    async def stats(self, name: str) -> Stats:
+        """NotFound."""
+        volume, left = await self.get(name), await self.capacity()
+        total = volume.bytes_max or volume.bytes_used + left
+        files_left = max(0, volume.files_max - volume.files_used)
+        return Stats(total, volume.bytes_used, max(0, min(total - volume.bytes_used, left)), volume.files_max,
+                     volume.files_used, files_left)
+
+    async def condition(self, name: str) -> Condition:
+        """Whether containers of this host can use the volume at the moment. NotFound; takes LOOK_S at most where the mount
+        hangs."""
+        volume = await self.get(name)
+        there = mount_at(self._mountpoint)
+        if there is None or not there.ours:
+            return Condition(True, f"the pool is not mounted at {self._mountpoint}; the next use of a volume mounts it")
+        if (state := await asyncio.to_thread(look_at, self._mountpoint)) != "alive":
+            return Condition(True, f"the pool's mount at {self._mountpoint} is {state}; see nvpool status, and: nvpool mount "
+                                   "--force")
+        for reference in self._references.of(volume.name).values():
+            bound = mount_at(self._binds.place(volume.name, reference.read_only, reference.subpath))
+            if bound is None or bound.device != there.device:
+                return Condition(True, f"containers see a mount of {volume.name} that has ended; start them again")
+        return Condition(False, "the volume can be used")
+
+    # -- use of them -----------------------------------------------------------------------------------------------------
+
+    async def stage(self, name: str, holder: str, *, read_only: bool = False, subpath: str = "") -> Path:
+        """A directory of this host in which the volume (or its directory `subpath`, which is made) is seen, until `unstage`.
+
+        `holder` is who wants it, in letters of its face; again with the same one changes nothing. The pool knows from now on
+        that this host uses the volume: nobody can remove it. A sealed one is read-only. Where this raises, nothing is held.
+
+        NotFound, InvalidRequest, NameTooLong, NotADirectory, TooManySymlinks   the wish can not be fulfilled
+        AlreadyExists    the holder has it already, in another way
+        Unavailable      the pool or its mount does not answer: repeat
+        """
+        name, holder, subpath = checked_name(name), checked_holder(holder), checked_subpath(subpath)
+        async with self._turn(name):
+            volume = await self._show(name)
+            there = self._references.of(name).get(holder)
+            if there is not None and (read_only > there.read_only or subpath not in ("", there.subpath)):
+                raise AlreadyExists(f"{holder} uses the volume {name} already, in another way; give it back first")
+            wanted = there or Reference(read_only=read_only or volume.sealed, subpath=subpath or await self._subpath_of(name),
+                                        since_s=self._clock.boottime_s())
+            place = self._binds.place(name, wanted.read_only, wanted.subpath)
+            if there is None:
+                self._references.put(name, holder, wanted)
+            try:
+                with our_errors():
+                    await self._pool.volumes.attach(name, self._attachment(holder))
+                await self._bind(name, wanted, place)
+            except BaseException as error:
+                if there is None:
+                    self._references.end(name, holder)  # `settle` does the rest where there is no time
+                    if isinstance(error, NvpoolError):
+                        with contextlib.suppress(NvpoolError):
+                            await self._end(name, holder)
+                raise
+            return place
+
+    async def unstage(self, name: str, holder: str) -> None:
+        """The holder does not use the volume any more, and may never have. InUse: it is still published for it.
+
+        Unavailable: the pool does not know yet; it will be told, also when this is not repeated.
+        """
+        name, holder = checked_name(name), checked_holder(holder)
+        async with self._turn(name):
+            if published := [target for target, found in self._references.publications_of(name).items()
+                             if found.holder == holder]:
+                raise InUse(f"the volume {name} is published at {published[0]}; unpublish it there first")
+            await self._end(name, holder)
+
+    async def path(self, name: str) -> Path | None:
+        """Where the volume is seen on this host; None where nobody uses it here."""
+        name = checked_name(name)
+        for reference in self._references.of(name).values():
+            return self._binds.place(name, reference.read_only, reference.subpath)
+        return None
+
+    async def holders(self, name: str) -> list[str]:
+        """Who uses the volume on this host."""
+        return sorted(self._references.of(checked_name(name)))
+
+    async def publish(self, name: str, holder: str, target: Path, read_only: bool = False) -> None:
+        """What the holder has staged is also seen at `target`, which is made where it is not there (its parent is).
+
+        NotFound: the holder has not staged it. AlreadyExists: something else is published there, or in another way.
+        """
+        name, holder, target = checked_name(name), checked_holder(holder), _checked_target(target)
+        async with self._turn(name):
+            staged = self._references.of(name).get(holder)
+            if staged is None:
+                raise NotFound(f"{holder} has not staged the volume {name} on this host; stage it first")
+            wanted = Publication(name=name, holder=holder, read_only=read_only or staged.read_only, subpath=staged.subpath)
+            there = self._references.publication(str(target))
+            if there is not None and there != wanted:
+                raise AlreadyExists(f"the volume {there.name} is published at {target}"
+                                    f"{', read-only' if there.read_only else ''}; unpublish it there first")
+            if there is None:
+                self._references.publish(str(target), wanted)
+            try:
+                await self._bind(name, Reference(read_only=wanted.read_only, subpath=wanted.subpath), target)
+            except Refused:
+                if there is None:
+                    self._references.unpublish(str(target))
+                raise
+
+    async def unpublish(self, target: Path) -> None:
+        """Nothing of the pool is seen at `target`, and no empty directory is left there. InUse: what is mounted there is not
+        ours."""
+        target = _checked_target(target)
+        there = self._references.publication(str(target))
+        async with self._turn(there.name if there is not None else ""):
+            await self._binds.unbind(target)
+            self._references.unpublish(str(target))
+
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        lock = self._turns.get(name)
+        if lock is None:
+            self._turns[name] = lock = asyncio.Lock()
+        async with lock:
+            yield
+
+    def _attachment(self, holder: str) -> str:
+        return f"{self.node}/{holder}"
+
+    async def _show(self, name: str) -> Volume:
+        with our_errors():
+            return await self._pool.volumes.show(name)
+
+    async def _subpath_of(self, name: str) -> str:
+        try:
+            with our_errors():
+                stored = await self._pool.getxattr(f"/{VOLUMES}/{name}", SUBPATH_ATTRIBUTE)
+        except NoAttribute:
+            return ""
+        return checked_subpath(bytes(stored).decode(errors="replace"))
+
+    async def _bind(self, name: str, wanted: Reference, target: Path) -> None:
+        if self._mounted is not None:
+            await self._mounted()
+        await self._binds.bind(name, wanted.read_only, wanted.subpath, target)
+
+    async def _end(self, name: str, holder: str) -> None:
+        """Who calls has the turn. First it counts no more here, then the bind goes, then the pool is told: until then nobody
+        can remove the volume."""
+        self._references.end(name, holder)
+        wanted = {self._binds.place(name, held.read_only, held.subpath) for held in self._references.of(name).values()}
+        await self._binds.keep_only(name, wanted)
+        with contextlib.suppress(NotFound), our_errors():
+            await self._pool.volumes.detach(name, self._attachment(holder))
+        self._references.drop(name, holder)
+
+
+def _check_agrees(volume: Volume, wanted: Options) -> None:
+    """AlreadyExists where something was asked for that the volume has not."""
+    for word, asked, has in (("size", wanted.bytes_max, volume.bytes_max), ("files", wanted.files_max, volume.files_max)):
+        if asked and asked != has:
+            told = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
+            raise AlreadyExists(f"the volume {volume.name} is there, with another {word} ({told}); leave the option out, or "
+                                "change it with: nvpool volume resize")
+    if wanted.replicas and wanted.replicas != volume.replicas:
+        raise AlreadyExists(f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
+                            "take another name")
+
+
+def _checked_target(target: Path) -> Path:
+    text = os.fspath(target)
+    if not text.startswith("/") or "\0" in text or ".." in Path(text).parts or len(text) >= 4096:
+        raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; it takes an absolute path without ..")
+    return Path(os.path.normpath(text))
+
