@@ -15,7 +15,7 @@ from nvpool.base.errors import InvalidRequest, NameTooLong
 from nvpool.base.units import FILE_BYTES_MAX, parse_bytes
 
 NAME_CHARACTERS_MAX = 128
-HOLDER_CHARACTERS_MAX = 200
+HOLDER_CHARACTERS_MAX = 180
 SUBPATH_BYTES_MAX = 1024
 """With the place of the mount in front it stays below the 4,096 bytes of PATH_MAX."""
 _COMPONENT_BYTES_MAX = 255

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
     "mount": ("nvpool.cli.mount:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount:umount", "Unmount a pool."),
+    "bridge": ("nvpool.cli.bridge:bridge", "Give containers volumes of a pool: Docker's plugin."),
     "node": ("nvpool.cli.node:node", "List the nodes of a pool, let them in, drain and remove them."),
     "client": ("nvpool.cli.client:client", "Let clients that are no nodes into a pool."),
     "drive": ("nvpool.cli.drive:drive", "List, add, drain, replace and remove drives of a running pool."),

@@ -1,0 +1,255 @@
+"""Docker's volume plugin protocol, version 1, on a unix socket: unpack, call bridge/volumes, map the error, pack.
+
+The protocol is that of docs.docker.com/engine/extend/plugins_volume (and legacy_plugins, plugin_api): POST with a JSON object,
+answered with one in which "Err" says what went wrong. Docker shows that text to whoever asked, so it says what to do. Podman
+speaks the same. Every request ends within DEADLINE_S, which is less than what Docker waits, and its body is bounded; what more
+than REQUESTS_MAX ask at a time is refused. A request that was cut off may be repeated, as all of bridge/volumes. Docker asks
+again by itself while nobody answers at the socket, so that a bridge that starts anew is a pause.
+
+aiohttp has its door here. Started by run/bridge_daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from nvpool.base.errors import (
+    AccessDenied,
+    AlreadyExists,
+    Busy,
+    DeadlineExceeded,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    NotPermitted,
+    NvpoolError,
+    Refused,
+    Stale,
+    TooBig,
+    Unavailable,
+    from_os_error,
+)
+from nvpool.base.units import format_bytes
+from nvpool.bridge.volumes import BridgeVolumes
+
+FACE = "docker/"
+"""Before Docker's id of a mount in what bridge/volumes knows as a holder."""
+DEADLINE_S = 50.0
+"""Docker waits for 60 s, and for a mount for 120 s."""
+BODY_BYTES_MAX = 64 << 10
+REQUESTS_MAX = 256
+CONTENT_TYPE = "application/vnd.docker.plugins.v1.2+json"
+
+log = logging.getLogger("nvpool.bridge.docker")
+
+
+class Request(msgspec.Struct, rename="pascal"):
+    """All that any of the requests has."""
+
+    name: str = ""
+    id: str = msgspec.field(default="", name="ID")
+    opts: dict[str, Any] | None = None
+
+
+def status_of(error: NvpoolError) -> int:
+    """The status of HTTP for an error, by family and, where Docker makes a difference, by class."""
+    for classes, status in ((NotFound, 404), ((AlreadyExists, InUse), 409), ((AccessDenied, NotPermitted), 403), (TooBig, 413),
+                            (Refused, 400), ((Stale, Unavailable), 503)):
+        if isinstance(error, classes):
+            return status
+    return 500
+
+
+class DockerFace:
+    """`activated` is set whenever an engine has said hello: who keeps `volumes` looks then at what is still in use."""
+
+    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S) -> None:
+        self._volumes, self._deadline_s = volumes, deadline_s
+        self.activated = asyncio.Event()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._runner: web.AppRunner | None = None
+        self._socket: Path | None = None
+        self._made: os.stat_result | None = None
+        self._verbs: dict[str, Callable[[Request], Awaitable[dict[str, Any]]]] = {
+            "/Plugin.Activate": self._activate,
+            "/VolumeDriver.Capabilities": self._capabilities,
+            "/VolumeDriver.Create": self._create,
+            "/VolumeDriver.Remove": self._remove,
+            "/VolumeDriver.Mount": self._mount,
+            "/VolumeDriver.Unmount": self._unmount,
+            "/VolumeDriver.Path": self._path,
+            "/VolumeDriver.Get": self._get,
+            "/VolumeDriver.List": self._list,
+        }
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    async def start(self, path: Path) -> None:
+        """Answer at the socket `path`, which only root may open; a dead one in its place is replaced in one step.
+
+        InUse: somebody answers there. AccessDenied and what else the file system says.
+        """
+        application = web.Application(client_max_size=BODY_BYTES_MAX)
+        application.router.add_route("*", "/{path:.*}", self._serve)
+        listening, self._made = _listen(path)
+        self._socket = path
+        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, keepalive_timeout=30.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listening).start()
+
+    async def close(self, drain_s: float = 10.0) -> None:
+        """Take no more requests, finish those in work for `drain_s`, and take the socket away."""
+        if self._socket is not None and self._made is not None:
+            _take_away(self._socket, self._made)
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+            try:
+                async with asyncio.timeout(drain_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                log.warning("%d requests were cut off; Docker repeats them", self._running)
+            await self._runner.cleanup()
+
+    # -- requests --------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        try:
+            if self._running >= REQUESTS_MAX:
+                raise Busy(f"{REQUESTS_MAX} requests are in work already; repeat it later")
+            self._running += 1
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    return _packed(200, await self._answer(request))
+            except TimeoutError:
+                raise DeadlineExceeded(f"nvpool has not done it within {self._deadline_s:.0f} s; repeat it, and see: nvpool "
+                                       "status") from None
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+        except NvpoolError as error:
+            status = status_of(error)
+            (log.warning if status >= 500 else log.info)("%s: %s", request.path[:100], error)
+            return _packed(status, {"Err": str(error)})
+        except Exception as error:
+            log.error("%s ended by an error that is none of ours", request.path[:100], exc_info=error)
+            return _packed(500, {"Err": f"this is a bug of nvpool ({type(error).__name__}); the bridge's log has more"})
+
+    async def _answer(self, request: web.Request) -> dict[str, Any]:
+        verb = self._verbs.get(request.path)
+        if verb is None or request.method != "POST":
+            raise NotFound(f"this is a volume plugin of Docker; it does not know {request.method[:10]} {request.path[:100]!r}")
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise TooBig(f"the request has more than {BODY_BYTES_MAX} bytes") from None
+        try:
+            asked = msgspec.json.decode(body, type=Request) if body.strip() else Request()
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise InvalidRequest(f"the request is not what a volume plugin understands: {str(error)[:200]}") from None
+        return await verb(asked)
+
+    async def _activate(self, _: Request) -> dict[str, Any]:
+        self.activated.set()
+        return {"Implements": ["VolumeDriver"]}
+
+    async def _capabilities(self, _: Request) -> dict[str, Any]:
+        return {"Capabilities": {"Scope": "global"}}
+
+    async def _create(self, asked: Request) -> dict[str, Any]:
+        await self._volumes.create(asked.name, asked.opts)
+        return {"Err": ""}
+
+    async def _remove(self, asked: Request) -> dict[str, Any]:
+        await self._volumes.remove(asked.name)
+        return {"Err": ""}
+
+    async def _mount(self, asked: Request) -> dict[str, Any]:
+        return {"Mountpoint": str(await self._volumes.stage(asked.name, FACE + asked.id)), "Err": ""}
+
+    async def _unmount(self, asked: Request) -> dict[str, Any]:
+        await self._volumes.unstage(asked.name, FACE + asked.id)
+        return {"Err": ""}
+
+    async def _path(self, asked: Request) -> dict[str, Any]:
+        return {"Mountpoint": str(await self._volumes.path(asked.name) or ""), "Err": ""}
+
+    async def _get(self, asked: Request) -> dict[str, Any]:
+        volume = await self._volumes.get(asked.name)
+        told = await self._described(volume)
+        told["Status"] = {
+            "size": format_bytes(volume.bytes_max) if volume.bytes_max else "no bound", "used": format_bytes(volume.bytes_used),
+            "files_max": volume.files_max, "files": volume.files_used, "replicas": volume.replicas, "sealed": volume.sealed,
+            "used by": list(volume.attachments)}
+        return {"Volume": told, "Err": ""}
+
+    async def _list(self, _: Request) -> dict[str, Any]:
+        return {"Volumes": [await self._described(volume) for volume in await self._volumes.list()], "Err": ""}
+
+    async def _described(self, volume: Any) -> dict[str, Any]:
+        made = datetime.datetime.fromtimestamp(volume.created_ns // 1_000_000_000, datetime.UTC)
+        return {"Name": volume.name, "Mountpoint": str(await self._volumes.path(volume.name) or ""),
+                "CreatedAt": made.strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+
+def _packed(status: int, reply: dict[str, Any]) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(reply), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
+    """A socket that is at `path` from one moment to the next, open to root alone."""
+    if _answers(path):
+        raise InUse(f"somebody answers at {path} already; end that bridge, or choose another --docker-socket")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # Docker takes what ends in .sock for a plugin
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        beside.unlink(missing_ok=True)
+        listening.bind(os.fspath(beside))
+        beside.chmod(0o600)
+        listening.listen(REQUESTS_MAX)
+        beside.rename(path)
+        return listening, path.stat()
+    except OSError as error:
+        listening.close()
+        beside.unlink(missing_ok=True)
+        raise from_os_error(error, f"listen at {path}") from error
+
+
+def _take_away(path: Path, made: os.stat_result) -> None:
+    """Not where a successor has put another one in its place."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.stat(), made):
+            path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise InUse(f"{path} is there and no socket; choose another --docker-socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+            channel.settimeout(1.0)
+            channel.connect(os.fspath(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except TimeoutError:
+        return True  # its queue is full
+    except OSError as error:
+        raise from_os_error(error, f"look who answers at {path}") from error
+    return True

@@ -1,0 +1,84 @@
+"""`nvpool bridge POOL`: becomes the bridge, through which containers get volumes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from nvpool.cli.render import json_option, pool_argument, print_json
+
+
+@click.command(epilog="""\b
+examples:
+  nvpool bridge /var/lib/nvpool/pool
+  nvpool bridge 10.0.0.1:17512 --mountpoint /mnt/pool       use the mount that is there
+  nvpool bridge /srv/pool --check                           does it answer, and who uses what?
+\b
+then:
+  docker volume create -d nvpool -o size=10G scratch
+  docker run -v scratch:/data …
+\b
+options of a volume: size=10G files=1000000 replicas=2 sealed=true subpath=train/2024
+""")
+@pool_argument
+@click.option("--mountpoint", type=click.Path(file_okay=False), help="Where the whole pool is mounted; where nothing is, the "
+              "bridge mounts it. [pool in the state directory]")
+@click.option("--state", type=click.Path(file_okay=False), help="A directory of the bridge's own. [/var/lib/nvpool-bridge]")
+@click.option("--docker-socket", metavar="PATH", help="Its name without .sock is the name of the driver. "
+              "[/run/docker/plugins/nvpool.sock]")
+@click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
+@click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
+@click.option("--check", is_flag=True, help="Do not start one: ask the one that runs, and show what it says.")
+@json_option
+def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, node: str | None, log: str | None,
+           check: bool, as_json: bool) -> None:
+    """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin.
+
+    Ends on Ctrl-C or SIGTERM; containers go on meanwhile, and the next one takes over. Two with one state directory are
+    refused. --json is for --check.
+    """
+    if check:
+        _check(docker_socket, as_json)
+        return
+    from nvpool.cli.reach import directory_of
+    directory = directory_of(pool)
+    words = [str(directory.path) if directory is not None else pool]
+    words += [f"--{name}={value}" for name, value in (("mountpoint", mountpoint), ("state", state), ("node", node),
+                                                     ("log", log), ("docker-socket", docker_socket)) if value is not None]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "nvpool.run.bridge_daemon", *words])
+
+
+def _check(docker_socket: str | None, as_json: bool) -> None:
+    from nvpool.base.errors import Unreachable
+    from nvpool.cli.render import print_table
+    place = docker_socket or "/run/docker/plugins/nvpool.sock"
+    try:
+        found = asked(place, "/VolumeDriver.List")["Volumes"]
+    except (OSError, ValueError, KeyError):
+        raise Unreachable(f"no bridge answers at {place}; start it with: nvpool bridge POOL") from None
+    shown = [(volume["Name"], volume["Mountpoint"]) for volume in found]
+    if as_json:
+        print_json([{"name": name, "mounted": mounted or None} for name, mounted in shown])
+    else:
+        print_table(("volume", "mounted"), shown)
+
+
+def asked(place: str, verb: str) -> dict:
+    """What the plugin at the socket `place` answers. OSError, ValueError."""
+    import http.client
+    import json
+    import socket
+    connection = http.client.HTTPConnection("localhost", timeout=60.0)
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.sock.settimeout(60.0)
+        connection.sock.connect(place)
+        connection.request("POST", verb, body=b"{}")
+        return json.loads(connection.getresponse().read())
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from error
+    finally:
+        connection.close()

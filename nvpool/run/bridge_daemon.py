@@ -1,0 +1,130 @@
+"""The bridge: `python -m nvpool.run.bridge_daemon POOL` gives containers volumes of a pool, by Docker's plugin protocol.
+
+Started by the CLI (`nvpool bridge`) and by systemd; stays in the foreground, one per state directory. Exit codes as in
+run/daemon. Ready when its sockets answer. When it ends, in whatever way, containers go on: what they see are mounts, and those
+have processes of their own. Its successor finds in the state directory who uses what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+from nvpool.base.config import Config, load
+from nvpool.base.directory import Flock, PoolDirectory
+from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Unavailable, from_os_error
+from nvpool.bridge.docker import FACE, DockerFace
+from nvpool.bridge.poolmount import PoolMount
+from nvpool.bridge.volumes import BridgeVolumes, our_errors
+from nvpool.client.options import configured
+from nvpool.run.daemon import Stop, exit_code, keep_alive, notify_ready, run
+from nvpool.run.logs import start_log
+from nvpool.sdk.asynchronous import AsyncFileSystem
+
+STATE = Path("/var/lib/nvpool-bridge")
+DOCKER_SOCKET = Path("/run/docker/plugins/nvpool.sock")
+CLIENT_DEADLINE_S = 20.0
+"""Of one question to the pool: a request of an engine may take several, and has 50 s."""
+UPKEEP_S = 30.0
+
+log = logging.getLogger("nvpool.run.bridge")
+
+
+def parse_words(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nvpool.run.bridge_daemon", description="Volumes of a pool for containers.")
+    parser.add_argument("pool", help="directory of a pool or of a client on this machine, or HOST:PORT of any node")
+    parser.add_argument("--state", type=Path, default=STATE, help=f"directory of the bridge's own ({STATE})")
+    parser.add_argument("--mountpoint", type=Path, help="where the whole pool is mounted, or will be (pool in the state "
+                        "directory)")
+    parser.add_argument("--docker-socket", default=str(DOCKER_SOCKET), help=f"empty: none ({DOCKER_SOCKET})")
+    parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
+    parser.add_argument("--log", type=Path, help="file to log to (stderr)")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info")
+    parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    arguments = parse_words(words)
+    config, directory = Config(), PoolDirectory(arguments.pool)
+    try:
+        here = "://" not in arguments.pool and directory.exists()
+        if here:
+            directory.check()
+            config = load(directory.node_toml)
+        start_log("bridge", arguments.log_level or config.log.level, arguments.log,
+                  form=arguments.log_format or config.log.format,
+                  node_toml=directory.node_toml if here and arguments.log_level is None else None)
+        if os.geteuid():
+            raise AccessDenied("the bridge makes mounts for containers; run it as root")
+        if not arguments.docker_socket:
+            raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket")
+        arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
+    except NvpoolError as error:
+        start_log("bridge", "info", arguments.log)
+        log.error("%s", error)
+        return exit_code(error)
+    except OSError as error:
+        log.error("%s", from_os_error(error, f"use {arguments.state}"))
+        return 1
+    try:
+        place = Path(os.path.abspath(arguments.mountpoint or arguments.state / "pool"))
+        return run(lambda stop: _serve(arguments, config, place, stop))
+    finally:
+        lock.release()
+
+
+async def _serve(arguments: argparse.Namespace, config: Config, place: Path, stop: Stop) -> None:
+    node = arguments.node or socket.gethostname()
+    with our_errors():
+        pool = await AsyncFileSystem.connect(
+            arguments.pool, name=f"bridge {node}",
+            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False))
+    try:
+        mount = PoolMount(arguments.pool, pool.client.pool_map.name, place)
+        volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure)
+        await volumes.begin()
+        try:
+            await mount.ensure()
+        except Unavailable as error:
+            log.warning("%s; it is tried again with the first volume that is used", error)
+        docker = DockerFace(volumes)
+        await docker.start(Path(arguments.docker_socket))
+        try:
+            log.info("volumes of the pool %s for Docker at %s, as %s", pool.client.pool_map.name, arguments.docker_socket, node)
+            notify_ready()
+            async with asyncio.TaskGroup() as tasks:
+                upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
+                await stop.asked.wait()
+                for task in upkeep:
+                    task.cancel()
+        finally:
+            await docker.close()
+    finally:
+        await pool.close()
+
+
+async def _keep_up(volumes: BridgeVolumes, docker: DockerFace) -> None:
+    """What ended while nobody could be told, from time to time; what is in use, when an engine has started."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UPKEEP_S):
+                await docker.activated.wait()
+        try:
+            if docker.activated.is_set():
+                docker.activated.clear()
+                await volumes.reconcile(FACE)
+            await volumes.settle()
+        except NvpoolError as error:
+            log.warning("what is in use could not be looked at: %s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
