@@ -27,7 +27,7 @@ if [ "$(id -u)" != 0 ]; then
 fi
 
 if [ "${1:-}" = --remove ]; then
-    rm -f "$units/nvpoold.service" "$units/nvpool-mount@.service" "/usr/local/lib/sysusers.d/nvpool.conf" \
+    rm -f "$units/nvpoold.service" "$units/nvpool-mount@.service" "$units/nvpool-bridge.service" "/usr/local/lib/sysusers.d/nvpool.conf" \
         "/usr/local/lib/tmpfiles.d/nvpool.conf" "/etc/udev/rules.d/60-nvpool.rules" \
         "/usr/local/bin/nvpool" "/usr/local/bin/nvpoold" "/sbin/mount.nvpool" "/sbin/mount.fuse.nvpool"
     rm -rf "${prefix:?}"
@@ -50,13 +50,14 @@ done
 for command in mount.nvpool mount.fuse.nvpool; do
     ln -sfn "$prefix/bin/mount.nvpool" "/sbin/$command"
 done
-for unit in nvpoold.service nvpool-mount@.service; do
+for unit in nvpoold.service nvpool-mount@.service nvpool-bridge.service; do
     sed 's|/usr/bin/nvpool|/usr/local/bin/nvpool|g' "systemd/$unit" > "$units/$unit"
 done
 cp systemd/nvpool.sysusers "/usr/local/lib/sysusers.d/nvpool.conf"
 cp systemd/nvpool.tmpfiles "/usr/local/lib/tmpfiles.d/nvpool.conf"
 cp systemd/60-nvpool.rules "/etc/udev/rules.d/60-nvpool.rules"
 [ -e "/etc/nvpool/nvpoold.conf" ] || cp systemd/nvpoold.conf "/etc/nvpool/nvpoold.conf"
+[ -e "/etc/nvpool/bridge.conf" ] || cp systemd/bridge.conf "/etc/nvpool/bridge.conf"
 if command -v systemd-sysusers >/dev/null 2>&1; then
     systemd-sysusers nvpool.conf
     systemd-tmpfiles --create nvpool.conf

@@ -191,4 +191,5 @@ def error_of(reply: dict[str, Any]) -> NvpoolError:
 
 
 if __name__ == "__main__":
+    os.umask(0o022)  # of directories in a volume; that of the bridge is for its own files
     json.dump(answer(json.load(sys.stdin)), sys.stdout)

@@ -107,7 +107,8 @@ def test_docker_can_tell_what_is_not_there_and_what_is_in_use():
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"v"', b'{"Name": 5}', b'{"Name": "v", "Opts": []}', b'{"Name": null}',
                                   b"\xff\xfe", b"[" * 60_000, b'{"Name": "a\\u0000b"}', b'{"Name": "../v"}',
-                                  b'{"Name": "\\ud800"}', b'{"Name": "v", "Opts": {"size": {}}}', b"", b"{}"], ids=lambda body: repr(body[:24]))
+                                  b'{"Name": "\\ud800"}', b'{"Name": "v", "Opts": {"size": {}}}', b"", b"{}"],
+                         ids=lambda body: repr(body[:24]))
 def test_a_request_that_makes_no_sense_is_refused_and_makes_nothing(tmp_path, body):
     async def play(asked):
         status, reply = await asked.ask("/VolumeDriver.Create", body)
