@@ -18,13 +18,12 @@ from typing import Any
 from nvpool.base.errors import DeadlineExceeded, InvariantBroken
 from nvpool.base.mounts import mounts_below
 from nvpool.bridge.binding import error_of
+from nvpool.logic.volumenames import path_of
 
 BIND_S = 20.0
 """Less than the deadline of a request: a store or shard that restarts is back by then."""
 AT_ONCE = 8
 """Processes at a time; the others wait, each for its own deadline."""
-VOLUMES = "volumes"
-"""The directory of the pool in which volumes are."""
 
 
 class Binds:
@@ -41,7 +40,7 @@ class Binds:
 
     async def bind(self, name: str, read_only: bool, subpath: str, target: Path) -> bool:
         """As bridge/binding says it; missing directories of `subpath` are made unless read-only. DeadlineExceeded."""
-        return await self._ask(verb="bind", root=str(self.root), volume=f"{VOLUMES}/{name}", subpath=subpath,
+        return await self._ask(verb="bind", root=str(self.root), volume=path_of(name).lstrip("/"), subpath=subpath,
                                target=str(target), read_only=read_only, make=bool(subpath) and not read_only)
 
     async def unbind(self, target: Path, *, remove: bool = True) -> bool:

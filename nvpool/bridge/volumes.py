@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AlreadyExists,
-    Busy,
     InUse,
     InvalidRequest,
     NoAttribute,
@@ -37,10 +36,11 @@ from nvpool.base.errors import (
 from nvpool.base.host import boot_id
 from nvpool.base.mounts import look_at, mount_at
 from nvpool.base.units import format_bytes
-from nvpool.bridge.binds import VOLUMES, Binds
+from nvpool.bridge.binds import Binds
 from nvpool.bridge.inuse import volumes_in_containers
 from nvpool.bridge.references import Publication, Reference, References
 from nvpool.bridge.wishes import Options, checked_holder, checked_name, checked_subpath, parse_options, shown
+from nvpool.logic.volumenames import VOLUMES, path_of
 
 if TYPE_CHECKING:
     from nvpool.sdk.asynchronous import AsyncFileSystem
@@ -134,7 +134,7 @@ class BridgeVolumes:
         A reference stays when a container sees the volume or when it is younger than SETTLED_S. One that the pool knows and
         this host has lost is taken up again, or ended.
         """
-        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES}")
+        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}")
         own, now_s, ended = self._attachment(face), self._clock.boottime_s(), []
         with our_errors():
             attached = {volume.name: volume.attachments for volume in await self._pool.volumes.list()}
@@ -194,7 +194,7 @@ class BridgeVolumes:
                     raise AlreadyExists(f"the volume {name} is there, with subpath {shown(stored)}; take another name")
                 if not stored:
                     with our_errors():
-                        await self._pool.setxattr(f"/{VOLUMES}/{name}", SUBPATH_ATTRIBUTE, wanted.subpath.encode())
+                        await self._pool.setxattr(path_of(name), SUBPATH_ATTRIBUTE, wanted.subpath.encode())
             if wanted.sealed and not volume.sealed:
                 with our_errors():
                     await self._pool.volumes.seal(name)
@@ -216,7 +216,7 @@ class BridgeVolumes:
                     await self._pool.volumes.remove(name)
             except NotFound:
                 pass
-            except Busy as error:
+            except InUse as error:
                 raise InUse(f"{error}; stop the containers that use it first") from None
             await self._binds.keep_only(name, set())
 
@@ -388,7 +388,7 @@ class BridgeVolumes:
     async def _subpath_of(self, name: str) -> str:
         try:
             with our_errors():
-                stored = await self._pool.getxattr(f"/{VOLUMES}/{name}", SUBPATH_ATTRIBUTE)
+                stored = await self._pool.getxattr(path_of(name), SUBPATH_ATTRIBUTE)
         except NoAttribute:
             return ""
         return checked_subpath(bytes(stored).decode(errors="replace"))

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 from nvpool.base.errors import InvalidRequest, NameTooLong
 from nvpool.base.units import FILE_BYTES_MAX, parse_bytes
+from nvpool.logic.volumenames import check_volume_name
 
-NAME_CHARACTERS_MAX = 128
 HOLDER_CHARACTERS_MAX = 180
 SUBPATH_BYTES_MAX = 1024
 """With the place of the mount in front it stays below the 4,096 bytes of PATH_MAX."""
 _COMPONENT_BYTES_MAX = 255
 _SHOWN = 60
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _HOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@=+-]*")
 _YES, _NO = ("", "1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -46,15 +45,10 @@ def shown(text: object) -> str:
 
 
 def checked_name(name: object) -> str:
-    """`name` where it can be a volume's. InvalidRequest, NameTooLong."""
+    """`name` where it can be a volume's (logic/volumenames). InvalidRequest."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest("a volume has a name; give one")
-    if len(name) > NAME_CHARACTERS_MAX:
-        raise NameTooLong(f"the name {shown(name)} is longer than {NAME_CHARACTERS_MAX} characters; choose a shorter one")
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"{shown(name)} can not be the name of a volume: it takes letters and digits of ASCII, and "
-                             "behind the first one also _ . and -")
-    return name
+    return check_volume_name(name)
 
 
 def checked_holder(holder: object) -> str:
@@ -93,7 +87,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
             raise InvalidRequest(f"the option {key} is {shown(value)}, and shall be text")
         given[key] = value.strip()
     return Options(_size(given.get("size", "")), _count("files", given.get("files", ""), 1 << 62),
-                   _count("replicas", given.get("replicas", ""), 16) or None, _truth("sealed", given.get("sealed", "no")),
+                   _count("replicas", given.get("replicas", ""), 3) or None, _truth("sealed", given.get("sealed", "no")),
                    checked_subpath(given.get("subpath", "")))
 
 

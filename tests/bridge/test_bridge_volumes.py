@@ -66,7 +66,7 @@ def test_a_name_that_could_lead_elsewhere_is_refused_by_every_operation(bridge, 
                  lambda: bridge.publish(name, "docker/1", tmp_path / "target")):
         with pytest.raises(NvpoolError) as refused:
             do(wish())
-        assert type(refused.value).__name__ in ("InvalidRequest", "NameTooLong")
+        assert type(refused.value) is InvalidRequest
         assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
     assert not pool.there
 

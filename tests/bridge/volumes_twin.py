@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from nvpool.base.errors import AlreadyExists, Busy, NoAttribute, NotFound, ReadOnly
+from nvpool.base.errors import AlreadyExists, InUse, NoAttribute, NotFound, ReadOnly
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TwinPool:
     async def remove(self, name, *, force=False):
         self._ask("remove", name)
         if self.there[name].attachments:
-            raise Busy(f"the volume {name} is used by {', '.join(self.there[name].attachments)}")
+            raise InUse(f"the volume {name} is attached: {', '.join(self.there[name].attachments)}")
         del self.there[name]
 
     async def attach(self, name, holder):
