@@ -335,6 +335,16 @@ class BridgeVolumes:
         """Who uses the volume on this host."""
         return sorted(self._references.of(checked_name(name)))
 
+    async def publications(self, name: str) -> dict[str, tuple[str, bool]]:
+        """Where the volume is published on this host: place -> (holder, read-only)."""
+        return {target: (found.holder, found.read_only)
+                for target, found in self._references.publications_of(checked_name(name)).items()}
+
+    async def publication(self, target: Path) -> str | None:
+        """The volume that is published at `target`."""
+        there = self._references.publication(str(_checked_target(target)))
+        return there.name if there is not None else None
+
     async def publish(self, name: str, holder: str, target: Path, read_only: bool = False) -> None:
         """What the holder has staged is also seen at `target`, which is made where it is not there (its parent is).
 

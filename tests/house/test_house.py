@@ -35,7 +35,7 @@ BELOW = {
 
 DOORS = {
     "uvloop": {"run/daemon.py", "sdk/loop.py"},
-    "grpc": {"wire/grpc_transport.py", "cluster/etcd_calls.py"},
+    "grpc": {"wire/grpc_transport.py", "cluster/etcd_calls.py", "bridge/csi/"},
     "aetcd": {"cluster/etcd_calls.py", "cluster/etcd_reign.py", "cluster/etcd.py"},
     "lmdb": {"kv/"},
     "ssl": {"wire/identity.py", "testing/handshake.py"},

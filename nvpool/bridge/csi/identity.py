@@ -1,0 +1,42 @@
+"""CSI's Identity service: who we are and what we can do as a whole. The same on every node."""
+
+from __future__ import annotations
+
+from google.protobuf.wrappers_pb2 import BoolValue
+
+from nvpool import __version__
+from nvpool.bridge.csi.refusals import precondition
+from nvpool.bridge.v1 import csi_pb2 as pb
+
+DRIVER = "csi.nvpool.io"
+_CAP_SYS_ADMIN = 21
+_Service = pb.PluginCapability.Service
+_Expansion = pb.PluginCapability.VolumeExpansion
+SERVICES = (_Service.CONTROLLER_SERVICE, _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS)
+
+
+def may_mount(status: str = "/proc/self/status") -> bool:
+    """Whether this process has CAP_SYS_ADMIN, without which it can not bind anything (capabilities(7))."""
+    with open(status) as file:
+        effective = next((line.split()[1] for line in file if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
+
+
+class Identity:
+    def __init__(self, *, node: bool) -> None:
+        self._node = node
+
+    async def GetPluginInfo(self, _request: pb.GetPluginInfoRequest) -> pb.GetPluginInfoResponse:
+        return pb.GetPluginInfoResponse(name=DRIVER, vendor_version=__version__)
+
+    async def GetPluginCapabilities(self, _request: pb.GetPluginCapabilitiesRequest) -> pb.GetPluginCapabilitiesResponse:
+        can = [pb.PluginCapability(service=_Service(type=kind)) for kind in SERVICES]
+        can.append(pb.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
+        return pb.GetPluginCapabilitiesResponse(capabilities=can)
+
+    async def Probe(self, _request: pb.ProbeRequest) -> pb.ProbeResponse:
+        """FAILED_PRECONDITION where a restart by somebody who changes something would help. A pool that does not answer is none
+        of that: the plugin would be restarted in vain, with longer and longer pauses, and miss the pool's return."""
+        if self._node and not may_mount():
+            raise precondition("the node plugin may not mount anything: it needs CAP_SYS_ADMIN (securityContext: privileged)")
+        return pb.ProbeResponse(ready=BoolValue(value=True))

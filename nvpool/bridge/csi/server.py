@@ -1,0 +1,147 @@
+"""The Container Storage Interface on a unix socket: gRPC in, calls of our services out, errors as its codes.
+
+Called by the program of the bridge, beside the Docker plugin and on its event loop. Each call gets its answer or a status with
+a sentence for a person; nothing of a request is logged, as it may hold secrets. A call that we do not serve is UNIMPLEMENTED. Who
+reaches the socket may do all that is here: it is root's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc import StatusCode
+
+from nvpool.base.errors import BadConfiguration, InUse, from_os_error
+from nvpool.bridge.csi.controller import Controller
+from nvpool.bridge.csi.identity import Identity
+from nvpool.bridge.csi.node import Node
+from nvpool.bridge.csi.refusals import CsiRefusal, invalid, log, status_of
+from nvpool.bridge.v1 import csi_pb2
+from nvpool.bridge.wishes import shown
+
+if TYPE_CHECKING:
+    from nvpool.bridge.volumes import BridgeVolumes
+
+CALLS_MAX = 256
+"""At a time; a node has a few dozen pods, and a controller's sidecars ask for ten to a hundred things at a time."""
+GRACE_S = 5.0
+_SOCKET_BYTES_MAX = 107
+"""Of a path in sockaddr_un (unix(7)), without its NUL."""
+_SEGMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+"""A value of a topology, and a value of a label of Kubernetes."""
+_OPTIONS = (("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.so_reuseport", 0))
+
+
+def socket_path(address: str) -> Path:
+    """Of unix:///run/csi.sock, unix:/run/csi.sock or /run/csi.sock. BadConfiguration."""
+    text = address.removeprefix("unix:")
+    text = "/" + text.lstrip("/") if text.startswith("/") else text
+    if not text.startswith("/") or "\0" in text or text.endswith("/"):
+        raise BadConfiguration(f"{shown(address)} is no unix socket; write it like unix:///run/nvpool/csi.sock")
+    if len(os.fsencode(text)) > _SOCKET_BYTES_MAX:
+        raise BadConfiguration(f"the path of the socket {shown(address)} is longer than {_SOCKET_BYTES_MAX} bytes; choose a "
+                               "shorter one")
+    return Path(text)
+
+
+class _Calls(grpc.GenericRpcHandler):
+    """Calls of the specification's services to the methods that have their names."""
+
+    def __init__(self, services: dict[str, object]) -> None:
+        self._methods: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {}
+        for name, service in services.items():
+            for method in csi_pb2.DESCRIPTOR.services_by_name[name].methods:
+                path = f"/{csi_pb2.DESCRIPTOR.package}.{name}/{method.name}"
+                self._methods[path] = GetMessageClass(method.input_type), getattr(service, method.name)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        path = handler_call_details.method
+
+        async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                return (await self._answered(path, raw)).SerializeToString()
+            except Exception as error:
+                code, text = status_of(error)
+            log.info("%s: %s: %s", path.rpartition("/")[2], code.name, text)
+            await context.abort(code, text)
+            raise AssertionError("abort raises")
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    async def _answered(self, path: str, raw: bytes) -> Message:
+        found = self._methods.get(path)
+        if found is None:
+            raise CsiRefusal(StatusCode.UNIMPLEMENTED, f"{path.rpartition('/')[2]} is not served here; see the capabilities")
+        request_class, method = found
+        try:
+            request = request_class.FromString(raw)
+        except DecodeError:
+            raise invalid("the request can not be read: it is no message of CSI 1") from None
+        return await method(request)
+
+
+async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controller: bool = True, node: bool = True,
+                    started: Callable[[], object] | None = None) -> None:
+    """Serve until cancelled; what is under way has GRACE_S to end then.
+
+    `volumes` has begun, and stays the caller's. `pool` is what nodes that have the pool mounted are labeled with. `started` is
+    called when calls are answered. What an earlier bridge has left at the address is replaced.
+
+    BadConfiguration   the address or the pool's name can not be used
+    InUse              somebody answers there already
+    """
+    path = socket_path(address)
+    if not _SEGMENT.fullmatch(pool):
+        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, with "
+                               "a letter or digit at both ends; give another one with --csi-pool")
+    services: dict[str, object] = {"Identity": Identity(node=node)}
+    if controller:
+        services["Controller"] = Controller(volumes, pool)
+    if node:
+        services["Node"] = Node(volumes, pool)
+    await asyncio.to_thread(_make_room, path)
+    server = grpc.aio.server(handlers=[_Calls(services)], options=_OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
+    before = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise BadConfiguration(f"no socket can be made at {path}: {error}") from None
+    finally:
+        os.umask(before)
+    await server.start()
+    log.info("CSI is served at %s: %s", path, ", ".join(services))
+    if started is not None:
+        started()
+    try:
+        await server.wait_for_termination()
+    finally:
+        await server.stop(GRACE_S)
+
+
+def _make_room(path: Path) -> None:
+    """The directory is there; a socket at which nobody listens is not."""
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not path.is_socket():
+            if path.exists():
+                raise BadConfiguration(f"{path} is there and is no socket; remove it, or choose another address")
+            return
+        with socket.socket(socket.AF_UNIX) as caller:
+            try:
+                caller.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                return
+    except OSError as error:
+        raise from_os_error(error, f"use {path}") from error
+    raise InUse(f"another bridge answers at {path}; stop it, or choose another address")
