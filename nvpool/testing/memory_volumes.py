@@ -1,12 +1,13 @@
 """MemoryVolumes: a bridge/volumes without a pool and without mounts, for tests of what stands on it.
 
 Behaves as BridgeVolumes in all that its callers can see: the same checks of names and wishes, the same errors in the same
-situations; the conformance test of CSI runs on both. What containers would see is an empty directory at the place where something
-is published. `silent` makes every question to the pool fail, as one that nobody answers.
+situations; the conformance test of CSI runs on both. What containers would see is an empty directory at the place where
+something is published. `silent` makes every question to the pool fail, as one that nobody answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,12 +141,12 @@ class MemoryVolumes:
         wanted = (name, holder, read_only or staged.read_only)
         if self._published.setdefault(os.fspath(target), wanted) != wanted:
             raise AlreadyExists(f"something else is published at {target}")
-        target.mkdir(exist_ok=True)
+        os.makedirs(target, exist_ok=True)
 
     async def unpublish(self, target: Path) -> None:
         self._published.pop(os.fspath(target), None)
-        if target.is_dir():
-            target.rmdir()
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(target)
 
     # -- what tests do ---------------------------------------------------------------------------------------------------
 

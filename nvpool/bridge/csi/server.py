@@ -1,8 +1,8 @@
 """The Container Storage Interface on a unix socket: gRPC in, calls of our services out, errors as its codes.
 
 Called by the program of the bridge, beside the Docker plugin and on its event loop. Each call gets its answer or a status with
-a sentence for a person; nothing of a request is logged, as it may hold secrets. A call that we do not serve is UNIMPLEMENTED. Who
-reaches the socket may do all that is here: it is root's alone.
+a sentence for a person; nothing of a request is logged, as it may hold secrets. A call that we do not serve is UNIMPLEMENTED.
+Who reaches the socket may do all that is here: it is root's alone.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
     """
     path = socket_path(address)
     if not _SEGMENT.fullmatch(pool):
-        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, with "
-                               "a letter or digit at both ends; give another one with --csi-pool")
+        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
+                               "with a letter or digit at both ends; give another one with --csi-pool")
     services: dict[str, object] = {"Identity": Identity(node=node)}
     if controller:
         services["Controller"] = Controller(volumes, pool)
