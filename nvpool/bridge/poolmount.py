@@ -23,10 +23,11 @@ log = logging.getLogger("nvpool.bridge.mount")
 
 
 class PoolMount:
-    """`pool` as `nvpool mount` takes it, `name` as its map has it; `words` are further options of that command."""
+    """`pool` as `nvpool mount` takes it, `name` as its map has it; `words` are further options of that command. `make` false:
+    somebody else mounts it, where a mount of ours would not outlive us, as in a container."""
 
-    def __init__(self, pool: str, name: str, place: Path, words: tuple[str, ...] = ()) -> None:
-        self.place = place
+    def __init__(self, pool: str, name: str, place: Path, words: tuple[str, ...] = (), *, make: bool = True) -> None:
+        self.place, self._make = place, make
         self._pool, self._name, self._words = pool, name, words
         self._turn = asyncio.Lock()
 
@@ -49,6 +50,9 @@ class PoolMount:
                     raise Unavailable(f"the mount of {self._name} at {self.place} does not answer; see: nvpool status")
                 log.warning("the mount at %s is dead; it is made anew, and containers that saw it have to be started again",
                             self.place)
+            if not self._make:
+                raise Unavailable(f"the pool {self._name} is not mounted at {self.place}; mount it there on the host: nvpool "
+                                  "mount, or nvpool-mount@.service")
             await self._mount()
             there = mount_at(self.place)
             if there is None:

@@ -14,6 +14,7 @@ from nvpool.cli.render import json_option, pool_argument, print_json
 examples:
   nvpool bridge /var/lib/nvpool/pool
   nvpool bridge 10.0.0.1:17512 --mountpoint /mnt/pool       use the mount that is there
+  nvpool bridge POOL --docker-socket= --csi unix:///csi/csi.sock      for Kubernetes: see deploy/kubernetes
   nvpool bridge /srv/pool --check                           does it answer, and who uses what?
 \b
 then:
@@ -28,13 +29,20 @@ options of a volume: size=10G files=1000000 replicas=2 sealed=true subpath=train
 @click.option("--state", type=click.Path(file_okay=False), help="A directory of the bridge's own. [/var/lib/nvpool-bridge]")
 @click.option("--docker-socket", metavar="PATH", help="Its name without .sock is the name of the driver. "
               "[/run/docker/plugins/nvpool.sock]")
+@click.option("--no-mount", is_flag=True, help="Use the mount at --mountpoint, and make none where there is none: in a "
+              "container, with which it would end.")
+@click.option("--csi", metavar="ADDRESS", help="Serve Kubernetes' CSI at this unix socket too, as unix:///csi/csi.sock.")
+@click.option("--csi-controller", is_flag=True, help="Of CSI the Controller service, and not Node: needs no mount.")
+@click.option("--csi-node", is_flag=True, help="Of CSI the Node service, and not Controller.")
+@click.option("--csi-pool", metavar="NAME", help="How nodes are labeled (nvpool.io/pool) that have the pool. [its name]")
 @click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
 @click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
 @click.option("--check", is_flag=True, help="Do not start one: ask the one that runs, and show what it says.")
 @json_option
-def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, node: str | None, log: str | None,
-           check: bool, as_json: bool) -> None:
-    """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin.
+def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, no_mount: bool, csi: str | None,
+           csi_controller: bool, csi_node: bool, csi_pool: str | None, node: str | None, log: str | None, check: bool,
+           as_json: bool) -> None:
+    """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin, and Kubernetes' CSI.
 
     Ends on Ctrl-C or SIGTERM; containers go on meanwhile, and the next one takes over. Two with one state directory are
     refused. --json is for --check.
@@ -45,8 +53,11 @@ def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: 
     from nvpool.cli.reach import directory_of
     directory = directory_of(pool)
     words = [str(directory.path) if directory is not None else pool]
-    words += [f"--{name}={value}" for name, value in (("mountpoint", mountpoint), ("state", state), ("node", node),
-                                                     ("log", log), ("docker-socket", docker_socket)) if value is not None]
+    given = {"mountpoint": mountpoint, "state": state, "node": node, "log": log, "docker-socket": docker_socket, "csi": csi,
+             "csi-pool": csi_pool}
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words += [f"--{name}" for name, asked_for in (("no-mount", no_mount), ("csi-controller", csi_controller),
+                                                  ("csi-node", csi_node)) if asked_for]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "nvpool.run.bridge_daemon", *words])
 

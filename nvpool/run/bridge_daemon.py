@@ -1,4 +1,5 @@
-"""The bridge: `python -m nvpool.run.bridge_daemon POOL` gives containers volumes of a pool, by Docker's plugin protocol.
+"""The bridge: `python -m nvpool.run.bridge_daemon POOL` gives containers volumes of a pool, by Docker's plugin protocol
+and by Kubernetes' CSI.
 
 Started by the CLI (`nvpool bridge`) and by systemd; stays in the foreground, one per state directory. Exit codes as in
 run/daemon. Ready when its sockets answer. When it ends, in whatever way, containers go on: what they see are mounts, and those
@@ -43,6 +44,11 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--mountpoint", type=Path, help="where the whole pool is mounted, or will be (pool in the state "
                         "directory)")
     parser.add_argument("--docker-socket", default=str(DOCKER_SOCKET), help=f"empty: none ({DOCKER_SOCKET})")
+    parser.add_argument("--no-mount", action="store_true", help="use the mount at --mountpoint; make none where there is none")
+    parser.add_argument("--csi", default="", metavar="ADDRESS", help="serve CSI at this unix socket, as unix:///csi/csi.sock")
+    parser.add_argument("--csi-controller", action="store_true", help="CSI's Controller service, and not Node")
+    parser.add_argument("--csi-node", action="store_true", help="CSI's Node service, and not Controller")
+    parser.add_argument("--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)")
     parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
     parser.add_argument("--log", type=Path, help="file to log to (stderr)")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info")
@@ -63,8 +69,8 @@ def main(words: list[str]) -> int:
                   node_toml=directory.node_toml if here and arguments.log_level is None else None)
         if os.geteuid():
             raise AccessDenied("the bridge makes mounts for containers; run it as root")
-        if not arguments.docker_socket:
-            raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket")
+        if not arguments.docker_socket and not arguments.csi:
+            raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket or --csi")
         arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
     except NvpoolError as error:
@@ -88,38 +94,58 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
             arguments.pool, name=f"bridge {node}",
             options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False))
     try:
-        mount = PoolMount(arguments.pool, pool.client.pool_map.name, place)
+        name = pool.client.pool_map.name
+        mount = PoolMount(arguments.pool, name, place, make=not arguments.no_mount)
         volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure)
         await volumes.begin()
+        if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
+            try:
+                await mount.ensure()
+            except Unavailable as error:
+                log.warning("%s; it is tried again with the first volume that is used", error)
+        docker = DockerFace(volumes) if arguments.docker_socket else None
+        if docker is not None:
+            await docker.start(Path(arguments.docker_socket))
+            log.info("volumes of the pool %s for Docker at %s, as %s", name, arguments.docker_socket, node)
         try:
-            await mount.ensure()
-        except Unavailable as error:
-            log.warning("%s; it is tried again with the first volume that is used", error)
-        docker = DockerFace(volumes)
-        await docker.start(Path(arguments.docker_socket))
-        try:
-            log.info("volumes of the pool %s for Docker at %s, as %s", pool.client.pool_map.name, arguments.docker_socket, node)
-            notify_ready()
             async with asyncio.TaskGroup() as tasks:
                 upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
+                if arguments.csi:
+                    answers = asyncio.Event()
+                    upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers)))
+                    await answers.wait()
+                notify_ready()
                 await stop.asked.wait()
                 for task in upkeep:
                     task.cancel()
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1 and isinstance(group.exceptions[0], NvpoolError):
+                raise group.exceptions[0] from None  # its sentence says enough
+            raise
         finally:
-            await docker.close()
+            if docker is not None:
+                await docker.close()
     finally:
         await pool.close()
 
 
-async def _keep_up(volumes: BridgeVolumes, docker: DockerFace) -> None:
+async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event) -> None:
+    from nvpool.bridge.csi.server import serve_csi  # gRPC takes 30 MB, and Docker has no use for it
+    await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set,
+                    controller=arguments.csi_controller or not arguments.csi_node,
+                    node=arguments.csi_node or not arguments.csi_controller)
+
+
+async def _keep_up(volumes: BridgeVolumes, docker: DockerFace | None) -> None:
     """What ended while nobody could be told, from time to time; what is in use, when an engine has started."""
+    activated = docker.activated if docker is not None else asyncio.Event()
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UPKEEP_S):
-                await docker.activated.wait()
+                await activated.wait()
         try:
-            if docker.activated.is_set():
-                docker.activated.clear()
+            if activated.is_set():
+                activated.clear()
                 await volumes.reconcile(FACE)
             await volumes.settle()
         except NvpoolError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.wrappers_pb2 import BoolValue
 
-from nvpool import __version__
+from nvpool.base.version import VERSION
 from nvpool.bridge.csi.refusals import precondition
 from nvpool.bridge.v1 import csi_pb2 as pb
 
@@ -27,7 +27,7 @@ class Identity:
         self._node = node
 
     async def GetPluginInfo(self, _request: pb.GetPluginInfoRequest) -> pb.GetPluginInfoResponse:
-        return pb.GetPluginInfoResponse(name=DRIVER, vendor_version=__version__)
+        return pb.GetPluginInfoResponse(name=DRIVER, vendor_version=VERSION)
 
     async def GetPluginCapabilities(self, _request: pb.GetPluginCapabilitiesRequest) -> pb.GetPluginCapabilitiesResponse:
         can = [pb.PluginCapability(service=_Service(type=kind)) for kind in SERVICES]
