@@ -40,7 +40,7 @@ class PoolMount:
         async with self._turn:
             there = mount_at(self.place)
             if there is not None:
-                if not there.ours or there.source != self._name or there.root != Path("/"):
+                if not there.ours or there.source != f"nvpool:{self._name}" or there.root != Path("/"):
                     raise InUse(f"{self.place} has {there.source} ({there.type}) mounted on it, which is not the whole pool "
                                 f"{self._name}; choose another --mountpoint")
                 state = await asyncio.to_thread(look_at, self.place)

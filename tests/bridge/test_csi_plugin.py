@@ -1,0 +1,383 @@
+"""The CSI plugin as a whole: what it says of itself, its socket, its errors, pages of lists, and the process that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from csi_caller import POOL, block, caller_at, places, plugin, size, use
+from grpc import StatusCode
+
+from nvpool.base.errors import BadConfiguration, Busy, InUse, InvariantBroken, NvpoolError, Unreachable, every_error
+from nvpool.base.mounts import mounts_below
+from nvpool.base.units import MIB
+from nvpool.bridge.binding import unbind
+from nvpool.bridge.csi import controller, identity
+from nvpool.bridge.csi.refusals import CODES, CsiRefusal, status_of
+from nvpool.bridge.csi.server import serve_csi, socket_path
+from nvpool.bridge.v1 import csi_pb2 as pb
+from nvpool.testing.memory_volumes import MemoryVolumes
+from nvpool.testing.real_bridge import RealBridge
+from nvpool.testing.real_pool import RealPool
+
+WHY_NOT = "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+needs_mount = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
+
+
+@pytest.fixture
+def volumes():
+    return MemoryVolumes()
+
+
+def asked(volumes, place, questions, **how):
+    """What `questions`, given a caller, returns."""
+    async def ask():
+        async with plugin(volumes, place, **how) as call:
+            return await questions(call)
+    return asyncio.run(ask())
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: error.__name__)
+def test_each_error_of_ours_has_a_code_that_says_the_same_about_repeating(error):
+    code, text = status_of(error())
+    assert code is not StatusCode.OK and text
+    repeated = {StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED}
+    family = next(base for base in error.__mro__ if NvpoolError in base.__bases__).__name__
+    if family == "Unavailable":
+        assert code in repeated
+    if family == "Refused":
+        assert code not in repeated
+    if family == "Bug":
+        assert code is StatusCode.INTERNAL
+
+
+def test_an_error_that_is_none_of_ours_is_internal_and_logged_with_its_traceback(caplog):
+    code, text = status_of(KeyError("x"))
+    assert code is StatusCode.INTERNAL and "KeyError" in text
+    assert caplog.records[0].exc_info
+    assert status_of(CsiRefusal(StatusCode.ABORTED, "x" * 9000))[1].startswith("x" * 1000)
+    assert len(status_of(Unreachable("x" * 9000))[1]) < 1100
+    assert all(code is not StatusCode.OK for code in CODES.values())
+
+
+class Failing(MemoryVolumes):
+    """`raises` comes of the next question."""
+
+    raises: Exception = InvariantBroken("two facts")
+
+    async def get(self, name):
+        raise self.raises
+
+
+@pytest.mark.parametrize("error, code", [(InvariantBroken("two facts"), "INTERNAL"), (Busy("held up"), "ABORTED"),
+                                         (Unreachable("nobody"), "UNAVAILABLE"), (ZeroDivisionError("x"), "INTERNAL")])
+def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, code, caplog):
+    volumes = Failing()
+    volumes.raises = error
+    answer = asked(volumes, tmp_path, lambda call: call("ControllerGetVolume", volume_id="v"))
+    assert answer.code == code and answer.text
+    caplog.clear()
+
+
+def test_a_request_that_is_no_message_is_refused_and_the_plugin_lives(volumes, tmp_path):
+    async def ask(call):
+        return await call.raw("/csi.v1.Controller/CreateVolume", b"\xff\xff\xff"), await call("Probe")
+    nonsense, after = asked(volumes, tmp_path, ask)
+    assert nonsense.code == "INVALID_ARGUMENT" and after.code == "OK"
+
+
+def test_secrets_are_in_no_log(volumes, tmp_path, caplog):
+    caplog.set_level("DEBUG")
+    answer = asked(volumes, tmp_path, lambda call: call("CreateVolume", name="", secrets={"key": "hush-hush"}))
+    assert answer.code == "INVALID_ARGUMENT" and "hush-hush" not in caplog.text and "CreateVolume" in caplog.text
+
+
+# -- what it says of itself ------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_can_and_is_the_same_on_every_node(volumes, tmp_path):
+    async def ask(call):
+        return ((await call("GetPluginInfo")).reply, (await call("GetPluginCapabilities")).reply,
+                await call("ControllerGetCapabilities"), await call("NodeGetCapabilities"), (await call("Probe")).reply)
+    whole = asked(volumes, tmp_path, ask)
+    assert whole[0].name == "csi.nvpool.io" and whole[0].vendor_version
+    kinds = [(each.service.type, each.volume_expansion.type) for each in whole[1].capabilities]
+    assert kinds == [(1, 0), (2, 0), (0, 1)]  # CONTROLLER_SERVICE, VOLUME_ACCESSIBILITY_CONSTRAINTS, ONLINE
+    rpc = pb.ControllerServiceCapability.RPC
+    assert {rpc.Type.Name(each.rpc.type) for each in whole[2].reply.capabilities} == {
+        "CREATE_DELETE_VOLUME", "LIST_VOLUMES", "GET_CAPACITY", "EXPAND_VOLUME", "VOLUME_CONDITION", "GET_VOLUME",
+        "SINGLE_NODE_MULTI_WRITER"}
+    rpc = pb.NodeServiceCapability.RPC
+    assert {rpc.Type.Name(each.rpc.type) for each in whole[3].reply.capabilities} == {
+        "STAGE_UNSTAGE_VOLUME", "GET_VOLUME_STATS", "VOLUME_CONDITION", "SINGLE_NODE_MULTI_WRITER"}
+    assert whole[4].ready.value
+    for how, missing in (({"node": False}, 3), ({"controller": False}, 2)):
+        part = asked(volumes, tmp_path, ask, **how)
+        assert part[:2] == whole[:2] and part[missing].code == "UNIMPLEMENTED"
+
+
+def test_a_node_plugin_that_may_not_mount_says_so_at_once(volumes, tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_text("Name:\tx\nCapEff:\t00000000a80425fb\n")  # Docker's set for containers without privileges
+    assert not identity.may_mount(str(status))
+    status.write_text("CapEff:\t000001ffffffffff\n")
+    assert identity.may_mount(str(status))
+    monkeypatch.setattr(identity, "may_mount", lambda: False)
+    answer = asked(volumes, tmp_path, lambda call: call("Probe"))
+    assert answer.code == "FAILED_PRECONDITION" and "privileged" in answer.text
+    assert asked(volumes, tmp_path, lambda call: call("Probe"), node=False).code == "OK"
+
+
+def test_a_node_names_itself_and_the_pool_that_it_reaches(volumes, tmp_path):
+    told = asked(volumes, tmp_path, lambda call: call("NodeGetInfo")).reply
+    assert told.node_id == "node-1" and dict(told.accessible_topology.segments) == {"nvpool.io/pool": POOL}
+
+
+# -- lists and sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_a_list_hold_every_volume_once_while_others_come_and_go(volumes, tmp_path):
+    async def ask(call):
+        for number in range(10):
+            await call("CreateVolume", name=f"v{number}", volume_capabilities=[use()])
+        names, token, pages = [], "", 0
+        while True:
+            page = await call("ListVolumes", max_entries=3, starting_token=token)
+            assert page.code == "OK" and len(page.reply.entries) <= 3
+            names += [entry.volume.volume_id for entry in page.reply.entries]
+            token, pages = page.reply.next_token, pages + 1
+            if not token:
+                return names, pages
+            if pages == 1:
+                for gone in ("v0", "v2"):  # the token names v2
+                    await call("DeleteVolume", volume_id=gone)
+    names, pages = asked(volumes, tmp_path, ask)
+    assert names == [f"v{number}" for number in range(10)] and pages == 4
+
+
+def test_a_list_without_a_bound_goes_on_where_a_message_would_be_too_large(volumes, tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "PAGE_ENTRIES_MAX", 2)
+
+    async def ask(call):
+        for name in ("a", "b", "c"):
+            await call("CreateVolume", name=name, volume_capabilities=[use()])
+        first = (await call("ListVolumes")).reply
+        return first, (await call("ListVolumes", starting_token=first.next_token)).reply
+    first, second = asked(volumes, tmp_path, ask)
+    assert [len(page.entries) for page in (first, second)] == [2, 1] and first.next_token and not second.next_token
+
+
+def test_a_full_page_of_long_names_fits_into_a_message_of_grpc():
+    entry = pb.ListVolumesResponse.Entry(
+        volume=pb.Volume(volume_id="x" * 128, capacity_bytes=1 << 62, accessible_topology=[
+            pb.Topology(segments={"nvpool.io/pool": "p" * 63})]),
+        status=pb.ListVolumesResponse.VolumeStatus(volume_condition=pb.VolumeCondition(abnormal=True, message="x" * 200)))
+    assert pb.ListVolumesResponse(entries=[entry] * controller.PAGE_ENTRIES_MAX).ByteSize() < 4 * MIB
+
+
+def test_capacity_is_what_is_left_and_nothing_where_no_volume_can_be(volumes, tmp_path):
+    async def ask(call):
+        wishes = [{}, {"accessible_topology": places(POOL).requisite[0]}, {"accessible_topology": places("other").requisite[0]},
+                  {"volume_capabilities": [use(), block()]}, {"parameters": {"files": "5"}}]
+        return [(await call("GetCapacity", **wish)).reply.available_capacity for wish in wishes]
+    left = volumes.pool_bytes
+    assert asked(volumes, tmp_path, ask) == [left, left, 0, 0, left]
+
+
+def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
+    async def ask(call):
+        await call("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(10), parameters={"files": "5"})
+        seen = []
+        for change in ({}, {"bytes_used": 10}, {"bytes_used": 0, "files_used": 5}, {"files_used": 1}):
+            volumes.change("v", **change)
+            seen.append((await call("ControllerGetVolume", volume_id="v")).reply.status.volume_condition)
+        volumes.pool_bytes = 0
+        seen.append((await call("ListVolumes")).reply.entries[0].status.volume_condition)
+        return seen
+    seen = asked(volumes, tmp_path, ask)
+    assert [condition.abnormal for condition in seen] == [False, True, True, False, True]
+    assert "larger" in seen[1].message and "nvpool volume resize v" in seen[2].message and "full" in seen[4].message
+
+
+@pytest.mark.parametrize("asks, message", [
+    ({"volume_capabilities": [block()]}, "block"), ({"parameters": {"files": "9"}}, "files"),
+    ({"parameters": {"replicas": "3"}}, "replicas"), ({"parameters": {"sealed": "true"}}, "sealed"),
+    ({"parameters": {"colour": "red"}}, "colour"), ({"volume_context": {"colour": "red"}}, "colour"),
+    ({"mutable_parameters": {"files": "9"}}, "mutable")])
+def test_capabilities_that_a_volume_has_not_are_not_confirmed(volumes, tmp_path, asks, message):
+    async def ask(call):
+        await call("CreateVolume", name="v", volume_capabilities=[use()], parameters={"files": "5"})
+        return await call("ValidateVolumeCapabilities", **{"volume_id": "v", "volume_capabilities": [use()], **asks})
+    answer = asked(volumes, tmp_path, ask)
+    assert answer.code == "OK" and not answer.reply.HasField("confirmed") and message in answer.reply.message
+
+
+# -- on a node -------------------------------------------------------------------------------------------------------------
+
+
+async def published(call, place, name, mode, *pods):
+    await call("CreateVolume", name=name, volume_capabilities=[use(mode)])
+    await call("NodeStageVolume", volume_id=name, staging_target_path=str(place / "stage"), volume_capability=use(mode))
+    return [(await call("NodePublishVolume", volume_id=name, staging_target_path=str(place / "stage"),
+                        target_path=str(place / pod), volume_capability=use(mode))).code for pod in pods]
+
+
+@pytest.mark.parametrize("mode, second", [
+    ("SINGLE_NODE_WRITER", "FAILED_PRECONDITION"), ("SINGLE_NODE_READER_ONLY", "FAILED_PRECONDITION"),
+    ("SINGLE_NODE_SINGLE_WRITER", "FAILED_PRECONDITION"), ("SINGLE_NODE_MULTI_WRITER", "OK"),
+    ("MULTI_NODE_READER_ONLY", "OK"), ("MULTI_NODE_MULTI_WRITER", "OK")])
+def test_how_many_pods_of_a_node_use_a_volume_is_as_its_access_mode_says(volumes, tmp_path, mode, second):
+    codes = asked(volumes, tmp_path, lambda call: published(call, tmp_path, "v", mode, "pod-1", "pod-2"))
+    assert codes == ["OK", second]
+
+
+def test_two_pods_that_come_at_once_do_not_both_get_a_volume_for_one(volumes, tmp_path):
+    async def ask(call):
+        await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER")
+        wishes = [call("NodePublishVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"),
+                       target_path=str(tmp_path / f"pod-{number}"), volume_capability=use("SINGLE_NODE_SINGLE_WRITER"))
+                  for number in range(8)]
+        return sorted(answer.code for answer in await asyncio.gather(*wishes))
+    assert asked(volumes, tmp_path, ask) == ["FAILED_PRECONDITION"] * 7 + ["OK"]
+
+
+def test_a_volume_for_one_pod_is_free_again_when_that_has_ended(volumes, tmp_path):
+    async def ask(call):
+        codes = await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER", "pod-1")
+        await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))
+        return codes + await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER", "pod-2", "pod-3")
+    assert asked(volumes, tmp_path, ask) == ["OK", "OK", "FAILED_PRECONDITION"]
+
+
+def test_a_pool_that_is_silent_holds_up_no_pod_that_ends_and_is_told_as_a_condition(volumes, tmp_path):
+    async def ask(call):
+        await published(call, tmp_path, "v", "MULTI_NODE_MULTI_WRITER", "pod-1")
+        volumes.silent = True
+        stats = await call("NodeGetVolumeStats", volume_id="v", volume_path=str(tmp_path / "pod-1"))
+        again = await call("NodePublishVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"),
+                           target_path=str(tmp_path / "pod-1"), volume_capability=use())
+        ends = [(await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))).code for _ in "12"]
+        return stats, again.code, ends, (await call("CreateVolume", name="w", volume_capabilities=[use()])).code
+    stats, again, ends, made = asked(volumes, tmp_path, ask)
+    assert stats.code == "OK" and stats.reply.volume_condition.abnormal and not stats.reply.usage
+    assert again == "OK" and ends == ["OK", "OK"] and made == "UNAVAILABLE"
+
+
+def test_what_was_left_at_a_place_after_a_reboot_is_taken_away_also_when_the_volume_is_gone(volumes, tmp_path):
+    (tmp_path / "pod-1").mkdir()
+    wish = {"volume_id": "v", "target_path": str(tmp_path / "pod-1")}
+    answer = asked(volumes, tmp_path, lambda call: call("NodeUnpublishVolume", **wish))
+    assert answer.code == "OK" and not (tmp_path / "pod-1").exists()
+
+
+def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
+    async def ask(call):
+        await call("CreateVolume", name="v", volume_capabilities=[use()])
+        wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+        codes = [(await call("NodeStageVolume", **wish, volume_context=context)).code
+                 for context in ({"subpath": "train", "csi.storage.k8s.io/pod.name": "p"}, {"subpath": "./train/"},
+                                 {"subpath": "other"})]
+        return codes
+    assert asked(volumes, tmp_path, ask) == ["OK", "OK", "ALREADY_EXISTS"]
+
+
+# -- the socket ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["", "csi.sock", "tcp://h:1", "unix:csi.sock", "unix:///", "/" + "x" * 120, "/a\0b"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(BadConfiguration):
+        socket_path(address)
+
+
+@pytest.mark.parametrize("address", ["unix:///run/x.sock", "unix:/run/x.sock", "/run/x.sock"])
+def test_an_address_may_be_written_in_three_ways(address):
+    assert socket_path(address) == Path("/run/x.sock")
+
+
+def test_the_socket_is_roots_alone_and_a_dead_one_is_replaced(volumes, tmp_path):
+    async def ask(_call):
+        assert os.stat(tmp_path / "csi.sock").st_mode & 0o777 == 0o600
+        with pytest.raises(InUse, match="another bridge"):
+            await serve_csi(volumes, f"unix://{tmp_path}/csi.sock", pool=POOL)
+        with pytest.raises(BadConfiguration, match="--csi-pool"):
+            await serve_csi(volumes, f"unix://{tmp_path}/other.sock", pool="a pool")
+    asked(volumes, tmp_path, ask)
+    program = f"import socket; socket.socket(socket.AF_UNIX).bind({str(tmp_path / 'csi.sock')!r})"
+    (tmp_path / "csi.sock").unlink(missing_ok=True)
+    subprocess.run([sys.executable, "-c", program], check=True)
+    asked(volumes, tmp_path, ask)
+    (tmp_path / "csi.sock").unlink(missing_ok=True)
+    (tmp_path / "csi.sock").write_text("somebody's")
+    with pytest.raises(BadConfiguration, match="no socket"):
+        asyncio.run(serve_csi(volumes, f"unix://{tmp_path}/csi.sock", pool=POOL))
+    assert (tmp_path / "csi.sock").read_text() == "somebody's"
+
+
+# -- the process -----------------------------------------------------------------------------------------------------------
+
+
+class CsiBridge(RealBridge):
+    """`nvpool bridge --csi`, without Docker."""
+
+    def start(self):
+        words = [sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", str(self.pool), f"--state={self.place}/state",
+                 "--docker-socket=", f"--csi=unix://{self.place}/csi.sock", f"--node={self.node}", f"--log={self.log}",
+                 "--csi-pool=pool-1"]
+        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                         start_new_session=True, cwd="/")
+        self.until(self._probed, "the plugin answers", 120)
+
+    def _probed(self):
+        assert self._process.poll() is None, f"the bridge has ended\n{self.said()}"
+        return self.csi("Probe").code == "OK"
+
+    def csi(self, call, /, **fields):
+        async def ask():
+            async with caller_at(f"unix://{self.place}/csi.sock") as caller:
+                return await caller(call, **fields)
+        return asyncio.run(ask())
+
+
+@needs_mount
+def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path):
+    place, pod = tmp_path / "b", tmp_path / "pod"
+    wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+    with RealPool(tmp_path / "pool", sizes=(256 * MIB,)) as pool:
+        pool.make()
+        pool.start()
+        with CsiBridge(pool.path, place) as bridge:
+            try:
+                made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
+                assert made.code == "OK", made
+                assert bridge.csi("NodeStageVolume", **wish).code == "OK"
+                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pod)).code == "OK"
+                with open(pod / "log", "w") as log:
+                    for number in range(3):
+                        bridge.kill()
+                        log.write(f"{number}\n")
+                        log.flush()
+                        os.fsync(log.fileno())
+                        bridge.start()
+                        assert (pod / "log").read_text().count("\n") == number + 1
+                        told = bridge.csi("NodeGetVolumeStats", volume_id="v", volume_path=str(pod))
+                        assert told.code == "OK" and not told.reply.volume_condition.abnormal, told
+                        assert bridge.csi("NodePublishVolume", **wish, target_path=str(pod)).code == "OK"
+                assert bridge.csi("DeleteVolume", volume_id="v").code == "FAILED_PRECONDITION"
+                assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pod)).code == "OK"
+                unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
+                assert unstaged.code == "OK" and bridge.csi("DeleteVolume", volume_id="v").code == "OK"
+                bridge._process.send_signal(signal.SIGTERM)
+                assert bridge._process.wait(60) == 0, bridge.said()
+                assert "ERROR" not in bridge.log.read_text(), bridge.said()
+            finally:
+                for mount in mounts_below(pod):
+                    unbind(str(mount.point))
