@@ -69,16 +69,16 @@ def test_an_error_that_is_none_of_ours_is_internal_and_logged_with_its_traceback
 
 
 class Failing(MemoryVolumes):
-    """`raises` comes of the next question."""
+    """`raises` comes of each question."""
 
-    raises: Exception = InvariantBroken("two facts")
+    raises: type[Exception] = InvariantBroken
 
     async def get(self, name):
-        raise self.raises
+        raise self.raises("as the test wants it")
 
 
-@pytest.mark.parametrize("error, code", [(InvariantBroken("two facts"), "INTERNAL"), (Busy("held up"), "ABORTED"),
-                                         (Unreachable("nobody"), "UNAVAILABLE"), (ZeroDivisionError("x"), "INTERNAL")])
+@pytest.mark.parametrize("error, code", [(InvariantBroken, "INTERNAL"), (Busy, "ABORTED"), (Unreachable, "UNAVAILABLE"),
+                                         (ZeroDivisionError, "INTERNAL")])
 def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, code, caplog):
     volumes = Failing()
     volumes.raises = error
