@@ -146,6 +146,14 @@ class Cache:
             self._attrs[inode] = attr, born_s
         return attr
 
+    def newer(self, inode: int, change: int) -> Attr | None:
+        """The attributes that are here, where they are newer than `change`: an answer with that was overtaken by another."""
+        opened = self.open.get(inode)
+        held = opened.attr if opened is not None and not opened.unsure else self._attrs.get(inode, (None, NEVER_S))[0]
+        if held is None or _change_of(held) <= change:
+            return None
+        return attr_of(held) if type(held) is bytes else held
+
     def flags(self, inode: int) -> int | None:
         """Those of the attributes, however old they are."""
         opened = self.open.get(inode)

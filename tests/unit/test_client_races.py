@@ -97,3 +97,31 @@ def test_writers_of_neighbouring_bytes_lose_nothing_while_another_client_cuts_be
 @pytest.mark.parametrize("seed", range(10, 60))
 def test_writers_of_neighbouring_bytes_lose_nothing_for_long(seed):
     asyncio.run(asyncio.wait_for(neighbours(seed, 400, seed % 2 == 0), 280))
+
+
+@pytest.mark.parametrize("opened_again", [False, True])
+def test_a_listing_that_the_end_of_a_write_has_overtaken_does_not_show_the_file_shorter(opened_again):
+    async def scene() -> None:
+        async with LocalPool() as pool:
+            vfs = (await pool.client("one")).vfs
+            attr, handle = await vfs.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
+            await vfs.write(handle, 0, b"written")
+            answered, go_on, ask = asyncio.Event(), asyncio.Event(), vfs._ask_list
+
+            async def overtaken(request):
+                answer = await ask(request)
+                answered.set()
+                await go_on.wait()
+                return answer
+            vfs._ask_list = overtaken
+            listing = asyncio.ensure_future(vfs.readdir(await vfs.opendir(ROOT_INODE), 0, 100))
+            await answered.wait()
+            await vfs.flush(handle)
+            await vfs.release(handle)
+            reading = await vfs.open(attr.inode, os.O_RDONLY, ME) if opened_again else None
+            go_on.set()
+            listed, _ = await listing
+            assert listed.attr(listed.names.index(b"file")).size == len(b"written")
+            if reading is not None:
+                await vfs.release(reading)
+    asyncio.run(scene())

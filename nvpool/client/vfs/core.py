@@ -185,7 +185,7 @@ class Core:
             file = file or self.cache.open.get(attr.inode)
             if file is not None:
                 file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
-        return attr
+        return self.cache.newer(attr.inode, attr.change) or attr
 
     async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool) -> None:
         request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,

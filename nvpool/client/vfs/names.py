@@ -208,6 +208,8 @@ class Names(Wide):
                 self.cache.put_attr(listed.attr(at))
                 lease = self.leases.take(inode, lease_ms, sent_s) if listed.is_promised(at) else None
                 self.cache.put_entry(directory, listed.names[at], inode, sent_s, lease)
+                if (newer := self.cache.newer(inode, listed.changes[at])) is not None:
+                    listed.put(at, newer)  # it was written and reported since: nobody here may see it shorter
 
     async def readlink(self, inode: int) -> bytes:
         request = meta_pb2.ReadLinkRequest(inode=inode)
