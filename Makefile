@@ -10,13 +10,14 @@ KEEP ?= build/scale
 SEEDS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
+.PHONY: help setup quickstart demo-docker test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
 	@echo
 	@echo '  make quickstart             set up, start a pool here, mount it at ./pool, import a real tree, check and measure it'
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
+	@echo '  make demo-docker            volumes in containers of a real Docker Engine: shared, bounded, alive under kill -9 (root)'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
@@ -37,6 +38,9 @@ setup:
 
 quickstart: setup
 	@$(PYTHON_IN_VENV) tools/quickstart.py $(if $(SOURCE),--source "$(SOURCE)")
+
+demo-docker: setup
+	@$(PYTHON_IN_VENV) tools/demo_docker.py
 
 # By file: tests of a file may share a pool. Marks for groups are ignored by xdist 3.8 under pytest 9.2, without a word.
 test: setup

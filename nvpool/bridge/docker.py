@@ -177,7 +177,12 @@ class DockerFace:
         return {"Err": ""}
 
     async def _remove(self, asked: Request) -> dict[str, Any]:
-        await self._volumes.remove(asked.name)
+        try:
+            await self._volumes.remove(asked.name)
+        except InUse:
+            if not await self._volumes.reconcile(FACE):  # an engine that was killed has not said what has ended
+                raise
+            await self._volumes.remove(asked.name)
         return {"Err": ""}
 
     async def _mount(self, asked: Request) -> dict[str, Any]:

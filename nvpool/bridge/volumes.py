@@ -50,6 +50,9 @@ SUBPATH_ATTRIBUTE = "trusted.nvpool.subpath"
 """Of a volume's directory: what of it containers see. Those can neither read nor set it."""
 SETTLED_S = 60.0
 """An engine has started the container by then for which it asked: a reference without one is nobody's."""
+CLOSED_S = 10.0
+"""The service has heard by then of files that containers had open when they ended."""
+_AGAIN_S = 0.25
 
 log = logging.getLogger("nvpool.bridge.volumes")
 
@@ -90,11 +93,12 @@ class BridgeVolumes:
     """
 
     def __init__(self, pool: AsyncFileSystem, mountpoint: Path, state: Path, *, node: str = "",
-                 mounted: Callable[[], Awaitable[object]] | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+                 mounted: Callable[[], Awaitable[object]] | None = None, settled_s: float = SETTLED_S,
+                 clock: Clock = SYSTEM_CLOCK) -> None:
         state = Path(os.path.realpath(state))
         self._pool, self._mountpoint, self._state, self._clock = pool, mountpoint, state, clock
         self.node = checked_holder(node or socket.gethostname())
-        self._mounted = mounted
+        self._mounted, self.settled_s = mounted, settled_s
         self._binds = Binds(mountpoint, state / "mounts")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._references: References
@@ -131,7 +135,7 @@ class BridgeVolumes:
         """Find out which references of the face (the beginning of its holders' ids, as "docker/") are still somebody's, when
         its engine has started anew; those that were ended are returned.
 
-        A reference stays when a container sees the volume or when it is younger than SETTLED_S. One that the pool knows and
+        A reference stays when a container sees the volume or when it is younger than `settled_s`. One that the pool knows and
         this host has lost is taken up again, or ended.
         """
         in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}")
@@ -149,7 +153,7 @@ class BridgeVolumes:
                         await self._end(name, holder)
                         ended.append((name, holder))
                 for holder, reference in known.items():
-                    if holder.startswith(face) and name not in in_use and reference.since_s + SETTLED_S <= now_s:
+                    if holder.startswith(face) and name not in in_use and reference.since_s + self.settled_s <= now_s:
                         log.warning("no container uses volume %s for %s any more: the reference ends", name, holder)
                         await self._end(name, holder)
                         ended.append((name, holder))
@@ -211,13 +215,18 @@ class BridgeVolumes:
             for left, holder in self._references.ended():
                 if left == name:
                     await self._end(name, holder)
-            try:
-                with our_errors():
-                    await self._pool.volumes.remove(name)
-            except NotFound:
-                pass
-            except InUse as error:
-                raise InUse(f"{error}; stop the containers that use it first") from None
+            closed_s = self._clock.boottime_s() + CLOSED_S
+            while True:
+                try:
+                    with our_errors():
+                        await self._pool.volumes.remove(name)
+                    break
+                except NotFound:
+                    break
+                except InUse as error:
+                    if self._clock.boottime_s() >= closed_s or await self._is_attached(name):
+                        raise InUse(f"{error}; stop the containers that use it first") from None
+                await asyncio.sleep(_AGAIN_S)  # whoever had files open has just ended
             await self._binds.keep_only(name, set())
 
     async def get(self, name: str) -> Volume:
@@ -394,6 +403,12 @@ class BridgeVolumes:
     async def _show(self, name: str) -> Volume:
         with our_errors():
             return await self._pool.volumes.show(name)
+
+    async def _is_attached(self, name: str) -> bool:
+        try:
+            return bool((await self._show(name)).attachments)
+        except NotFound:
+            return False
 
     async def _subpath_of(self, name: str) -> str:
         try:

@@ -17,12 +17,13 @@ import socket
 import sys
 from pathlib import Path
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Unavailable, from_os_error
 from nvpool.bridge.docker import FACE, DockerFace
 from nvpool.bridge.poolmount import PoolMount
-from nvpool.bridge.volumes import BridgeVolumes, our_errors
+from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
 from nvpool.client.options import configured
 from nvpool.run.daemon import Stop, exit_code, keep_alive, notify_ready, run
 from nvpool.run.logs import start_log
@@ -49,6 +50,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--csi-controller", action="store_true", help="CSI's Controller service, and not Node")
     parser.add_argument("--csi-node", action="store_true", help="CSI's Node service, and not Controller")
     parser.add_argument("--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)")
+    parser.add_argument("--settled-s", type=float, default=SETTLED_S, help="from which age on a use of a volume without a "
+                        f"container counts as lost ({SETTLED_S:.0f})")
     parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
     parser.add_argument("--log", type=Path, help="file to log to (stderr)")
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info")
@@ -96,7 +99,8 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
     try:
         name = pool.client.pool_map.name
         mount = PoolMount(arguments.pool, name, place, make=not arguments.no_mount)
-        volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure)
+        volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
+                                settled_s=arguments.settled_s)
         await volumes.begin()
         if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
             try:
@@ -137,15 +141,18 @@ async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name
 
 
 async def _keep_up(volumes: BridgeVolumes, docker: DockerFace | None) -> None:
-    """What ended while nobody could be told, from time to time; what is in use, when an engine has started."""
-    activated = docker.activated if docker is not None else asyncio.Event()
+    """What ended while nobody could be told, from time to time; what is in use, when an engine has started, until what it
+    found has settled."""
+    activated, look_until_s = docker.activated if docker is not None else asyncio.Event(), 0.0
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UPKEEP_S):
                 await activated.wait()
+        if activated.is_set():
+            activated.clear()
+            look_until_s = SYSTEM_CLOCK.boottime_s() + volumes.settled_s + UPKEEP_S
         try:
-            if activated.is_set():
-                activated.clear()
+            if SYSTEM_CLOCK.boottime_s() <= look_until_s:
                 await volumes.reconcile(FACE)
             await volumes.settle()
         except NvpoolError as error:

@@ -31,8 +31,8 @@ SERVING, HOLDING = b"nvpool.run.mount_daemon", b"nvpool.run.mount_holder"
 class RealBridge:
     """Over the pool in the directory `pool`; `place` is its own. `driver` is what Docker calls it."""
 
-    def __init__(self, pool: Path, place: Path, *, node: str = "test-host", driver: str = "") -> None:
-        self.pool, self.place, self.node = pool, place, node
+    def __init__(self, pool: Path, place: Path, *, node: str = "test-host", driver: str = "", settled_s: float = 60.0) -> None:
+        self.pool, self.place, self.node, self._settled_s = pool, place, node, settled_s
         self.driver = driver or f"nvpool-{os.getpid()}-{SYSTEM_CLOCK.random().randrange(1 << 32):08x}"
         self.socket = PLUGINS / f"{self.driver}.sock"
         self.log = place / "bridge.log"
@@ -74,7 +74,8 @@ class RealBridge:
     def start(self) -> None:
         """On return it answers."""
         words = [sys.executable, "-P", "-m", "nvpool.run.bridge_daemon", str(self.pool), f"--state={self.place}/state",
-                 f"--docker-socket={self.socket}", f"--node={self.node}", f"--log={self.log}"]
+                 f"--docker-socket={self.socket}", f"--node={self.node}", f"--log={self.log}",
+                 f"--settled-s={self._settled_s}"]
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                          start_new_session=True, cwd="/")
         self.until(self._answers, "the bridge answers")

@@ -1,0 +1,100 @@
+"""Random reads in a container on a Docker volume, beside the same through the plain mount of the pool, in turns.
+
+    python bench/docker.py [--rounds 5] [--seconds 3] [--write] [DIRECTORY]
+
+A pool of its own below DIRECTORY (the current one), a bridge with its mount, and a Docker Engine of its own; root. One program
+without libraries (random_reads.c) reads 4 KiB at random past the kernel's pages: on the host, and in a container, which sees
+the file through the bind mount that Docker makes of the volume's. Medians of the rounds and of the shares of each round; a read
+that fails ends it. `--write` puts the table into bench/results/docker.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+from report import machine
+
+from nvpool.base.units import MIB
+from nvpool.testing.real_bridge import RealBridge
+from nvpool.testing.real_docker import IMAGE, RealDocker, why_no_docker
+from nvpool.testing.real_pool import RealPool
+
+HERE = Path(__file__).resolve().parent
+FILE_BYTES = 256 * MIB
+THREADS = (1, 16)
+GOAL = 0.97
+PLAIN, CONTAINER = "plain mount", "container"
+
+
+def rate(said: str) -> float:
+    reads, seconds, failed = said.split()
+    if int(failed):
+        raise SystemExit(f"{failed} reads have failed")
+    return int(reads) / float(seconds)
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[int, dict[str, list[float]]]:
+    """Threads -> where -> reads a second, of each round."""
+    program = directory / "random_reads"
+    subprocess.run(["cc", "-O2", "-static", "-pthread", HERE / "random_reads.c", "-o", program], check=True)
+    results: dict[int, dict[str, list[float]]] = {threads: {PLAIN: [], CONTAINER: []} for threads in THREADS}
+    with RealPool(directory / "pool", sizes=(2 * FILE_BYTES,)) as pool:
+        pool.make()
+        pool.start()
+        with RealBridge(pool.path, directory / "bridge") as bridge, RealDocker() as docker:
+            docker.run("volume", "create", "--driver", bridge.driver, "bench")
+            place = bridge.mountpoint / "volumes" / "bench" / "data"
+            subprocess.run(["dd", "if=/dev/urandom", f"of={place}", "bs=1M", f"count={FILE_BYTES // MIB}", "conv=fsync",
+                            "status=none"], check=True)
+            container = docker.begin("while true; do sleep 1; done", "-v", "bench:/data", "-v", f"{program}:/random_reads:ro")
+
+            def read(where: str, threads: int) -> float:
+                words = [str(options.seconds), str(threads)]
+                if where == CONTAINER:
+                    return rate(docker.run("exec", container, "/random_reads", "/data/data", *words).stdout)
+                return rate(subprocess.run([program, place, *words], check=True, capture_output=True, text=True).stdout)
+
+            for threads in THREADS:  # both ways are warm
+                read(PLAIN, threads), read(CONTAINER, threads)
+            for turn in range(options.rounds):
+                for threads in THREADS:
+                    for where in (PLAIN, CONTAINER, CONTAINER, PLAIN) if turn % 2 else (CONTAINER, PLAIN, PLAIN, CONTAINER):
+                        results[threads][where].append(read(where, threads))
+                print(f"round {turn + 1} of {options.rounds}", flush=True)
+    return results
+
+
+def table(results: dict[int, dict[str, list[float]]]) -> str:
+    lines = ["| 4 KiB at random | plain mount | container | share | goal |", "|---|---:|---:|---:|---:|"]
+    for threads, found in results.items():
+        shares = [container / plain for container, plain in zip(found[CONTAINER], found[PLAIN], strict=True)]
+        lines.append(f"| {threads} thread{'s' * (threads > 1)} | {statistics.median(found[PLAIN]):,.0f}/s | "
+                     f"{statistics.median(found[CONTAINER]):,.0f}/s | {statistics.median(shares):.3f} | {GOAL} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", default=".", type=Path)
+    parser.add_argument("--rounds", type=int, default=5, help="each measures both twice")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--write", action="store_true", help="put the table into bench/results/docker.md")
+    options = parser.parse_args()
+    if why := why_no_docker():
+        raise SystemExit(why)
+    with tempfile.TemporaryDirectory(prefix="docker-bench-", dir=options.directory) as name:
+        found = table(measure(options, Path(name).resolve()))
+    print(found, end="")
+    if options.write:
+        (HERE / "results" / "docker.md").write_text(
+            f"Random reads on a Docker volume, beside the plain mount of the same pool ({IMAGE}: busybox).\n{machine()}.\n"
+            f"{options.rounds} rounds of {options.seconds:g} s, each measured twice in turns: `python bench/docker.py`."
+            f"\n\n{found}")
+
+
+if __name__ == "__main__":
+    main()
