@@ -1,0 +1,54 @@
+"""`nvpool bridge` as a user types it: what is wrong is said with what to do, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_docker_face import scene
+
+
+def bridge(*words):
+    return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", *map(str, words)], capture_output=True,
+                          text=True, timeout=60)
+
+
+def test_help_has_examples_and_all_options_of_a_volume():
+    said = bridge("--help").stdout
+    for word in ("examples:", "docker volume create", "--json", "size=", "files=", "replicas=", "sealed=", "subpath="):
+        assert word in said
+
+
+def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
+    done = bridge(tmp_path, "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
+    assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "x.sock").exists()
+
+
+def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
+    done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
+    assert done.returncode == (3 if not os.geteuid() else 1) and "ERROR" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "x.sock").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_does(tmp_path, as_json):
+    words = ["anything", "--check", "--docker-socket", tmp_path / "plugins/nvpool.sock", *(["--json"] if as_json else [])]
+    done = bridge(*words)
+    assert done.returncode == 3 and "start it with: nvpool bridge" in done.stderr
+
+    async def play(asked):
+        await asked.told("/VolumeDriver.Create", Name="v")
+        place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", *map(str, words), stdout=asyncio.subprocess.PIPE)
+        said, _ = await process.communicate()
+        if as_json:
+            assert json.loads(said) == [{"name": "v", "mounted": place}]
+        else:
+            assert said.decode().splitlines() == ["VOLUME\tMOUNTED", f"v\t{place}"]
+    scene(tmp_path, play)
