@@ -138,7 +138,7 @@ class BridgeVolumes:
         A reference stays when a container sees the volume or when it is younger than `settled_s`. One that the pool knows and
         this host has lost is taken up again, or ended.
         """
-        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}")
+        in_use = await asyncio.to_thread(volumes_in_containers, f"/{VOLUMES.decode()}", self._binds.places)
         own, now_s, ended = self._attachment(face), self._clock.boottime_s(), []
         with our_errors():
             attached = {volume.name: volume.attachments for volume in await self._pool.volumes.list()}

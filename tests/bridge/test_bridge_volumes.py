@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import unicodedata
+from pathlib import PurePath
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from nvpool.base.errors import (
     WrongFormat,
 )
 from nvpool.bridge import volumes as bridge_volumes
+from nvpool.bridge.inuse import volumes_in_containers
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes
 from nvpool.bridge.wishes import checked_name, checked_subpath, parse_options
 
@@ -316,12 +318,30 @@ def test_an_engine_that_starts_anew_ends_what_no_container_sees(pool, tmp_path, 
     do(bridge.stage("v", "docker/young"))
     do(pool.attach("v", "here/docker/lost"))
     do(pool.attach("v", "elsewhere/docker/1"))
-    monkeypatch.setattr(bridge_volumes, "volumes_in_containers", lambda below: in_use)
+    monkeypatch.setattr(bridge_volumes, "volumes_in_containers", lambda below, own: in_use)
     ended = do(bridge.reconcile("docker/"))
     assert set(ended) == (set() if in_use else {("v", "docker/old"), ("v", "docker/lost")})
     kept = ["csi/node", "docker/young", *(["docker/lost", "docker/old"] if in_use else [])]
     assert do(bridge.holders("v")) == sorted(kept)
     assert set(pool.there["v"].attachments) == {"elsewhere/docker/1", *(f"here/{holder}" for holder in kept)}
+
+
+def test_a_volume_is_in_use_where_a_container_sees_it_and_not_where_a_copy_of_the_binds_is(tmp_path):
+    line = "50 40 0:60 {} {} rw,nosuid,nodev - {} nvpool:p rw\n"
+    seen = {
+        "self": ("mnt:[1]", ("/volumes/own", "/state/mounts/own/rw", "fuse.nvpool")),
+        "10": ("mnt:[1]", ("/volumes/own", "/elsewhere", "fuse.nvpool")),
+        "11": ("mnt:[2]", ("/volumes/shared/deep/er", "/data", "fuse.nvpool")),
+        "12": ("mnt:[3]", ("/volumes/copied", "/state/mounts/copied/rw", "fuse.nvpool")),
+        "13": ("mnt:[4]", ("/volumes", "/mnt/pool", "fuse.nvpool")),
+        "14": ("mnt:[5]", ("/volumes/other", "/data", "ext4")),
+        "15": ("mnt:[6]", ("/volumes/dead", "/a\\040b", "fuse.nvpool")),
+    }
+    for entry, (space, mount) in seen.items():
+        (tmp_path / entry / "ns").mkdir(parents=True)
+        (tmp_path / entry / "ns" / "mnt").symlink_to(space)
+        (tmp_path / entry / "mountinfo").write_text(line.format(*mount))
+    assert volumes_in_containers("/volumes", PurePath("/state/mounts"), tmp_path) == {"shared", "dead"}
 
 
 @pytest.mark.parametrize("content, error", [(b"{", CorruptRecord), (b'{"version": 99}', WrongFormat), (b"[]", CorruptRecord)])
