@@ -14,13 +14,13 @@ from nvpool.sdk.filesystem import FileSystem
 
 NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 CLIENTS, STEP = 2, 250
-EACH = 2_000
-"""At least: a listing takes several steps of each shard by then. They go on until the shards have come and gone."""
+EACH, EACH_MAX = 1_500, 4_000
+"""A listing takes several steps of each shard by then. They go on until the shards have come and gone, but not for ever."""
 MAKER = """
 import asyncio, select, sys
 from nvpool import connect_async
 
-async def main(pool, who, least, step):
+async def main(pool, who, least, most, step):
     async with await connect_async(pool, name=who) as files:
         async def make(number):
             await files.write_bytes(f"/wide/{who}-{number}", b"")
@@ -29,12 +29,12 @@ async def main(pool, who, least, step):
                 await files.remove(f"/wide/gone-{who}-{number}")
 
         made = 0
-        while made < least or not select.select([sys.stdin], [], [], 0)[0]:
+        while made < least or made < most and not select.select([sys.stdin], [], [], 0)[0]:
             await asyncio.gather(*(make(number) for number in range(made, made + step)))
             made += step
             print(made, flush=True)
 
-asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+asyncio.run(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])))
 """
 
 
@@ -49,7 +49,7 @@ class Maker:
 
     def __init__(self, pool, who):
         self.who, self.made = who, 0
-        self._process = subprocess.Popen([sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(STEP)],
+        self._process = subprocess.Popen([sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(EACH_MAX), str(STEP)],
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
@@ -99,7 +99,7 @@ def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
                                                   nvpool("shard", "remove", pool, 1, "--wait")])
         shards.start()
         try:
-            while any(maker.works for maker in makers):
+            while any(maker.works for maker in makers) or shards.is_alive():
                 if not shards.is_alive():
                     for maker in makers:
                         maker.enough()
