@@ -13,7 +13,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, QuotaExceeded
 from nvpool.base.ids import partition_of
 from nvpool.base.units import format_bytes
-from nvpool.meta.volumes.records import USE, VOLUME, Use, VolumeRecord, decode_use, decode_volume, encode_use, volume_key
+from nvpool.meta.volumes.records import Use, VolumeRecord, decode_use, decode_volume, encode_use, keys_of
 
 if TYPE_CHECKING:
     from nvpool.meta.view import View
@@ -80,19 +80,20 @@ class Rooms:
 class Account:
     """One volume in one change: its limits and its use, read once."""
 
-    __slots__ = ("number", "record", "use", "_view", "grown")
+    __slots__ = ("number", "record", "use", "_view", "_use_key", "grown")
 
     def __init__(self, view: View, number: int) -> None:
         self.number = number
         self._view = view
-        raw = view.get(volume_key(VOLUME, number))
+        volume_key, self._use_key = keys_of(number)
+        raw = view.get(volume_key)
         self.record: VolumeRecord | None = decode_volume(raw) if raw is not None else None
-        raw = view.get(volume_key(USE, number))
+        raw = view.get(self._use_key)
         self.use = decode_use(raw) if raw is not None else Use()
         self.grown: tuple[int, int] | None = None
 
     def effect(self) -> tuple[bytes, bytes]:
-        return volume_key(USE, self.number), encode_use(self.use)
+        return self._use_key, encode_use(self.use)
 
     def add_file(self) -> None:
         """One more inode. QuotaExceeded."""

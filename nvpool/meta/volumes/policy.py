@@ -75,8 +75,12 @@ def read_volume(view: View, number: int) -> tuple[VolumeRecord, Use]:
     raw = view.record(volume_key(VOLUME, number)) if 0 < number < 1 << 63 else None
     if raw is None:
         raise NotFound(f"inode {number} is no volume")
-    use = view.get(volume_key(USE, number))
-    return decode_volume(raw), decode_use(use) if use is not None else Use()
+    return decode_volume(raw), use_of(view, number)
+
+
+def use_of(view: View, number: int) -> Use:
+    raw = view.get(volume_key(USE, number))
+    return decode_use(raw) if raw is not None else Use()
 
 
 def attachments(view: View, number: int) -> list[str]:

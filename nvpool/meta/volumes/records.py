@@ -14,6 +14,7 @@ it moves, is shipped and is dumped with that, and a change of a name and of the 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 from nvpool.base.errors import CorruptRecord
@@ -24,6 +25,8 @@ from nvpool.meta.records import END_OF_KEYS, OTHER, inode_of_key, numbered_key, 
 VOLUME, USE, ATTACHED, TRASH = 1, 2, 3, 4
 SEALED, LISTED, REMOVING = 1, 2, 4
 GRANTS_MAX, ATTACHMENTS_MAX = 256, 1024
+KNOWN_MAX = 4096
+"""Volumes of which something computed is kept."""
 _VERSION = 1
 _HEAD = struct.Struct("<BBQQIqQ")
 _USE = struct.Struct("<BQQ")
@@ -75,6 +78,12 @@ def volume_key(kind: int, number: int, rest: bytes = b"") -> bytes:
     return plain[:_KIND_AT] + bytes((kind,)) + plain[_KIND_AT:] + rest
 
 
+@lru_cache(KNOWN_MAX)
+def keys_of(number: int) -> tuple[bytes, bytes]:
+    """Of the records VOLUME and USE, which each change in a volume asks for."""
+    return volume_key(VOLUME, number), volume_key(USE, number)
+
+
 def kind_of_volume_key(key: bytes) -> int:
     """CorruptRecord where it is no key of a volume."""
     kind = key[_KIND_AT] if len(key) >= KEY_BYTES else 0
@@ -113,7 +122,9 @@ def encode_volume(volume: VolumeRecord) -> bytes:
     return b"".join(parts)
 
 
+@lru_cache(KNOWN_MAX)
 def decode_volume(raw: bytes) -> VolumeRecord:
+    """Kept for the same bytes: each change in a volume asks."""
     try:
         version, flags, bytes_max, files_max, trash_s, created_ns, files_removing = _HEAD.unpack_from(raw)
         at = _HEAD.size

@@ -88,9 +88,9 @@ class VolumeAnswers:
                 steps += 8
                 number = volume_of_key(key)
                 try:
-                    reply.volumes.append(policy.state_of(view, number, decode_volume(raw), policy.read_volume(view, number)[1]))
-                except (CorruptRecord, NotFound):
-                    continue  # fsck's, or gone since
+                    reply.volumes.append(policy.state_of(view, number, decode_volume(raw), policy.use_of(view, number)))
+                except CorruptRecord:
+                    continue  # fsck's
             steps += 1
             if steps >= LIST_STEP:
                 steps = 0
