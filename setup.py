@@ -4,4 +4,6 @@ from setuptools import Extension, setup
 
 setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
                    Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], optional=True)])
+                   Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], optional=True),
+                   Extension("nvpool.wire._ucx", ["nvpool/wire/_ucx.pyx"], depends=["nvpool/wire/_ucx_abi.h"],
+                             include_dirs=["nvpool/wire"], optional=True)])

@@ -100,7 +100,7 @@ python=$(find_python whole) || fail 'no Python 3.11 or later with headers and ve
 
 # What the environment was made from; when all of it is the same, there is nothing to do.
 sources=$(find pyproject.toml setup.* tools/setup.sh nvpool -name '*.toml' -o -name 'setup.*' -o -name '*.pyx' -o \
-    -name '*.c' ! -name '_*.c' 2>/dev/null | sort) || true  # there need not be a setup.py
+    -name '*.[ch]' ! -name '_*.c' 2>/dev/null | sort) || true  # there need not be a setup.py
 wanted="$PWD $python $(cat $sources | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nvpool' 2>/dev/null; then
     exit 0
@@ -114,7 +114,7 @@ if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
 fi
 rm -f $stamp
 say 'installing nvpool and what it needs from PyPI into .venv'
-if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[test]' >$log 2>&1; then
+if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[test,rdma]' >$log 2>&1; then
     tail -n 30 $log >&2
     fail "pip could not install; the whole log is in $log"
 fi

@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from functools import lru_cache
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -110,6 +111,24 @@ class StoreSection(msgspec.Struct, frozen=True):
         description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
 
 
+class Rdma(msgspec.Struct, frozen=True):
+    """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not encrypted on
+    its way then; all else is. Look at a machine with: nvpool doctor rdma"""
+
+    enabled: Annotated[Literal["auto", "off"], Meta(
+        description="auto: where a device works and the reader is in `networks` or `local`")] = "auto"
+    networks: Annotated[str, Meta(
+        description="networks, like 10.1.0.0/16, comma between, that are nobody else's and whose readers get RDMA")] = ""
+    local: Annotated[bool, Meta(
+        description="shared memory in place of unix sockets, for readers of this host and of the daemon's own user")] = False
+    transports: Annotated[str, Meta(pattern="^[a-z0-9_]+(,[a-z0-9_]+){0,15}$",
+        description="UCX's; auto: all for InfiniBand and RoCE, and shared memory within a host")] = "auto"
+    devices: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$",
+        description="of this host, like mlx5_0:1, comma between")] = "all"
+    poll_us: Annotated[int, Meta(ge=0, le=1000,
+        description="microseconds to look for the end of a write before waiting for it: faster alone, for processor time")] = 0
+
+
 WORKERS_MAX = 64
 """Each has two descriptors that are handed on in one message, which carries 253."""
 
@@ -150,6 +169,12 @@ class Config(msgspec.Struct, frozen=True):
     meta: MetadataSection = MetadataSection()
     store: StoreSection = StoreSection()
     client: ClientSection = ClientSection()
+    rdma: Rdma = Rdma()
+
+
+def networks_of(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    """What rdma.networks names. ValueError for what is none."""
+    return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _contradictions(config: Config) -> list[tuple[str, str, str]]:
@@ -163,6 +188,10 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
         found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
     if config.meta.grant_s < config.meta.session_lease_s:
         found.append(("meta", "grant_s", "is shorter than session_lease_s: clients would lose rights before their session"))
+    try:
+        networks_of(config.rdma.networks)
+    except ValueError as error:
+        found.append(("rdma", "networks", f"is no list of networks: {error}"))
     if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:
         found.append(("client", "read_ahead_bytes", "is more than read_ahead_bytes_max"))
     return found

@@ -217,7 +217,7 @@ class BatchReader:
             if sent is not None:
                 sent.end = end
         else:
-            connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done)
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done, room=batch.bytes)
 
     def _came(self, sent: Sent, on_done, reply, error) -> None:
         self._chunks.hedging.came(sent, error is None)

@@ -254,7 +254,8 @@ class ChunkClient:
             sent = self.hedging.watch(lane, jobs, self._seconds.ask)
             on_done = partial(self._answered_watched, sent)
         if into is None:
-            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done)
+            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done,
+                              room=sum([job.length for job in jobs]))
         else:
             end = submit_into(connection, lane, message, into, job.future, job.deadline_s, on_done)
             if sent is not None:

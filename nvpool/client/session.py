@@ -155,10 +155,10 @@ def _only(scheme: str) -> dict[str, Transport] | None:
     """For the Dialer: the one transport that may be used, or None: all that there are."""
     if scheme == "auto":
         return None
-    found = registry.transport(scheme)
+    found = registry.only(scheme)
     if found is None:
         raise BadConfiguration(f"no transport {scheme!r} is installed; there are {', '.join(registry.transports())}")
-    return {scheme: found}
+    return found
 
 
 def _directory(place: str) -> str | None:

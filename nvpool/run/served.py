@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, load
+from nvpool.base.config import Config, Rdma, load, networks_of
 from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
@@ -39,6 +39,8 @@ _MAP_RETRY_S = 0.5
 _PORT_WAIT_S = 10.0
 
 log = logging.getLogger("nvpool.run.served")
+
+Listen = Callable[[str, Greeting, Callable[[Call], None]], Awaitable[Listener]]
 
 
 class Service(Protocol):
@@ -93,7 +95,8 @@ def _remove_socket(endpoint: str) -> None:
         Path(parse_endpoint(endpoint).path).unlink(missing_ok=True)
 
 
-async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None]) -> list[Listener]:
+async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None],
+                    listen: Listen = listen) -> list[Listener]:
     """A listener at each endpoint, or none and the error. Unix sockets that an earlier process left are replaced: the caller
     holds the lock that says that process is gone. The kernel takes a killed process apart descriptor by descriptor, so its lock
     can be free a moment before its ports are: an address in use is tried again for some seconds."""
@@ -115,6 +118,25 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
             await listener.close()
         raise
     return listeners
+
+
+def offering(rdma: Rdma) -> Listen:
+    """`listen` for who has many bytes to give: on stream endpoints RDMA is offered, as far as the configuration wants it."""
+    if rdma.enabled == "off" or not (rdma.networks or rdma.local):
+        return listen
+    from nvpool.wire.rdma_transport import RdmaTransport, RdmaUnixTransport, Settings
+    from nvpool.wire.ucx import missing
+    if reason := missing():
+        log.warning("no RDMA is offered, although node.toml wants it: %s", reason)
+        return listen
+    settings = Settings(networks_of(rdma.networks), rdma.local, rdma.transports, rdma.devices, rdma.poll_us)
+    offering = {"stream": RdmaTransport(settings), "stream+unix": RdmaUnixTransport(settings)}
+
+    def listen_there(endpoint: str, greeting: Greeting, handler: Callable[[Call], None]) -> Awaitable[Listener]:
+        found = offering.get(parse_endpoint(endpoint).scheme)
+        return listen(endpoint, greeting, handler) if found is None else found.listen(endpoint, greeting, handler)
+
+    return listen_there
 
 
 def main(role: str, name: str, path: str, number: int, endpoints: Callable[[PoolMap], tuple[str, ...]],
@@ -155,7 +177,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             directory.make_socket_directory()
             own = endpoints(pool_map)
             follow_members(identity, pool_map)
-            listeners = await listen_on(own, greeting, handle)
+            listeners = await listen_on(own, greeting, handle, offering(config.rdma) if role == "store" else listen)
             directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
                                                   now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
             keep_supervised(directory, stop)

@@ -137,7 +137,7 @@ class Dialer:
                 where = parse_endpoint(endpoint)
             except InvalidRequest:
                 continue  # of a newer version, or a mistake in the map: the others may do
-            transport = registry.transport(where.scheme) if self._transports is None else self._transports.get(where.scheme)
+            transport = registry.upgrading(where.scheme) if self._transports is None else self._transports.get(where.scheme)
             if transport is None or (where.host_id and self._greeting.host_id and where.scheme.endswith("+unix")
                                      and where.host_id != self._greeting.host_id):
                 continue

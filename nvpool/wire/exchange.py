@@ -56,7 +56,7 @@ class Asker:
         self.closed = False
         self._loop = loop
         self._now_s = clock.boottime_s
-        self._in_flight: dict[int, tuple[Callable[[Reply | None, BaseException | None], Any], memoryview | None, float]] = {}
+        self._in_flight: dict[int, tuple[Callable[[Reply | None, BaseException | None], Any], memoryview | None, float, int]] = {}
         self._waiting: OrderedDict[int, tuple] = OrderedDict()
         self._number = 0
         self._writable = True
@@ -86,15 +86,16 @@ class Asker:
             raise
 
     def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> int:
-        return self._begin(method, message, payload, deadline_s, into, on_done)
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any],
+               room: int = 0) -> int:
+        return self._begin(method, message, payload, deadline_s, into, on_done, room)
 
     def give_up(self, request: int) -> None:
         self._give_up(request, None)
 
     # -- the table
 
-    def _begin(self, method, message, payload, deadline_s, into, on_done) -> int:
+    def _begin(self, method, message, payload, deadline_s, into, on_done, room=0) -> int:
         payload_bytes = sum(map(len, payload)) if payload else 0
         if self.closed:
             return self._refuse(on_done, Disconnected(self._end_reason, may_be_applied=False))
@@ -111,10 +112,10 @@ class Asker:
         if deadline_s < self._timer_s:
             self._arm(deadline_s)
         if self._writable and len(in_flight) < IN_FLIGHT_MAX and not self._waiting:
-            in_flight[number] = (on_done, into, deadline_s)
+            in_flight[number] = (on_done, into, deadline_s, room)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
         elif len(self._waiting) < WAITING_MAX:
-            self._waiting[number] = (on_done, into, deadline_s, method, message, payload, payload_bytes)
+            self._waiting[number] = (on_done, into, deadline_s, room, method, message, payload, payload_bytes)
         else:
             return self._refuse(on_done, Busy(f"{WAITING_MAX} requests wait for {self.peer.name} already"))
         return number
@@ -127,9 +128,9 @@ class Asker:
     def _pump(self) -> None:
         """Send what waits, as far as it may."""
         while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
-            number, (on_done, into, deadline_s, method, message, payload, payload_bytes) = self._waiting.popitem(last=False)
+            number, (on_done, into, deadline_s, room, method, message, payload, payload_bytes) = self._waiting.popitem(last=False)
             left_ms = max(1, int((deadline_s - self._now_s()) * 1000))
-            self._in_flight[number] = (on_done, into, deadline_s)
+            self._in_flight[number] = (on_done, into, deadline_s, room)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
 
     def _answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:

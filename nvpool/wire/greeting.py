@@ -7,6 +7,8 @@ itself never changes, whatever the version.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from google.protobuf.message import DecodeError
 
 from nvpool.base.errors import CorruptFrame, ProtocolMismatch
@@ -21,9 +23,11 @@ HELLO_S = 10.0
 """Who has not said hello by then is hung up on: half-open connections must not pile up."""
 
 
-def encode_hello(greeting: Greeting) -> bytes:
+def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
+    """`offers`: what the asking side may go on to on this connection, as its Hello.transports."""
     return wire_pb2.Hello(version=PROTOCOL_VERSION, version_min=PROTOCOL_VERSION_MIN, name=greeting.name,
-                          fingerprint=greeting.fingerprint, software=SOFTWARE, host_id=greeting.host_id).SerializeToString()
+                          fingerprint=greeting.fingerprint, software=SOFTWARE, host_id=greeting.host_id,
+                          transports=offers).SerializeToString()
 
 
 def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:

@@ -20,8 +20,10 @@ OURS = {
     "stream+unix": "nvpool.wire.stream_transport:UnixStreamTransport",
     "stream": "nvpool.wire.stream_transport:StreamTransport",
     "grpc": "nvpool.wire.grpc_transport:GrpcTransport",
+    "rdma": "nvpool.wire.rdma_transport:RdmaTransport",
+    "rdma+unix": "nvpool.wire.rdma_transport:RdmaUnixTransport",
 }
-"""Best first. A test keeps this and the entry points in pyproject.toml equal."""
+"""A test keeps this and the entry points in pyproject.toml equal."""
 
 
 @lru_cache(maxsize=64)
@@ -38,6 +40,28 @@ def transport(scheme: str) -> Transport | None:
 def _installed() -> dict[str, str]:
     from importlib.metadata import entry_points
     return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+@lru_cache(maxsize=16)
+def upgrading(scheme: str) -> Transport | None:
+    """As `transport`, but a connection of `stream` goes on with RDMA where its other side offers that and it works here.
+    Costs nothing more where UCX is not installed, and little where nobody offers it."""
+    from nvpool.wire import ucx
+    if scheme not in ("stream", "stream+unix") or ucx.missing():
+        return transport(scheme)
+    from nvpool.wire.rdma_transport import RdmaTransport, RdmaUnixTransport
+    return (RdmaTransport if scheme == "stream" else RdmaUnixTransport)(strict=False)
+
+
+def only(scheme: str) -> dict[str, Transport] | None:
+    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`. None when it is not
+    installed."""
+    found = transport(scheme)
+    if found is None:
+        return None
+    if scheme in ("rdma", "rdma+unix"):
+        return {"stream": transport("rdma"), "stream+unix": transport("rdma+unix")}
+    return {scheme: found}
 
 
 def transports() -> dict[str, Transport]:

@@ -226,6 +226,8 @@ class StreamConnection(_End, Asker):
         _End.__init__(self, loop)
         self._greeting = greeting
         self._identity = identity
+        self.offers: tuple[str, ...] = ()
+        """What the other side would go on to; see wire/rdma_transport."""
         self.greeted = loop.create_future()
 
     def connection_made(self, transport) -> None:
@@ -252,6 +254,7 @@ class StreamConnection(_End, Asker):
                 self._refused(error)
                 return
             self.peer = self.peer._replace(name=hello.name)
+            self.offers = tuple(hello.transports)
             self.greeted.set_result(None)
         else:
             raise CorruptFrame(f"a frame of kind {kind} out of place")
@@ -304,7 +307,7 @@ class StreamConnection(_End, Asker):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
-class _Served(_End, Answerer):
+class StreamServed(_End, Answerer):
     """The answering end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
@@ -352,9 +355,12 @@ class _Served(_End, Answerer):
             self._greeted = True
             self._hello_timer.cancel()
             self.peer = self.peer._replace(name=hello.name)
-            self._send(pack_head(HELLO, 0, 0, 0, encode_hello(greeting), 0), (), 0, gather=False)
+            self._send(pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False)
         else:
             raise CorruptFrame(f"a frame of kind {kind} out of place")
+
+    def _offers(self) -> Sequence[str]:
+        return ()
 
     def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
         if not self._ended:
@@ -404,17 +410,20 @@ class StreamListener:
         self.local = local
         self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.connections: set[_Served] = set()
+        self.connections: set[StreamServed] = set()
         self._server: asyncio.Server | None = None
         self._path: tuple[str, int] | None = None
+
+    def _serve(self) -> StreamServed:
+        return StreamServed(self)
 
     async def start(self, sock: socket.socket, endpoint: str, path: str = "") -> None:
         self.endpoint = endpoint
         if path:
             self._path = (path, os.stat(path).st_ino)
-            self._server = await self.loop.create_unix_server(lambda: _Served(self), sock=sock, backlog=BACKLOG)
+            self._server = await self.loop.create_unix_server(self._serve, sock=sock, backlog=BACKLOG)
         else:
-            self._server = await self.loop.create_server(lambda: _Served(self), sock=sock, backlog=BACKLOG,
+            self._server = await self.loop.create_server(self._serve, sock=sock, backlog=BACKLOG,
                                                          **_tls(self.identity, self.greeting, serving=True))
 
     async def close(self, drain_s: float = 0.0) -> None:
@@ -434,6 +443,7 @@ class StreamTransport:
 
     scheme = "stream"
     rank = 30
+    local = False
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -445,7 +455,7 @@ class StreamTransport:
         identity = security(greeting.identity, where, endpoint)
 
         def protocol() -> StreamConnection:
-            made.append(StreamConnection(loop, greeting, endpoint, self.scheme == "stream+unix", self._clock, identity))
+            made.append(self._asking(loop, greeting, endpoint, self.local, self._clock, identity))
             return made[0]
 
         try:
@@ -465,6 +475,11 @@ class StreamTransport:
                 if made[0].greeted.done():
                     made[0].greeted.exception()
         return made[0]
+
+    _asking: type[StreamConnection] = StreamConnection
+
+    def _listening(self, greeting: Greeting, handler: Handler, identity: Identity | None) -> StreamListener:
+        return StreamListener(greeting, handler, self.local, self._clock, identity)
 
     async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
         await loop.create_connection(protocol, where.host, where.port, **tls)
@@ -487,7 +502,7 @@ class StreamTransport:
                 raise
         except OSError as error:
             raise _listen_error(error, endpoint) from None
-        listener = StreamListener(greeting, handler, False, self._clock, identity)
+        listener = self._listening(greeting, handler, identity)
         await listener.start(sock, host_port_url(self.scheme, where.host, sock.getsockname()[1]))
         return listener
 
@@ -497,6 +512,7 @@ class UnixStreamTransport(StreamTransport):
 
     scheme = "stream+unix"
     rank = 40
+    local = True
 
     async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
         await loop.create_unix_connection(protocol, where.path)
@@ -524,7 +540,7 @@ class UnixStreamTransport(StreamTransport):
         except InUse:
             sock.close()
             raise
-        listener = StreamListener(greeting, handler, True, self._clock)
+        listener = self._listening(greeting, handler, None)
         await listener.start(sock, endpoint, where.path)
         return listener
 

@@ -93,9 +93,11 @@ class Connection(Protocol):
         """
 
     def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any]) -> int:
+               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any],
+               room: int = 0) -> int:
         """As `call`, without a task: `on_done(reply, None)` or `on_done(None, error)` is called once, on the loop, after this
-        has returned. The number is for `give_up`."""
+        has returned. The number is for `give_up`. `room`: bytes that the answer's payload is likely to have, for transports
+        that get registered memory ready for it; nothing depends on it."""
 
     def give_up(self, request: int) -> None:
         """End a submitted request without its on_done: the other side is told to stop, `into` is not written to any more.

@@ -1,0 +1,81 @@
+"""RDMA keeps the contract of a transport over UCX's shared memory and TCP, with every answer written one-sidedly that can be."""
+
+import asyncio
+import itertools
+from ipaddress import ip_network
+
+import pytest
+import uvloop
+
+from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, Subject, echo, soon
+from nvpool.wire import ucx
+from nvpool.wire.rdma_transport import RdmaConnection, RdmaTransport, RdmaUnixTransport, Settings
+
+pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
+LOOPBACK = (ip_network("127.0.0.0/8"),)
+_number = itertools.count(1)
+
+
+class Roomy(RdmaConnection):
+    """Gets room for each answer as long as the question, so that what the checks echo is written one-sidedly."""
+
+    placed_bytes_min = 1
+
+    def _begin(self, method, message, payload, deadline_s, into, on_done, room=0):
+        return super()._begin(method, message, payload, deadline_s, into, on_done, room or sum(map(len, payload)) or 5000)
+
+
+WAYS = {
+    "posix": (RdmaUnixTransport, Settings(local=True, transports="posix,self"), "rdma+unix://{directory}/s"),
+    "sysv": (RdmaUnixTransport, Settings(local=True, transports="sysv,self"), "rdma+unix://{directory}/s"),
+    "polled": (RdmaUnixTransport, Settings(local=True, poll_us=50), "rdma+unix://{directory}/s"),
+    "tcp": (RdmaTransport, Settings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0"),
+}
+
+
+def made(way, tmp_path):
+    kind, settings, endpoint = WAYS[way]
+
+    class Subclass(kind):
+        _asking = Roomy
+
+    return Subject(Subclass(settings), endpoint.format(directory=tmp_path))
+
+
+def run(main):
+    async def whole():
+        async with asyncio.timeout(60):
+            await main
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, left = await asyncio.wait(left, timeout=5)
+        assert not left, f"left behind: {left}"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(whole())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("way", ["posix", "tcp"])
+def test_rdma_keeps_the_contract(way, check, tmp_path):
+    run(check(made(way, tmp_path)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [4096, 5000, 1 << 20, 32 << 20])
+def test_an_answer_is_written_right_into_memory_of_the_asker(way, count, tmp_path):
+    async def main():
+        subject = made(way, tmp_path)
+        listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
+        connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
+        content = [bytes([part & 255]) * (count // 4) for part in (next(_number), next(_number), next(_number), next(_number))]
+        for _ in range(3):
+            reply = await connection.call(1, b"what", content, deadline_s=soon())
+            assert reply.payload == b"".join(content) and reply.message == b"what"
+            into = memoryview(bytearray(count + 10))
+            reply = await connection.call(1, b"", content, deadline_s=soon(), into=into)
+            assert reply.payload.obj is into.obj and into[:count] == b"".join(content) and not any(into[count:])
+        assert connection.placed_bytes == 6 * count
+        await connection.close()
+        await listener.close()
+
+    run(main())
