@@ -112,8 +112,8 @@ class StoreSection(msgspec.Struct, frozen=True):
 
 
 class Rdma(msgspec.Struct, frozen=True):
-    """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not encrypted on
-    its way then; all else is. Look at a machine with: nvpool doctor rdma"""
+    """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not
+    encrypted on its way then; all else is. Look at a machine with: nvpool doctor rdma"""
 
     enabled: Annotated[Literal["auto", "off"], Meta(
         description="auto: where a device works and the reader is in `networks` or `local`")] = "auto"

@@ -42,6 +42,7 @@ TICK_S = 0.001
 """Deadlines are kept to a millisecond: those that end within one are served by one timer."""
 
 _NUMBER_MASK = 0xFFFFFFFF
+OnDone = Callable[[Reply | None, BaseException | None], Any]
 
 
 class Asker:
@@ -56,7 +57,7 @@ class Asker:
         self.closed = False
         self._loop = loop
         self._now_s = clock.boottime_s
-        self._in_flight: dict[int, tuple[Callable[[Reply | None, BaseException | None], Any], memoryview | None, float, int]] = {}
+        self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int]] = {}  # on_done, into, deadline_s, room
         self._waiting: OrderedDict[int, tuple] = OrderedDict()
         self._number = 0
         self._writable = True
@@ -128,7 +129,8 @@ class Asker:
     def _pump(self) -> None:
         """Send what waits, as far as it may."""
         while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
-            number, (on_done, into, deadline_s, room, method, message, payload, payload_bytes) = self._waiting.popitem(last=False)
+            number, (on_done, into, deadline_s, room, *request) = self._waiting.popitem(last=False)
+            method, message, payload, payload_bytes = request
             left_ms = max(1, int((deadline_s - self._now_s()) * 1000))
             self._in_flight[number] = (on_done, into, deadline_s, room)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)

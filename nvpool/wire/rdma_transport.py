@@ -6,10 +6,10 @@ operator has named, since what is written one-sidedly is not encrypted. The aski
 worker and a key to memory; the store writes a few bytes there, and when they have come both know that it works. Otherwise the
 connection stays what it is, and the log says why.
 
-From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the payload
-of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and checksums over
-the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors, cancellation,
-draining) is the stream's. What comes with a REPLY to a place is over: the store writes nothing more there. So
+From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the
+payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
+checksums over the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors,
+cancellation, draining) is the stream's. With a REPLY a place is over: the store writes nothing more there. So
 
 * a place whose request ended here (deadline, cancellation) is not used again before the store has answered for it, which it
   does also for what was cancelled; if it does not within QUARANTINE_S, the connection ends;

@@ -54,13 +54,13 @@ def upgrading(scheme: str) -> Transport | None:
 
 
 def only(scheme: str) -> dict[str, Transport] | None:
-    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`. None when it is not
-    installed."""
+    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`, which go on with RDMA
+    where it is offered, as stores do. None when it is not installed."""
     found = transport(scheme)
     if found is None:
         return None
     if scheme in ("rdma", "rdma+unix"):
-        return {"stream": transport("rdma"), "stream+unix": transport("rdma+unix")}
+        return {stream: upgrading(stream) for stream in ("stream", "stream+unix")}
     return {scheme: found}
 
 

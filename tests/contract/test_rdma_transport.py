@@ -1,4 +1,4 @@
-"""RDMA keeps the contract of a transport over UCX's shared memory and TCP, with every answer written one-sidedly that can be."""
+"""RDMA keeps the contract of a transport over UCX's shared memory and TCP; every answer that can be is written one-sidedly."""
 
 import asyncio
 import itertools

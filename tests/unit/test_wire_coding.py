@@ -120,7 +120,7 @@ def test_our_transports_are_the_installed_ones_with_inproc_best_first():
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
     assert entries | {"inproc": registry.OURS["inproc"]} == registry.OURS
     found = registry.transports()
-    assert list(found) == ["inproc", "stream+unix", "stream", "grpc"]
+    assert list(found) == ["inproc", "rdma+unix", "stream+unix", "rdma", "stream", "grpc"]
     assert all(transport.scheme == scheme and registry.transport(scheme) is transport for scheme, transport in found.items())
     assert registry.transport("carrier-pigeon") is None
 
