@@ -80,7 +80,7 @@ def test_files_are_counted_and_mv_copies_over_the_border(pool, mounted, volume):
     subprocess.run(["mv", place / "0", outside], check=True)
     assert outside.read_bytes() == b"content"
     outside.unlink()
-    assert shown(pool, name).files_used == 49
+    wait_until(lambda: shown(pool, name).files_used == 49, "the service knows that it is closed")
     with pytest.raises(OSError) as refused:
         os.rmdir(place)
     assert refused.value.errno == errno.EBUSY
