@@ -54,8 +54,8 @@ def upgrading(scheme: str) -> Transport | None:
 
 
 def only(scheme: str) -> dict[str, Transport] | None:
-    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`, which go on with RDMA
-    where it is offered, as stores do. None when it is not installed."""
+    """The one transport by the schemes of the endpoints that it connects to: for `rdma` those of `stream`, which go on with
+    RDMA where it is offered, as stores do. None when it is not installed."""
     found = transport(scheme)
     if found is None:
         return None
