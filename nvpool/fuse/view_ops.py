@@ -81,8 +81,8 @@ class SubtreeOps(FuseOps):
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> None:
         await super().rename(self._here(parent), name, self._here(new_parent), new_name, flags, caller)
 
-    async def statfs(self, *inode: int):
-        return await super().statfs(*map(self._here, inode))
+    async def statfs(self, node: int = ROOT_INODE):
+        return await super().statfs(self._here(node))
 
     def _above(self, attr) -> int:
         return attr.inode if attr.inode == self.root else super()._above(attr)

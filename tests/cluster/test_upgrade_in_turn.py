@@ -63,6 +63,12 @@ def software(node):
     return found
 
 
+def doctor_of(node):
+    """What the doctor finds there, by the names of the checks."""
+    done = node.nvpool("doctor", "--pool", str(node.path), "--json", check=False)
+    return {one["name"]: one for one in json.loads(done.stdout)}
+
+
 def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_told(installed):
     switch = Machines(4)
     with switch as hosts:
@@ -74,6 +80,10 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
             pool.join(third, first.json("node", "token", str(first.path)))
             pool.mount_client()
             pool.until_whole()
+            found = doctor_of(first)
+            assert [one for one in found.values() if one["state"] == "bad"] == []
+            assert {found[name]["state"] for name in ("nodes", "map", "copies", "versions", "clocks", "ports")} == {"ok"}
+            assert "m2" not in found["versions"]["seen"] and found["clocks"]["seen"].count(" s") == 3
             assert {*software(first).values(), *software(client).values()} == {f"nvpool {nvpool.__version__}"}
             with Under(pool, 1) as load:
                 load.goes_on()
@@ -83,10 +93,15 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
                     os.kill(node.directory.supervisor().pid, signal.SIGTERM)  # as systemctl stop
                     until(lambda node=node: not node.processes(), "the node's processes have ended", node)
                     load.goes_on()  # without it
+                    if node is third:
+                        found = doctor_of(first)
+                        assert found["nodes"]["state"] == "bad" and found["copies"]["state"] == "warn", found
                     node.serve()
                     node.until_all_serve()
                     pool.until_whole()
                     assert set(software(node).values()) == {f"nvpool {NEWER}"}, software(node)
+                    if node is first:
+                        assert doctor_of(second)["versions"]["state"] == "warn"
                     print(f"{node.machine.name}: away and whole again within {time.monotonic() - began_s:.1f} s")
                     load.goes_on()
                 done = client.json("mount", "upgrade", str(client.machine.place / "mount"))

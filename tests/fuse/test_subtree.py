@@ -92,6 +92,25 @@ def test_what_others_change_at_the_top_is_seen(own, whole, tree, engine):
         assert part.end() == 0, part.log.read_text()
 
 
+def test_df_of_a_volume_shows_its_quota_and_writes_end_at_it(own, whole, engine):
+    name = f"volume-{engine}"
+    nvpool("volume", "create", own.directory, name, "--size", "64MiB", "--files", "100")
+    part = own.mount(own.directory.parent / name, f"--subtree=/volumes/{name}", "--engine", engine)
+    try:
+        (part.place / "f").write_bytes(b"1" * (8 << 20))
+        wait_until(lambda: os.statvfs(part.place).f_bfree * os.statvfs(part.place).f_frsize <= 56 << 20, "df to show it", 30)
+        seen = os.statvfs(part.place)
+        assert seen.f_blocks * seen.f_frsize == 64 << 20 and seen.f_files == 100
+        with pytest.raises(OSError) as refused, open(part.place / "g", "wb") as file:
+            for _ in range(64):
+                file.write(b"2" * (2 << 20))
+                file.flush()
+                os.fsync(file.fileno())
+        assert refused.value.errno == errno.EDQUOT
+    finally:
+        assert part.end() == 0, part.log.read_text()
+
+
 def open_by_handle(place, handle):
     """open_by_handle_at(2) of (type, bytes) on the mount at `place`; the descriptor, or OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
