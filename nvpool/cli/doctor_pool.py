@@ -202,11 +202,12 @@ async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dic
             return  # told by `nodes`
         found = json.decode(reply.status)["pool"]
         came_ns = SYSTEM_CLOCK.wall_ns()
-        software[node["name"]] = found["software"]
+        named = f"node {node['node']} ({node['name']})"  # several may have one name
+        software[named] = found["software"]
         if "now_ms" in found:
             # it looked at its clock at some time in between: only what lies outside of that is known to be wrong
             earliest_s, latest_s = found["now_ms"] / 1e3 - came_ns / 1e9, found["now_ms"] / 1e3 - sent_ns / 1e9
-            ahead[node["name"]] = max(earliest_s, 0.0) if earliest_s > 0 else min(latest_s, 0.0)
+            ahead[named] = max(earliest_s, 0.0) if earliest_s > 0 else min(latest_s, 0.0)
 
     await asyncio.gather(*map(one, status["nodes"]))
     return software, ahead

@@ -38,7 +38,7 @@ HERE = {"pool": str, "log": str, "wait": float}
 FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
          "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
          "noatime": (1024, True), "atime": (1024, False), "nodiratime": (2048, True), "diratime": (2048, False)}
-"""Bits of mount(2)."""
+"""Bits of mount(2), as in fuse/attach, which is not imported for a look at words."""
 PASSED = ("allow_other", "default_permissions")
 PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
 NOTHING = frozenset(("defaults", "auto", "noauto", "nofail", "user", "nouser", "users", "owner", "group", "_netdev", "relatime",
@@ -171,6 +171,8 @@ def _was_read_only(words: list[str]) -> bool:
 
 
 def run(wanted: Wanted) -> None:
+    """Mount it; returns when the pool is there, with all checked and nothing done where it is `fake`. As cli/mounts.mount_pool:
+    Refused, Unavailable; InvalidRequest of a path that none can be. Nothing is mounted then."""
     from nvpool.cli.mount import log_of
     from nvpool.cli.mounts import mount_pool
     from nvpool.cli.reach import directory_of
@@ -192,6 +194,7 @@ def run(wanted: Wanted) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit code for mount(8)."""
     try:
         wanted = parse(sys.argv[1:] if arguments is None else arguments)
     except NvpoolError as error:

@@ -10,6 +10,7 @@ import pytest
 from nvpool.base.errors import InvalidRequest
 from nvpool.cli import mount_helper
 from nvpool.cli.mount_helper import main, parse
+from nvpool.fuse import attach
 
 
 def parsed(source, *options, words=()):
@@ -75,6 +76,11 @@ def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, sai
     assert said in error and ("is no option" not in said or "deadline-s=" in error and "noexec" in error)
     if "value" not in said:
         assert parsed("h:/x", "ro", option, words=("-s",)).words == ("-oro",)  # mount -s: what is not known is passed over
+
+
+def test_flags_are_those_that_a_mount_knows():
+    assert mount_helper.FLAGS == attach._FLAGS and set(mount_helper.PASSED) == attach._WORDS
+    assert mount_helper.PASSED_VALUES == attach._VALUES
 
 
 def test_letters_of_mount_8():
