@@ -156,7 +156,7 @@ def test_wrong_words_and_failures_have_the_exit_codes_of_mount_8(own, root):
             ("nothing", "ro", 1, "is no source"),
             (f"{own.directory}:/volumes/y", "ro", 32, "/volumes/y does not exist in the pool"),
             (f"{own.directory}-not:/x", "ro", 32, "pool-not"),
-            ("127.0.0.1:9:/x", "ro,wait=20", 32, "127.0.0.1:9")):
+            ("127.0.0.1:9:/x", f"ro,wait=20,log={root.place}/log", 32, "127.0.0.1:9")):
         done = root.run("mount", "-t", "nvpool", source, place, "-o", options, check=False)
         assert done.returncode == code and said in done.stderr, (source, done.returncode, done.stderr)
         assert root.found(place) is None
