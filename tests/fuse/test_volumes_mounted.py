@@ -3,11 +3,11 @@ mount over while a writer is near its quota."""
 
 import errno
 import os
-import signal
 import subprocess
 
 import pytest
 from conftest import FLOOR, needs, nvpool, wait_until
+from kills import kill_serving
 
 import nvpool as sdk
 
@@ -93,17 +93,14 @@ def test_a_process_that_takes_the_mount_over_goes_on_with_the_quota(pool, volume
     if engine == "pyfuse3":
         pytest.skip("a mount by libfuse's binding ends with its process")
     name, _ = volume
-    mounted = pool.mount(pool.directory.parent / f"over-{name}")
+    mounted = pool.mount(pool.directory.parent / f"over-{name}", "--holder", "--drain-s", "2")
     place = mounted.place / "volumes" / name
     try:
         with open(place / "f", "wb", buffering=0) as file:
             written = 0
-            pids = [int(line) for line in subprocess.run(["pgrep", "-P", str(mounted.process.pid)], capture_output=True,
-                                                         text=True).stdout.split()]
             for _ in range(3):
                 written += file.write(b"x" * 2 * MIB)
-            if pids:
-                os.kill(pids[0], signal.SIGKILL)
+            kill_serving(mounted)
             with pytest.raises(OSError) as refused:
                 while True:
                     written += file.write(b"y" * MIB)
