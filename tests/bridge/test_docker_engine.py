@@ -59,7 +59,9 @@ def volume(docker, bridge, request):
     if found := docker.run("ps", "--all", "--quiet").stdout.split():
         docker.run("rm", "--force", *found)
     for name in made:
-        docker.run("volume", "rm", "--force", name)
+        done = docker.run("volume", "rm", "--force", name, check=False)
+        # a known gap (ARCHITECTURE, bridge): opens that a killed mount process had not given back
+        assert not done.returncode or "are open: mount" in done.stderr, done.stderr
 
 
 def attachments(pool, name):
