@@ -60,12 +60,19 @@ class Binds:
 
     async def _ask(self, **request: Any) -> Any:
         async with self._turns:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "nvpool.bridge.binding", stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
+            # In a file and not in a pipe: beside gRPC uvloop was seen to close the pipe of a stdin before it was written.
+            given = os.memfd_create("request")
+            try:
+                os.write(given, json.dumps(request).encode())
+                os.lseek(given, 0, os.SEEK_SET)
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "nvpool.bridge.binding", stdin=given, stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
+            finally:
+                os.close(given)
             try:
                 async with asyncio.timeout(BIND_S):
-                    said, complaint = await process.communicate(json.dumps(request).encode())
+                    said, complaint = await process.communicate()
             except BaseException as error:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()  # not waited for: it can not die before the mount answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ async def caller_at(address: str) -> AsyncIterator[Caller]:
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield Caller(channel)
+        gc.collect()
 
 
 @contextlib.asynccontextmanager
@@ -71,6 +73,7 @@ async def plugin(volumes: Any, place: Path, **how: Any) -> AsyncIterator[Caller]
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+        gc.collect()  # calls of gRPC that lie in cycles: freed after its last server and channel they end the process
 
 
 def use(mode: str = "MULTI_NODE_MULTI_WRITER", *, flags: tuple[str, ...] = (), fs_type: str = "") -> pb.VolumeCapability:

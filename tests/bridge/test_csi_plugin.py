@@ -359,7 +359,8 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                 made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
                 assert made.code == "OK", made
                 assert bridge.csi("NodeStageVolume", **wish).code == "OK"
-                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pod)).code == "OK"
+                done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
+                assert done.code == "OK", (done, bridge.said())
                 with open(pod / "log", "w") as log:
                     for number in range(3):
                         bridge.kill()
@@ -370,7 +371,8 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                         assert (pod / "log").read_text().count("\n") == number + 1
                         told = bridge.csi("NodeGetVolumeStats", volume_id="v", volume_path=str(pod))
                         assert told.code == "OK" and not told.reply.volume_condition.abnormal, told
-                        assert bridge.csi("NodePublishVolume", **wish, target_path=str(pod)).code == "OK"
+                        done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
+                assert done.code == "OK", (done, bridge.said())
                 assert bridge.csi("DeleteVolume", volume_id="v").code == "FAILED_PRECONDITION"
                 assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pod)).code == "OK"
                 unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))

@@ -8,6 +8,7 @@ Who reaches the socket may do all that is here: it is root's alone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import socket
@@ -68,17 +69,23 @@ class _Calls(grpc.GenericRpcHandler):
         path = handler_call_details.method
 
         async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            try:
-                return (await self._answered(path, raw)).SerializeToString()
-            except Exception as error:
-                code, text = status_of(error)
-            log.info("%s: %s: %s", path.rpartition("/")[2], code.name, text)
-            await context.abort(code, text)
-            raise AssertionError("abort raises")
+            reply, code, text = await self._answered(path, raw)
+            if code is not StatusCode.OK:
+                log.info("%s: %s: %s", path.rpartition("/")[2], code.name, text)
+                await context.abort(code, text)
+            return reply
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
-    async def _answered(self, path: str, raw: bytes) -> Message:
+    async def _answered(self, path: str, raw: bytes) -> tuple[bytes, StatusCode, str]:
+        """Errors end here, where no frame of their tracebacks holds an object of gRPC's: freed later than its last server, as a
+        log record may do with it, such an object ends the process."""
+        try:
+            return (await self._done(path, raw)).SerializeToString(), StatusCode.OK, ""
+        except Exception as error:
+            return b"", *status_of(error)
+
+    async def _done(self, path: str, raw: bytes) -> Message:
         found = self._methods.get(path)
         if found is None:
             raise CsiRefusal(StatusCode.UNIMPLEMENTED, f"{path.rpartition('/')[2]} is not served here; see the capabilities")
@@ -126,6 +133,7 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
         await server.wait_for_termination()
     finally:
         await server.stop(GRACE_S)
+        gc.collect()  # calls that lie in cycles: freed after gRPC's last server they end the process with a signal
 
 
 def _make_room(path: Path) -> None:
