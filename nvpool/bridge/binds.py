@@ -60,7 +60,7 @@ class Binds:
 
     async def _ask(self, **request: Any) -> Any:
         async with self._turns:
-            # In a file and not in a pipe: beside gRPC uvloop was seen to close the pipe of a stdin before it was written.
+            # In a file and not in a pipe: a child that dies at once is seen by its code, and not as a pipe that is closed.
             given = os.memfd_create("request")
             try:
                 os.write(given, json.dumps(request).encode())

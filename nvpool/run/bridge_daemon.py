@@ -61,6 +61,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
+    # gRPC's handlers for fork end the children that make binds, before they begin (SIGSEGV in their place; gRPC 1.85).
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     config, directory = Config(), PoolDirectory(arguments.pool)
     try:
         here = "://" not in arguments.pool and directory.exists()
