@@ -49,6 +49,11 @@ class SystemClock:
         return os.urandom(count)
 
 
+stopwatch_s = time.perf_counter
+"""For how long something took here and now, where a look at the clock has to cost as little as it can. Never for a lease: it
+may stand while the machine sleeps."""
+
+
 class ManualClock:
     """A clock that moves when told to; randomness from a seed. Wall time begins in 2020 and moves along."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from nvpool.base.errors import BadConfiguration
+from nvpool.base.errors import BadConfiguration, InvalidRequest
 from nvpool.base.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes
 
 _BYTES = {"unit": "bytes"}
@@ -57,6 +57,14 @@ class Supervisor(msgspec.Struct, frozen=True):
     replace_after_s: Annotated[float, Meta(ge=0, le=86400,
         description="a drive, or a node that keeps the pool map (etcd), may be away so long before others make what it had; "
                     "0: for ever")] = 600.0
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """What this node tells Prometheus: METRICS.md has the names."""
+
+    listen: Annotated[str, Meta(
+        description="HOST:PORT at which http://HOST:PORT/metrics tells of all processes of this node, to whoever reaches it; "
+                    "empty: nowhere")] = ""
 
 
 class Processors(msgspec.Struct, frozen=True):
@@ -164,6 +172,7 @@ class Config(msgspec.Struct, frozen=True):
     log: Log = Log()
     network: Network = Network()
     supervisor: Supervisor = Supervisor()
+    metrics: Metrics = Metrics()
     processors: Processors = Processors()
     journal: Journal = Journal()
     meta: MetadataSection = MetadataSection()
@@ -175,6 +184,14 @@ class Config(msgspec.Struct, frozen=True):
 def networks_of(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
     """What rdma.networks names. ValueError for what is none."""
     return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, [ADDRESS]:PORT, or :PORT, which is that of the loopback address: where to listen. InvalidRequest."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"{text!r} is no address to listen on; write HOST:PORT, like 127.0.0.1:9477")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def _contradictions(config: Config) -> list[tuple[str, str, str]]:
@@ -192,6 +209,11 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
         networks_of(config.rdma.networks)
     except ValueError as error:
         found.append(("rdma", "networks", f"is no list of networks: {error}"))
+    if config.metrics.listen:
+        try:
+            parse_address(config.metrics.listen)
+        except InvalidRequest as error:
+            found.append(("metrics", "listen", str(error)))
     if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:
         found.append(("client", "read_ahead_bytes", "is more than read_ahead_bytes_max"))
     return found

@@ -23,6 +23,7 @@ examples:
   nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
   nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
   nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
+  nvpool mount /srv/pool /mnt/pool --metrics 127.0.0.1:9478
   nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
 """)
 @click.argument("pool", metavar="POOL[:/PATH]")
@@ -52,6 +53,9 @@ examples:
 @click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
               help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
                    "Needs a holder. [workers under [client] in node.toml, else 1]")
+@click.option("--metrics", metavar="HOST:PORT",
+              help="Tell Prometheus of this mount, all its processes together, at http://HOST:PORT/metrics, to whoever "
+                   "reaches it.")
 @click.option("--transport", metavar="SCHEME",
               help="The only one to use: stream+unix, stream, grpc, or an installed one's. [transport under [client] in "
                    "node.toml, else the best that both ends have]")
@@ -60,8 +64,8 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
           deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, holder: bool | None, workers: int | None, transport: str | None,
-          no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
+          congestion_threshold: int | None, holder: bool | None, workers: int | None, metrics: str | None,
+          transport: str | None, no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
     """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
 
     Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
@@ -91,8 +95,11 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
         (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
-        ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers))
+        ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers),
+        ("--metrics", metrics))
         if value is not None)
+    if metrics:
+        configuration.parse_address(metrics)
     words += tuple(f"-o{option}" for option in options)
     if subtree.strip("/"):
         words += (f"--subtree={subtree}",)

@@ -356,6 +356,11 @@ class Reader:
             self.forget(file, ahead)
             ahead.next = place
 
+    @property
+    def kept_count(self) -> int:
+        """Reads that were answered from small files that are kept whole."""
+        return self._contents.counters["small_hits"]
+
     async def read_many(self, reads, into: memoryview) -> None:
         """Each (open inode, offset, length, place in `into`), all within their files' ends; see BatchReader.read_many."""
         for file in {id(read[0]): read[0] for read in reads}.values():

@@ -126,7 +126,7 @@ class ShortCut:
         found = self.look(located, offset, length)
         if type(found) is memoryview:
             self._cold_reads = 0
-            self.hit(located)
+            self.hit(located, length)
             return found
         if found == COLD_BLOCKS:
             self._cold_reads += 1
@@ -173,7 +173,7 @@ class ShortCut:
         if wrong:
             self._note(located, wrong)
         else:
-            self.hit(located)
+            self.hit(located, len(into))
         return not wrong
 
     def _judge(self, located: Located, first: int, into: memoryview) -> int:
@@ -192,9 +192,12 @@ class ShortCut:
         elif wrong == WRONG:
             self._mismatch(located)
 
-    def hit(self, located: Located) -> None:
-        """Note that a look has brought bytes; from any thread."""
+    def hit(self, located: Located, length: int) -> None:
+        """Note that a look has brought so many bytes; from any thread."""
         located.used = True
+        source = located.source
+        source.reads += 1
+        source.read_bytes += length
         file = located.file
         if file.owes > 0:
             file.owes -= 1
@@ -355,7 +358,8 @@ class ShortCut:
             blocks = min(file.size - (index << file.chunk_bits), 1 << file.chunk_bits) + BLOCK_BYTES - 1 >> 12
             packed += LOCATE_ENTRY.pack(inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version)
         request = data_pb2.LocateRequest(map_epoch=self._epoch(), target=lane.target, grants=list(places), token=source.token,
-                                         entries=bytes(packed))
+                                         entries=bytes(packed), reads=source.reads, read_bytes=source.read_bytes)
+        source.reads = source.read_bytes = 0  # figures: what another thread adds just now is not missed
         sent_s = self._now_s()
         asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
         connection.submit(wire_pb2.DATA_LOCATE, request.SerializeToString(), deadline_s=sent_s + 5.0,

@@ -114,7 +114,7 @@ class ThreadReads:
             return None
         if type(found) is not memoryview:
             return None
-        self._short.hit(located)
+        self._short.hit(located, span)
         self.counters["short_cut"] += 1
         return found
 

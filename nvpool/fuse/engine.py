@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from nvpool.base.errors import InvalidRequest
+from nvpool.base.metrics_page import Page
 from nvpool.fuse.mount import Mount
 from nvpool.fuse.ops import FuseOps
 
@@ -61,6 +62,9 @@ class Engine(Protocol):
 
     def stop(self) -> None:
         """Take no further request; `serve` returns when those in work are answered."""
+
+    def measure(self, page: Page) -> None:
+        """Put what it has counted on the page; libfuse is not counted."""
 
     def close(self) -> None:
         """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice."""

@@ -26,8 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nvpool.base import metrics
+from nvpool.base.clock import stopwatch_s
 from nvpool.base.errors import NvpoolError, Unavailable
 from nvpool.base.kept import Word
+from nvpool.base.metrics_page import Page
 from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
 from nvpool.fuse.engine import MountOptions
@@ -128,7 +131,8 @@ class KernelEngine(KernelRequests):
         self._mount: Mount | None = None
         self._buffers = (self._buffer,)
         self._table = self._handlers()
-        self._work: dict[int, tuple[Step | Coming, int, int]] = {}  # unique -> its step, its caller's pid, operation
+        self._work: dict[int, tuple[Step | Coming, int, int, float]] = {}
+        """Unique -> its step, its caller's pid, operation, when it was taken."""
         self._lock_waits = 0  # of those in work: they may wait for ever, and must not keep out what they wait for
         self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
         self._reading = False
@@ -141,6 +145,8 @@ class KernelEngine(KernelRequests):
         self._waiting: list[Callable[[], None]] = []  # readers that could come in
         self._early: dict[int, None] = {}  # interrupts of what we have not: it may be on its way from a reader
         self._failed: NvpoolError | None = None
+        self._since_s = 0.0
+        self._kept = 0  # of the requests taken since then, in work
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
         self._poll: Callable = lambda wait_ms: []
@@ -190,7 +196,7 @@ class KernelEngine(KernelRequests):
                 await self._ended
             finally:
                 self._stop_reading()
-                for step, _, _ in list(self._work.values()) if not self._leaving else ():
+                for step, _, _, _ in list(self._work.values()) if not self._leaving else ():
                     step.cancel()
         if self._failed is not None:
             raise self._failed
@@ -268,6 +274,8 @@ class KernelEngine(KernelRequests):
         self._on_burst()
         self._ops.burst()
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
+        run, opcode = 0, -1  # so many requests of this operation came one behind the other
+        self._begin_run()
         try:
             for _ in range(BURST_MAX):
                 try:
@@ -277,22 +285,44 @@ class KernelEngine(KernelRequests):
                         self._asked_again = False
                         self._ops.all_came_again({unique & FIRST for unique in self._work})
                         self._let_in()
+                    if run:
+                        self._end_run(opcode, run)
+                        run = 0
                     if len(self._work) > self._lock_waits or not self._look_out():
                         return  # what waits for reads is in work: they are sent now
+                    self._begin_run()
                     continue
                 except OSError as error:
                     if not self._may_read_on(error):
                         return
                     continue
+                if buffer[_OPCODE_AT] != opcode:
+                    if run:
+                        self._end_run(opcode, run)
+                        run = 0
+                    opcode = buffer[_OPCODE_AT]
                 try:
-                    table[buffer[_OPCODE_AT]](count)
+                    table[opcode](count)
                 except Exception as error:
                     self._broken(error)
+                run += 1
                 if not self._reading:
                     return
         finally:
+            if run:
+                self._end_run(opcode, run)
             self._ops.burst_over()
             self._taking = False
+
+    def _begin_run(self) -> None:
+        self._since_s, self._kept = stopwatch_s(), 0
+
+    def _end_run(self, opcode: int, count: int) -> None:
+        """Of these requests those that are not in work were answered since `_begin_run`."""
+        since_s, kept = self._since_s, self._kept
+        self._begin_run()
+        if count > kept:
+            self.spent.add(opcode, self._since_s - since_s, count - kept)
 
     def _broken(self, error: Exception) -> None:
         if isinstance(error, Malformed):
@@ -318,7 +348,7 @@ class KernelEngine(KernelRequests):
             return True
         if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
             self._failed = Unavailable(f"/dev/fuse failed: {error}")
-        for step, _, opcode in list(self._work.values()):
+        for step, _, opcode, _ in list(self._work.values()):
             if opcode in ONLY_LOOKS:
                 step.cancel()
         self._end_lock_waits()
@@ -334,7 +364,8 @@ class KernelEngine(KernelRequests):
     def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
         step.on_end = partial(self._step_ended, unique, name, answer)
         header = requests.HEADER.unpack_from(self._buffer)
-        self._work[unique] = step, header[6], header[1]
+        self._work[unique] = step, header[6], header[1], self._since_s
+        self._kept += 1
         if header[1] == Op.SETLKW:
             self._lock_waits += 1
         elif len(self._work) - self._lock_waits >= IN_WORK_MAX:
@@ -342,7 +373,8 @@ class KernelEngine(KernelRequests):
 
     def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
         work = self._work
-        _, _, opcode = work.pop(unique)
+        _, _, opcode, since_s = work.pop(unique)
+        self.spent.add(opcode, stopwatch_s() - since_s)
         if opcode == Op.SETLKW:
             self._lock_waits -= 1
             if self._stopped and isinstance(error, asyncio.CancelledError):
@@ -408,15 +440,17 @@ class KernelEngine(KernelRequests):
             for request in passing.channel.requests():
                 _, opcode, unique, *_ = requests.HEADER.unpack_from(request)
                 if opcode > _OPCODE_MAX:
-                    passing.said(opcode)
+                    passing.said(opcode, bytes(request[requests.HEADER_BYTES:]))
                     continue
                 count = len(request)
                 self._view[:count] = request
+                self._begin_run()
                 self._from[unique] = passing.clone
                 try:
                     self._table[opcode](count)
                 except Exception as error:
                     self._broken(error)
+                self._end_run(opcode, 1)
                 if unique not in self._work:
                     del self._from[unique]
                 elif unique in self._early:
@@ -426,6 +460,10 @@ class KernelEngine(KernelRequests):
                     return  # the rest when we read on
         finally:
             self._ops.burst_over()
+
+    def measure(self, page: Page) -> None:
+        self.spent.measure(page)
+        page.set(metrics.FUSE_IN_WORK, len(self._work))
 
     # -- interrupts ----------------------------------------------------------------------------------------------------
 
@@ -453,7 +491,7 @@ class KernelEngine(KernelRequests):
         return True
 
     def _end_lock_waits(self) -> None:
-        for step, _, opcode in list(self._work.values()):
+        for step, _, opcode, _ in list(self._work.values()):
             if opcode == Op.SETLKW:
                 step.cancel()
 

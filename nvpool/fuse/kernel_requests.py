@@ -30,6 +30,7 @@ from nvpool.fuse.protocol.numbers import (
     Valid,
 )
 from nvpool.fuse.protocol.requests import WRITE_BYTES
+from nvpool.fuse.spent import Spent
 from nvpool.fuse.step import WAITS, Step
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class KernelRequests:
 
     def __init__(self, ops: FuseOps, buffer: bytearray) -> None:
         self._ops = ops
+        self.spent = Spent()
         self._fd = -1
         self._from: dict[int, int] = {}  # request that another process has handed on -> the descriptor that it was read from
         self._buffer = buffer
@@ -136,6 +138,7 @@ class KernelRequests:
         self._send(replies.done(unique))
 
     def _data(self, unique: int, payload) -> None:
+        self.spent.read_bytes += len(payload)
         self._send(replies.data(unique, len(payload)), payload)
 
     def _attributes(self, unique: int, attr) -> None:
@@ -197,6 +200,7 @@ class KernelRequests:
             self._count(unique, taken)
             return
         payload = self._view[WRITE_BYTES:count]
+        self.spent.written_bytes += len(payload)
         if not self._keeps:
             payload = bytes(payload)
         try:

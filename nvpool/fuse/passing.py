@@ -20,8 +20,9 @@ from nvpool.fuse.protocol.numbers import CLONE
 from nvpool.fuse.protocol.requests import HEADER, HEADER_BYTES
 
 DEVICE = "/dev/fuse"
-UP, GO, END = 1 << 16, 1 << 16 | 1, 1 << 16 | 2
-"""Operations: the reader could begin; it is to begin; the mount is gone, and the reader ends."""
+UP, GO, END, ASK, TELL = range(1 << 16, (1 << 16) + 5)
+"""Operations: the reader could begin; it is to begin; the mount is gone, and the reader ends; it is to tell its metrics; it
+tells them."""
 _BUFFER_MIN = 256 << 10
 
 
@@ -40,8 +41,8 @@ def clone(descriptor: int) -> int:
     return other
 
 
-def word(number: int) -> bytes:
-    return HEADER.pack(HEADER_BYTES, number, 0, 0, 0, 0, 0, 0, 0)
+def word(number: int, body: bytes = b"") -> bytes:
+    return HEADER.pack(HEADER_BYTES + len(body), number, 0, 0, 0, 0, 0, 0, 0) + body
 
 
 class Channel:
@@ -126,6 +127,7 @@ class Passing:
         self._up: Callable[[Passing], None] = lambda _: None
         self._reading = False
         self._ended = False
+        self._asked: asyncio.Future[bytes] | None = None
         self.serves = False
 
     def begin(self, take: Callable[[Passing], None], up: Callable[[Passing], None]) -> None:
@@ -148,10 +150,20 @@ class Passing:
             self._reading = False
             asyncio.get_running_loop().remove_reader(self.channel.fileno())
 
-    def said(self, number: int) -> None:
+    def ask(self) -> asyncio.Future[bytes]:
+        """The reader's metrics, packed, when they come."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            self.channel.send(word(ASK))
+        return self._asked
+
+    def said(self, number: int, body: bytes = b"") -> None:
         """A word of the reader's."""
         if number == UP:
             self._up(self)
+        elif number == TELL:
+            if self._asked is not None and not self._asked.done():
+                self._asked.set_result(body)
         elif number == END:
             self._ended = True
 

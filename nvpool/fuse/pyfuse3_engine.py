@@ -29,6 +29,7 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_reply
 
 from nvpool.base.errors import InUse, NvpoolError, Unavailable
+from nvpool.base.metrics_page import Page
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.mount import Mount, mount_at, unmount
@@ -462,6 +463,9 @@ class Pyfuse3Engine:
         """Take no further request; `serve` returns when those in work are answered."""
         if self._loop is not None and not self._loop.closing:
             pyfuse3.terminate()
+
+    def measure(self, page: Page) -> None:
+        """Nothing is counted here."""
 
     def close(self) -> None:
         """Close /dev/fuse and take the mount away if it is still there. Does not wait. May be called twice.

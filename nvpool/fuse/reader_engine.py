@@ -14,7 +14,7 @@ from pathlib import Path
 from nvpool.base.errors import Unavailable
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.kernel_engine import KernelEngine
-from nvpool.fuse.passing import END, GO, UP, Channel, word
+from nvpool.fuse.passing import ASK, END, GO, TELL, UP, Channel, word
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.fuse.reader_ops import ReaderOps
@@ -26,6 +26,8 @@ class ReaderEngine(KernelEngine):
         self._channel = channel
         self._asked: dict[int, bytes] = {}  # those in work, to be handed on when they fail
         self._blocked = False
+        self.page: Callable[[], bytes] = bytes
+        """What this process has to tell of itself when it is asked."""
         self._begun = asyncio.Event()
         self.alone = asyncio.Event()
         """Set when the serving process is gone, or has no use for this one any more."""
@@ -52,6 +54,8 @@ class ReaderEngine(KernelEngine):
             _, opcode, *_ = requests.HEADER.unpack_from(request)
             if opcode == GO:
                 self._begun.set()
+            elif opcode == ASK:
+                self._send_on(word(TELL, self.page()))
             elif opcode == Op.INTERRUPT:
                 self._interrupt(requests.decode(request, len(request)).body.unique)
         if not is_open:
@@ -65,6 +69,10 @@ class ReaderEngine(KernelEngine):
 
     def _pass(self, request) -> None:
         self.passed += 1
+        self._kept += 1  # it is counted where it is answered
+        self._send_on(request)
+
+    def _send_on(self, request) -> None:
         self._channel.send(request)
         if self._channel.is_full and not self._blocked:
             self._blocked = True

@@ -21,8 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nvpool.base import metrics
 from nvpool.base.clock import Clock
 from nvpool.base.errors import CorruptRecord, Draining, NotFound, NvpoolError, StaleTerm, Unavailable
+from nvpool.base.metrics_page import Page
+from nvpool.kv.measuring import measure_engine
 from nvpool.kv.member import MemberKv, with_term
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.shipping import Shipping, ShippingOptions
@@ -176,6 +179,17 @@ class ShardMember:
             log.error("member %d of shard %d: %s", self._options.member, self._options.shard, error,
                       exc_info=not isinstance(error, NvpoolError) and error)
             self._fail(f"the member can not go on: {error}")
+
+    def measure(self, page: Page) -> None:
+        if self._service is not None:
+            self._service.measure(page)
+        else:
+            page.set(metrics.META_SERVING, 0, shard=self._options.shard)
+        for member, state in (self._shipping.states() if self._shipping is not None else {}).items():
+            page.set(metrics.META_BEHIND, state["behind"], shard=self._options.shard, member=member)
+            page.set(metrics.META_STANDBY_COUNTS, state["counts"], shard=self._options.shard, member=member)
+        if self._standby is not None and self._standby.kv is not None:
+            measure_engine(self._standby.kv.statistics(), page)
 
     def _not_yet(self, call: Call) -> None:
         if call.method == wire.META_STATUS:

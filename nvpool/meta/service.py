@@ -313,6 +313,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             wire.META_RELEASE: self._release,
             wire.META_LOCK_WAIT: self._wait_for_lock,
             wire.META_WATCH: self._watch,
+            wire.META_SESSIONS: self._owners,
             wire.META_LIST: self._list,
             wire.META_LOOKUP_MANY: self._lookup_many,
             wire.META_GETATTR_MANY: self._getattr_many,

@@ -12,7 +12,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
+from nvpool.base import metrics
 from nvpool.base.errors import Busy, InUse, InvalidRequest, NvpoolError
+from nvpool.base.metrics_page import Page
+from nvpool.kv.measuring import measure_engine
 from nvpool.meta import queries, records
 from nvpool.meta.changes.mend import undivided
 from nvpool.meta.dump import Dump
@@ -207,11 +210,34 @@ class Answers:
             reply.next_counter = self._view.next_number
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
-            counters = dict(self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-                            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
-                            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(),
-                            **self._moving.counters(), walks=self._runs.under_way(),
-                            parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
-            counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
-            reply.counters.update(counters)
+            reply.counters.update(self.figures())
         call.reply(reply.SerializeToString())
+
+    def figures(self) -> dict[str, float]:
+        """What the service counts, for its status and its metrics."""
+        counters = dict(
+            self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
+            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
+            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(), **self._moving.counters(),
+            walks=self._runs.under_way(), parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
+        counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
+        return counters
+
+    def measure(self, page: Page) -> None:
+        """Nothing before it has begun."""
+        if not self._incarnation:
+            return
+        shard, figures = self._shard, self.figures()
+        for metric, name in (
+                (metrics.META_OPEN, "open_inodes"), (metrics.META_LEASES, "watches"), (metrics.META_RECALLS, "recalls"),
+                (metrics.META_RECALLS_LATE, "recalls_waited_out"), (metrics.META_LOCKS, "locks"),
+                (metrics.META_LOCK_WAITERS, "lock_waiters"), (metrics.META_WAITING, "waiting"),
+                (metrics.META_CHANGES, "changes"), (metrics.META_REPEATED, "repeated"), (metrics.META_REFUSED, "refused"),
+                (metrics.META_SPANS, "spans"), (metrics.META_COLLECTED, "collected")):
+            page.set(metric, figures[name], shard=shard)
+        page.set(metrics.META_SERVING, self._state == "serving", shard=shard)
+        page.set(metrics.META_INODES, self._view.inode_count, shard=shard)
+        page.set(metrics.META_SESSIONS, len(self._sessions.by_number), shard=shard)
+        page.set(metrics.META_ORPHANS, len(self._collector.orphans), shard=shard)
+        page.set(metrics.META_TO_COLLECT, self._collector.queue_length, shard=shard)
+        measure_engine(self._kv.statistics(), page)

@@ -5,13 +5,15 @@ A part of `meta/service`, which owns all that is used here. Nothing here waits.
 
 from __future__ import annotations
 
-from nvpool.base.errors import WrongShard
+from nvpool.base.errors import InvalidRequest, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
 from nvpool.meta.leases import Session, inodes_of
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
+
+OWNERS_MAX = 4096
 
 
 class SessionAnswers:
@@ -98,6 +100,15 @@ class SessionAnswers:
         self._check_ours(request.inodes)
         self._sessions.release(session, inodes_of(request.inodes))
         call.reply(b"")
+
+    def _owners(self, call: Call) -> None:
+        request = pb.SessionsRequest.FromString(call.message)
+        if len(request.sessions) > 8 * OWNERS_MAX:
+            raise InvalidRequest(f"at most {OWNERS_MAX} sessions are looked for at once")
+        found = [self._sessions.by_number.get(number) for number in inodes_of(request.sessions)]
+        call.reply(pb.SessionsReply(owners=[
+            pb.SessionOwner(session=session.number, client=session.client, identity=session.identity)
+            for session in found if session is not None]).SerializeToString())
 
     def _wait_for_lock(self, call: Call) -> None:
         request = pb.LockWaitRequest.FromString(call.message)

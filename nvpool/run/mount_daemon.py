@@ -20,21 +20,25 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import nvpool
+from nvpool.base import metrics
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config
+from nvpool.base.config import Config, parse_address
 from nvpool.base.directory import PoolDirectory, announcement
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, Unavailable
 from nvpool.base.host import host_id, identity_of
 from nvpool.base.identities import MEMBER_S
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.kept import KeptMemory, Word
+from nvpool.base.metrics_page import Page
 from nvpool.base.mounts import Mount, mount_at, place_of
 from nvpool.base.units import MIB
+from nvpool.client.measuring import measure_client
 from nvpool.client.session import Client
-from nvpool.fuse.engine import MountOptions, engine_of, is_held, make_engine
+from nvpool.fuse.engine import Engine, MountOptions, engine_of, is_held, make_engine
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 from nvpool.fuse.noticing import ByProcess
 from nvpool.fuse.ops import FuseOptions
@@ -43,14 +47,19 @@ from nvpool.logic.poolmap import PoolMap
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run
 from nvpool.run.held import Held, hand_to_holder
+from nvpool.run.measuring import own_page
 from nvpool.run.mount_words import client_options, configured_pool, given, is_read_only, parse_words, start_mount_log
 from nvpool.run.readers import Readers, Waiting, fork_readers
+from nvpool.run.scrape import serve_metrics
 from nvpool.wire.endpoint import parse_endpoint
 
 LEAVE_S = 5.0
 """For what is in work when a successor takes over on purpose: shorter than the holder's patience."""
 _ARENA_SHARE = 4
 """Of the memory for unstored writes to their bound: pieces take powers of two, and places of one length at a time."""
+
+_OF_ONE = (metrics.BUILD_INFO, metrics.PROCESS_START, metrics.PROCESS_DESCRIPTORS_MAX)
+"""Metrics that make no sense added up over the processes of a mount: the serving one's are told."""
 
 _CERTIFICATE_LOOK_S = min(600.0, MEMBER_S / 12)
 
@@ -68,6 +77,8 @@ def main(words: list[str]) -> int:
             raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
                                  "without --workers, or by engine kernel on Linux 6.9 and newer")
         parts_of(arguments.subtree)
+        if arguments.metrics:
+            parse_address(arguments.metrics)
         place = check_mount_point(arguments.mountpoint, force=arguments.force)
         if with_holder:
             hand_to_holder([f"--log-format={arguments.log_format or config.log.format}", *words])
@@ -164,6 +175,7 @@ class _Mounted:
         if held is not None:
             ops.published.on = bool(self._beside)
             self._readers = Readers(held, engine, self._beside, lambda pid: self._announce("reader", pid))
+        scraping: asyncio.Future | None = None
         name = f"mount-{os.getpid()}"
         try:
             if held is not None and held.goes_on:
@@ -181,6 +193,8 @@ class _Mounted:
             serving = asyncio.ensure_future(engine.serve())
             asked = asyncio.ensure_future(self._stop.asked.wait())
             left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())
+            if self._arguments.metrics:
+                scraping = asyncio.ensure_future(serve_metrics(self._arguments.metrics, partial(self._page, client, engine)))
             gc.freeze()  # what is there now stays: collections of the years to come need not look at it
             await asyncio.wait([serving, asked, left], return_when=asyncio.FIRST_COMPLETED)
             if left.done() and not serving.done() and not asked.done():
@@ -202,6 +216,8 @@ class _Mounted:
                 self._readers.end()
                 held.drop()
             engine.close()
+            if scraping is not None:
+                scraping.cancel()
             renewing.cancel()
             awake.close()
             await client.close()
@@ -232,6 +248,20 @@ class _Mounted:
     def _source(self, name: str) -> str:
         parts = parts_of(self._arguments.subtree)
         return self._arguments.source or f"nvpool:{name}" + (":/" + os.fsdecode(b"/".join(parts)) if parts else "")
+
+    async def _page(self, client: Client, engine: Engine, wait_s: float) -> Page:
+        """The metrics of all processes of this mount together."""
+        def measure(page: Page) -> None:
+            page.set(metrics.UP, 1)
+            engine.measure(page)
+            measure_client(client.vfs, page)
+
+        page = own_page(measure)
+        beside = await self._readers.pages(wait_s) if self._readers is not None else []
+        for other in beside:
+            page.add(other, without=_OF_ONE)
+        page.set(metrics.MOUNT_WORKERS, 1 + len(beside))
+        return page
 
     async def _keep_certificate(self, client: Client) -> None:
         """Show the certificate as the supervisor renews it. In a client's directory the client does that, and shows it."""

@@ -15,12 +15,15 @@ import socket
 from nvpool.base.config import Config
 from nvpool.base.errors import NvpoolError
 from nvpool.base.kept import KeptHandles
+from nvpool.base.metrics_page import Page
+from nvpool.client.measuring import measure_client
 from nvpool.client.session import Client
 from nvpool.fuse.passing import Channel
 from nvpool.fuse.reader_engine import ReaderEngine
 from nvpool.fuse.reader_ops import LOOK_S, ReaderOps
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import run
+from nvpool.run.measuring import own_page
 from nvpool.run.mount_words import client_options, start_mount_log
 
 LEAVE_S = 0.5
@@ -38,6 +41,12 @@ async def serve(arguments: argparse.Namespace, config: Config, connection: socke
     ops = ReaderOps(client.vfs, KeptHandles(memory))
     engine = ReaderEngine(ops, Channel(connection, 4096), awake.touch)
     engine.adopt(clone)
+
+    def measure(page: Page) -> None:
+        engine.measure(page)
+        measure_client(client.vfs, page)
+
+    engine.page = lambda: own_page(measure).pack()
     serving = asyncio.ensure_future(engine.serve())
     alone = asyncio.ensure_future(engine.alone.wait())
     closing = asyncio.ensure_future(_close_old(ops))

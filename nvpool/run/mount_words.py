@@ -62,6 +62,7 @@ def parse_words(words: list[str]) -> argparse.Namespace:
                         "process: needs engine kernel and Linux 6.9 (where it can be)")
     parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
                         "larger files. Needs a holder (1)")
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="tell Prometheus at http://HOST:PORT/metrics")
     parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
     parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
                         help="of mount(8): noexec, suid, dev, …")

@@ -9,6 +9,7 @@ Called by run/mount_daemon.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from nvpool.base.config import Config
 from nvpool.base.errors import NvpoolError
+from nvpool.base.metrics_page import Page
 from nvpool.fuse.kernel_engine import KernelEngine
 from nvpool.fuse.passing import Channel, Passing, clone
 from nvpool.run import mount_reader
@@ -122,6 +124,14 @@ class Readers:
         if not has_ended(reader.pidfd, END_S):
             signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(reader.pid, 0)[1])
+
+    async def pages(self, wait_s: float) -> list[Page]:
+        """The metrics of those that have told them within `wait_s`."""
+        asked = [passing.ask() for passing in self._passings if passing.serves]
+        if not asked or self._ending:
+            return []
+        done, _ = await asyncio.wait(asked, timeout=wait_s)
+        return [Page.unpack(one.result()) for one in done]
 
     def let_go(self) -> None:
         """They end by themselves, soon."""

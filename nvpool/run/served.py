@@ -20,8 +20,10 @@ from nvpool.base.directory import Flock, PoolDirectory, announcement
 from nvpool.base.errors import CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
 from nvpool.base.host import host_id
 from nvpool.base.identities import MEMBER_S
+from nvpool.base.metrics_page import Page
 from nvpool.base.version import VERSION
 from nvpool.logic.poolmap import PoolMap, decode_map
+from nvpool.run import measuring
 from nvpool.run.awake import Awake
 from nvpool.run.daemon import EXIT_IN_USE, Stop, exit_code, keep_supervised, run
 from nvpool.run.logs import start_log
@@ -31,7 +33,7 @@ from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.registry import listen
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
-from nvpool.wire.v1.wire_pb2 import POOL_MAP
+from nvpool.wire.v1.wire_pb2 import POOL_MAP, PROCESS_METRICS
 
 _MAP_WAIT_S = min(30.0, MEMBER_S / 12)
 """The certificate is looked at as often."""
@@ -47,6 +49,8 @@ class Service(Protocol):
     def handle(self, call: Call) -> None: ...
 
     def update_map(self, pool_map: PoolMap) -> None: ...
+
+    def measure(self, page: Page) -> None: ...
 
     async def start(self) -> None: ...
 
@@ -167,6 +171,9 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         awake = Awake(config.processors.awake)
 
         def handle(call: Call) -> None:
+            if call.method == PROCESS_METRICS:
+                measuring.answer(call, service.measure)
+                return
             awake.touch()
             service.handle(call)
 

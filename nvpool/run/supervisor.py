@@ -33,6 +33,7 @@ from nvpool.base.errors import (
     Unavailable,
 )
 from nvpool.base.host import host_id
+from nvpool.base.metrics_page import Page
 from nvpool.base.version import VERSION
 from nvpool.client.pathfinder import LOOK_S, KnownPaths, printable
 from nvpool.cluster.coordinator import WATCH_S_MAX, Coordinator
@@ -40,6 +41,7 @@ from nvpool.logic.nodes import on_host
 from nvpool.logic.poolmap import Node, PoolMap, Shard, Target, encode_map
 from nvpool.logic.shards import endpoints_of, members, node_and_path, process_name
 from nvpool.logic.transitions import begun, died, remaining, restarted
+from nvpool.run import measuring, node_metrics
 from nvpool.run.child import Child
 from nvpool.run.daemon import Stop, command, keep_alive, notify_ready
 from nvpool.run.drives import Drives, Progress, drives_told
@@ -52,6 +54,7 @@ from nvpool.run.metashards import MetaShards, shards_told
 from nvpool.run.newchains import NewChains
 from nvpool.run.nodes import Nodes, look_after, told_of
 from nvpool.run.renewing import keep_renewed
+from nvpool.run.scrape import serve_metrics
 from nvpool.run.scrubbing import Scrubbing
 from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
@@ -137,6 +140,8 @@ class Supervisor:
                     asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once))]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
+        if self._config.metrics.listen:
+            lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics)))
         if self._identity is not None and self._identity.secured:
             lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
                                                                lambda: self._coordinator.pool_map, self._dialer)))
@@ -323,7 +328,8 @@ class Supervisor:
             self.leading.alive(call)
             return
         answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
-                   wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop}
+                   wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop,
+                   wire_pb2.PROCESS_METRICS: self._answer_metrics}
         answers |= dict.fromkeys(ShardKeeper.METHODS, self._answer_member)
         answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
         if answer is None:
@@ -371,6 +377,23 @@ class Supervisor:
     async def _answer_status(self, call: Call) -> bytes:
         status = json.dumps(await self.status(call.deadline_s - _ANSWER_S))  # msgspec takes no names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
+
+    async def _answer_metrics(self, call: Call) -> bytes:
+        request = measuring.read_request(call)
+        if request.node:
+            page = await self.metrics(request.wait_s or node_metrics.ANSWER_S)
+        else:
+            page = measuring.own_page(self._measure)
+        return pool_pb2.MetricsReply(page=page.pack()).SerializeToString()
+
+    def _measure(self, page: Page) -> None:
+        node_metrics.measure_pool(page, self._coordinator.pool_map, self._node, self.leading.manager is not None,
+                               self._children.values())
+
+    async def metrics(self, wait_s: float) -> Page:
+        """Of this process and all others of its node, within `wait_s`."""
+        return await node_metrics.node_page(measuring.own_page(self._measure), node_metrics.asked(
+            self._coordinator.pool_map, self._children.values()), self._dialer, wait_s)
 
     async def _answer_member(self, call: Call) -> bytes:
         if self.leading.manager is None and (answer := await self.leading.ask_leader(call)) is not None:

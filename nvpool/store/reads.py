@@ -94,6 +94,7 @@ class BatchReader:
         self._device = device
         self._readings = readings
         self._quarantine = quarantine
+        self.read_bytes = 0
         self.read_count = 0
         self.missed_count = 0
 
@@ -171,6 +172,7 @@ class BatchReader:
         if at > READ_BATCH_BYTES_MAX:
             raise InvalidRequest(f"a batch reads at most {READ_BATCH_BYTES_MAX} bytes")
         self.read_count += len(crcs)
+        self.read_bytes += at
         into = _NOTHING
         if at:
             into = self._device.buffer(at)

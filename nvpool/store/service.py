@@ -49,8 +49,10 @@ from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
 from nvpool.store.replica import Replica
 from nvpool.store.rounds import INTERVAL_S, SCRUB_BYTES_PER_S
+from nvpool.store.telling import Telling
 from nvpool.store.tenure import Tenure
 from nvpool.store.upkeep import RESYNC_BYTES_PER_S, Upkeep
+from nvpool.store.use import Use
 from nvpool.store.writes import WRITE, WriteBatch
 from nvpool.wire.codec import (
     LOCATE_BYTES_MAX,
@@ -76,7 +78,7 @@ INODES_LISTED_MAX = 65_536
 TEND_S = 1.0
 
 
-class StoreService:
+class StoreService(Telling):
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
@@ -95,6 +97,7 @@ class StoreService:
         self._changed_at: dict[int, int] = {}
         self._stale_below = 0
         self._grants: dict[bytes, grants.Grant] = {}
+        self.use = Use(clock, self._grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: set[Call] = set()
         """Those that wait for the drive; they have no task."""
@@ -124,6 +127,7 @@ class StoreService:
             Method.DATA_LIST: self._list, Method.DATA_SCRUB: orders.scrub, Method.DATA_STATUS: self._status,
             Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: orders.scrub_order,
             Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch, Method.DATA_PULL: orders.pull,
+            Method.DATA_USE: self._tell_use,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -228,7 +232,7 @@ class StoreService:
             raise WrongTarget(f"this is target {self.target}, not {target}")
 
     def _check_room(self) -> None:
-        if len(self._tasks) + len(self._reads) >= WAITING_MAX:
+        if self.waiting_count >= WAITING_MAX:
             raise Busy("too many requests wait for this target")
 
     def _later(self, call: Call, work: Coroutine) -> None:
@@ -270,6 +274,10 @@ class StoreService:
             for inode, index in chunks():
                 if self._changed_at.get(chain_of(inode, index), 0) > epoch:
                     raise StaleEpoch
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._tasks) + len(self._reads)
 
     @property
     def waiting(self) -> bool:
@@ -356,6 +364,8 @@ class StoreService:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
         if self.tenure.shared:
             self.tenure.check()
+        if self.use.on:
+            self.use.read(call, batch)
         call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
 
     def _locate(self, call: Call) -> None:
@@ -372,6 +382,7 @@ class StoreService:
             self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
         now_ms = self.clock.wall_ns() // 1_000_000
         known = [self.grant(raw, now_ms) for raw in request.grants]
+        self.use.past(request.grants, request.reads, request.read_bytes)
         results, runs, checksums, total = [], [], [], 0
         for inode, index, blocks, number, version in LOCATE_ENTRY.iter_unpack(entries):
             grant = known[number] if number < len(known) else None
@@ -438,6 +449,8 @@ class StoreService:
     def _answer_write(self, call: Call, work: WriteBatch) -> None:
         if self.tenure.shared:
             self.tenure.check()
+        if self.use.on:
+            self.use.wrote(call, work)
         call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
 
     def _peer_write(self, call: Call) -> None:
@@ -569,16 +582,3 @@ class StoreService:
         found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
         call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
                                 map_epoch=self._epoch).SerializeToString())
-
-    def _status(self, call: Call) -> None:
-        self._parse(pb.DataStatusRequest, call)
-        status = self.store.status()
-        if self._draining:
-            status["state"] = "draining"
-        status["chunks"] = max(0, status["chunks"])
-        if self.upkeep is not None:
-            status["counters"] |= self.upkeep.counters()
-            status["scrubbing"] = self.upkeep.rounds.told()
-        reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
-                                   bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
-        call.reply(reply.SerializeToString())

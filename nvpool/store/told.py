@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def status(store: BlockChunkStore) -> dict:
     """See ChunkStore.status."""
     allocator = store.allocator
-    counters = {"reads": store.reader.read_count, "reads_waited": store.reader.missed_count, "writes": store.write_count,
+    counters = {"reads": store.reader.read_count, "read_bytes": store.reader.read_bytes,
+                "reads_waited": store.reader.missed_count, "writes": store.write_count,
                 "flushes": store.flush_count, "held_blocks": allocator.held_blocks, "bad_blocks": len(store.quarantine),
                 "lent": store.lender.given, "resting_changes": allocator.resting_changes}
     counters |= {f"index_{name}": value for name, value in store.kv.statistics().items()}

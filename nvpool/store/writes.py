@@ -60,10 +60,14 @@ class WriteBatch:
         self._placed_for = -1
         self._led: tuple[int, int] = -1, 0  # number, version
         self._refused: dict[tuple[int, int], int] = {}
-        self._session = request.session
+        self.session = request.session
         now_ms = service.clock.wall_ns() // 1_000_000
         self._grants = [service.grant(raw, now_ms) for raw in request.grants]
         self.results = bytearray(RESULT.size * len(self._headers))
+
+    @property
+    def count(self) -> int:
+        return len(self._headers)
 
     def go_on(self):
         """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
@@ -153,6 +157,6 @@ class WriteBatch:
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
             raise StaleGrant
         if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
-                                                  grant.session != self._session != 0):
+                                                  grant.session != self.session != 0):
             raise StaleGrant
         return 0 if grant.rights & grants.SERVICE else grant.table

@@ -27,6 +27,7 @@ from nvpool.base.errors import (
     TooBig,
 )
 from nvpool.wire.status import decode_error, encode_error
+from nvpool.wire.tally import TALLY
 from nvpool.wire.transport import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Handler, Peer, Reply
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ class Asker:
         self.closed = False
         self._loop = loop
         self._now_s = clock.boottime_s
-        self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int]] = {}  # on_done, into, deadline_s, room
+        self._calls = TALLY.calls
+        self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int, int, float]] = {}
+        """Number -> on_done, into, deadline_s, room, method, when it was sent."""
         self._waiting: OrderedDict[int, tuple] = OrderedDict()
         self._number = 0
         self._writable = True
@@ -102,7 +105,8 @@ class Asker:
             return self._refuse(on_done, Disconnected(self._end_reason, may_be_applied=False))
         if len(message) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
             return self._refuse(on_done, TooBig(f"a request of {len(message)} + {payload_bytes} bytes fits into no frame"))
-        left_ms = int((deadline_s - self._now_s()) * 1000)
+        now_s = self._now_s()
+        left_ms = int((deadline_s - now_s) * 1000)
         if left_ms <= 0:
             return self._refuse(on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False))
         in_flight = self._in_flight
@@ -113,10 +117,12 @@ class Asker:
         if deadline_s < self._timer_s:
             self._arm(deadline_s)
         if self._writable and len(in_flight) < IN_FLIGHT_MAX and not self._waiting:
-            in_flight[number] = (on_done, into, deadline_s, room)
+            in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
+            self._calls.begun += 1
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
         elif len(self._waiting) < WAITING_MAX:
             self._waiting[number] = (on_done, into, deadline_s, room, method, message, payload, payload_bytes)
+            self._calls.begun += 1
         else:
             return self._refuse(on_done, Busy(f"{WAITING_MAX} requests wait for {self.peer.name} already"))
         return number
@@ -131,14 +137,17 @@ class Asker:
         while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
             number, (on_done, into, deadline_s, room, *request) = self._waiting.popitem(last=False)
             method, message, payload, payload_bytes = request
-            left_ms = max(1, int((deadline_s - self._now_s()) * 1000))
-            self._in_flight[number] = (on_done, into, deadline_s, room)
+            now_s = self._now_s()
+            left_ms = max(1, int((deadline_s - now_s) * 1000))
+            self._in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
             self._send_request(number, method, min(left_ms, _NUMBER_MASK), message, payload, payload_bytes)
 
     def _answered(self, number: int, status: int, message: Buffer, payload: memoryview) -> None:
         entry = self._in_flight.pop(number, None)
         if entry is None:
             return  # given up meanwhile
+        self._calls.ended += 1
+        self._calls.answered(entry[4], self._now_s() - entry[5], status)
         try:
             if status:
                 entry[0](None, decode_error(status, message))
@@ -168,7 +177,9 @@ class Asker:
                 return
             if error is not None:
                 error.may_be_applied = False
+        self._calls.ended += 1
         if error is not None:
+            self._calls.failed(entry[4], error.wire_code)
             self._tell(entry[0], error)
         if self._waiting:
             self._pump()
@@ -214,7 +225,9 @@ class Asker:
             self._timer = None
         in_flight, self._in_flight = self._in_flight, {}
         waiting, self._waiting = self._waiting, OrderedDict()
+        self._calls.ended += len(in_flight) + len(waiting)
         for entry in in_flight.values():
+            self._calls.failed(entry[4], Disconnected.wire_code)
             self._tell(entry[0], Disconnected(reason))
         for entry in waiting.values():
             self._tell(entry[0], Disconnected(reason, may_be_applied=False))
@@ -232,13 +245,15 @@ def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | 
 class InboundCall:
     """transport.Call. The first answer counts; later ones, and those to an asker that has gone, are thrown away."""
 
-    __slots__ = ("method", "message", "payload", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes", "_callback")
+    __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes",
+                 "_callback")
 
     def __init__(self, side: Answerer, number: int, method: int, message: Buffer, payload: memoryview,
-                 deadline_s: float) -> None:
+                 since_s: float, deadline_s: float) -> None:
         self.method = method
         self.message = message
         self.payload = payload
+        self.since_s = since_s
         self.deadline_s = deadline_s
         self.peer = side.peer
         self.cancelled = False
@@ -288,8 +303,9 @@ class Answerer:
     `_overfull` it should read nothing more; `_room` is called when that ends.
     """
 
-    def __init__(self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = "") -> None:
         self.peer = peer
+        self._tally = TALLY.over(transport)
         self.draining = False
         self._handler = handler
         self._now_s = clock.boottime_s
@@ -313,8 +329,10 @@ class Answerer:
             raise CorruptFrame(f"request {number} was sent twice")
         if len(self._in_work) >= IN_FLIGHT_MAX:
             raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests at once")
-        call = InboundCall(self, number, method, message, payload, self._now_s() + deadline_ms / 1000)
+        now_s = self._now_s()
+        call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
         self._in_work[number] = call
+        self._tally.begun += 1
         self._work_bytes += call._bytes
         if self._work_bytes > WORK_BYTES_MAX:
             self._overfull = True
@@ -324,8 +342,10 @@ class Answerer:
             call.fail(error)
 
     def _finish(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
-        self._forget(number)
+        call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
+        if call is not None:
+            self._tally.answered(call.method, self._now_s() - call.since_s, status, call._bytes, payload_bytes)
         if self._on_idle is not None and not self._in_work:
             self._on_idle()
 
@@ -341,6 +361,7 @@ class Answerer:
     def _cancelled(self, number: int) -> None:
         call = self._forget(number)
         if call is not None:  # else answered already, and the two have crossed
+            self._tally.given_up += 1
             call._cancel()
             if self._on_idle is not None and not self._in_work:
                 self._on_idle()
@@ -348,6 +369,7 @@ class Answerer:
     def _asker_gone(self) -> None:
         in_work, self._in_work = self._in_work, {}
         self._work_bytes = 0
+        self._tally.given_up += len(in_work)
         for call in in_work.values():
             call._cancel()
         if self._on_idle is not None:

@@ -257,7 +257,8 @@ class _Served(_Sending, Answerer):
     """The answering end of one stream; lives as long as its coroutine in the gRPC server."""
 
     def __init__(self, listener: GrpcListener, context) -> None:
-        Answerer.__init__(self, listener.handler, Peer("somebody", _address(context.peer()), False), listener.clock)
+        Answerer.__init__(self, listener.handler, Peer("somebody", _address(context.peer()), False), listener.clock,
+                          transport="grpc")
         _Sending.__init__(self)
         self._listener = listener
         self._context = context

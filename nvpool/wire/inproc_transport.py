@@ -106,7 +106,7 @@ class InprocConnection(Asker):
 
 class _Served(Answerer):
     def __init__(self, asking: InprocConnection, listener: InprocListener, peer: Peer) -> None:
-        super().__init__(listener.handler, peer, listener.transport.clock)
+        super().__init__(listener.handler, peer, listener.transport.clock, transport="inproc")
         self._asking = asking
         self._listener = listener
         self._carry = listener.transport.carry

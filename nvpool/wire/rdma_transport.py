@@ -218,7 +218,7 @@ class RdmaConnection(StreamConnection):
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
         if self.upgraded:
-            _, into, _, room = self._in_flight[number]
+            _, into, _, room, *_ = self._in_flight[number]
             wanted = min(room if into is None else len(into), PLACE_BYTES_MAX)
             place = None
             if wanted >= self.placed_bytes_min and len(message) <= MESSAGE_BYTES_MAX - _PLACE.size:

@@ -311,7 +311,8 @@ class StreamServed(_End, Answerer):
     """The answering end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
-        Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock)
+        Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock,
+                          transport="stream+unix" if listener.local else "stream")
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._hello_timer: asyncio.TimerHandle | None = None

@@ -40,6 +40,8 @@ class Call(Protocol):
     method: int
     message: Buffer
     payload: memoryview
+    since_s: float
+    """When it arrived, on base.clock's boottime."""
     deadline_s: float
     """On base.clock's boottime; a handler that finds it past need not work."""
     peer: Peer

@@ -34,8 +34,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 INODE = ids.inode_number(0x123, 0x4_5678_9ABC_DEF0)
 SESSION = 0x0001_0000_0000_0005
 NAMED_WITHOUT_EPOCH = {"ChunkDescription", "BadBlock", "FetchedChunk", "DataStatusRequest", "DataStatusReply",
-                         "Scrubbing"}
-"""Parts of messages; and the status of a process, which has none of the pool in it."""
+                         "Scrubbing", "UseRequest", "UseReply"}
+"""Parts of messages; and the status and the figures of a process, which have none of the pool in them."""
 
 
 def numbers() -> dict[str, int | list[int]]:

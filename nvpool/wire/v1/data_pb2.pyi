@@ -31,18 +31,22 @@ class ReadReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "grants", "token", "entries")
+    __slots__ = ("map_epoch", "target", "grants", "token", "entries", "reads", "read_bytes")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     grants: _containers.RepeatedScalarFieldContainer[bytes]
     token: bytes
     entries: bytes
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., token: _Optional[bytes] = ..., entries: _Optional[bytes] = ...) -> None: ...
+    reads: int
+    read_bytes: int
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., token: _Optional[bytes] = ..., entries: _Optional[bytes] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class LocateReply(_message.Message):
     __slots__ = ("map_epoch", "results", "runs", "checksums")
@@ -598,3 +602,21 @@ class DataStatusReply(_message.Message):
     host_full: str
     scrubbing: Scrubbing
     def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ...) -> None: ...
+
+class UseRequest(_message.Message):
+    __slots__ = ("target", "for_s")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    for_s: float
+    def __init__(self, target: _Optional[int] = ..., for_s: _Optional[float] = ...) -> None: ...
+
+class UseReply(_message.Message):
+    __slots__ = ("counting", "now_s", "rows")
+    COUNTING_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    counting: int
+    now_s: float
+    rows: bytes
+    def __init__(self, counting: _Optional[int] = ..., now_s: _Optional[float] = ..., rows: _Optional[bytes] = ...) -> None: ...

@@ -1437,3 +1437,25 @@ class TrashReply(_message.Message):
     next: int
     purged: int
     def __init__(self, entries: _Optional[_Iterable[_Union[TrashEntry, _Mapping]]] = ..., next: _Optional[int] = ..., purged: _Optional[int] = ...) -> None: ...
+
+class SessionsRequest(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: bytes
+    def __init__(self, sessions: _Optional[bytes] = ...) -> None: ...
+
+class SessionOwner(_message.Message):
+    __slots__ = ("session", "client", "identity")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    client: str
+    identity: int
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., identity: _Optional[int] = ...) -> None: ...
+
+class SessionsReply(_message.Message):
+    __slots__ = ("owners",)
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    owners: _containers.RepeatedCompositeFieldContainer[SessionOwner]
+    def __init__(self, owners: _Optional[_Iterable[_Union[SessionOwner, _Mapping]]] = ...) -> None: ...

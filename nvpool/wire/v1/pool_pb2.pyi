@@ -147,3 +147,17 @@ class AliveReply(_message.Message):
     epoch: int
     epoch_min: int
     def __init__(self, lease_s: _Optional[float] = ..., epoch: _Optional[int] = ..., epoch_min: _Optional[int] = ...) -> None: ...
+
+class MetricsRequest(_message.Message):
+    __slots__ = ("node", "wait_s")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    node: bool
+    wait_s: float
+    def __init__(self, node: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class MetricsReply(_message.Message):
+    __slots__ = ("page",)
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    page: bytes
+    def __init__(self, page: _Optional[bytes] = ...) -> None: ...

@@ -27,6 +27,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_FETCH: _ClassVar[Method]
     DATA_SCRUB_ORDER: _ClassVar[Method]
     DATA_PULL: _ClassVar[Method]
+    DATA_USE: _ClassVar[Method]
     META_OPEN_SESSION: _ClassVar[Method]
     META_RENEW_SESSION: _ClassVar[Method]
     META_CLOSE_SESSION: _ClassVar[Method]
@@ -67,6 +68,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     META_FSCK_CLIMB: _ClassVar[Method]
     META_PARTS: _ClassVar[Method]
     META_MOMENT: _ClassVar[Method]
+    META_SESSIONS: _ClassVar[Method]
     META_SHIP: _ClassVar[Method]
     META_FOLLOW: _ClassVar[Method]
     META_ALIVE: _ClassVar[Method]
@@ -89,6 +91,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOL_JOIN: _ClassVar[Method]
     POOL_RENEW: _ClassVar[Method]
     POOL_KEYS: _ClassVar[Method]
+    PROCESS_METRICS: _ClassVar[Method]
 METHOD_NONE: Method
 DATA_READ: Method
 DATA_WRITE: Method
@@ -107,6 +110,7 @@ DATA_VERSIONS: Method
 DATA_FETCH: Method
 DATA_SCRUB_ORDER: Method
 DATA_PULL: Method
+DATA_USE: Method
 META_OPEN_SESSION: Method
 META_RENEW_SESSION: Method
 META_CLOSE_SESSION: Method
@@ -147,6 +151,7 @@ META_FSCK_SUMS: Method
 META_FSCK_CLIMB: Method
 META_PARTS: Method
 META_MOMENT: Method
+META_SESSIONS: Method
 META_SHIP: Method
 META_FOLLOW: Method
 META_ALIVE: Method
@@ -169,6 +174,7 @@ POOL_AUTHORITY: Method
 POOL_JOIN: Method
 POOL_RENEW: Method
 POOL_KEYS: Method
+PROCESS_METRICS: Method
 
 class Hello(_message.Message):
     __slots__ = ("version", "version_min", "name", "fingerprint", "software", "transports", "host_id")

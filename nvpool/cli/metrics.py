@@ -1,0 +1,51 @@
+"""`nvpool metrics`: what Prometheus would be told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from nvpool.cli.render import json_option, print_json
+
+
+@click.command(epilog="""\b
+The page is of the node that POOL names: its supervisor and all processes that this one keeps. Prometheus gets the same by HTTP
+where node.toml has, in [metrics], listen = "127.0.0.1:9477"; a mount gives its own with `nvpool mount --metrics HOST:PORT`.
+METRICS.md beside the sources tells what each name means, and how Prometheus is told where to look.
+
+\b
+examples:
+  nvpool metrics /srv/pool
+  nvpool metrics /srv/pool | promtool check metrics
+  nvpool metrics /srv/pool > /var/lib/prometheus/node-exporter/nvpool.prom      for its textfile collector
+  nvpool metrics --describe                                                     every name and its meaning
+""")
+@click.argument("pool", envvar="NVPOOL_POOL", required=False)
+@click.option("--wait", "wait_s", type=click.FloatRange(0.1, 30), default=2.0, show_default=True,
+              help="Seconds that the node's processes have to answer; who does not has nvpool_up 0.")
+@click.option("--describe", is_flag=True, help="Only print what there is to be told: name, kind, labels, meaning.")
+@json_option
+def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> None:
+    """Print the metrics of a node, as Prometheus reads them.
+
+    POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
+    """
+    from nvpool.base.metrics import METRICS
+    from nvpool.base.metrics_page import Page, table
+    if describe:
+        if as_json:
+            print_json([metric._asdict() for metric in METRICS.values()])
+        else:
+            click.echo(table())
+        return
+    from nvpool.cli.reach import ask
+    from nvpool.wire.v1.pool_pb2 import MetricsReply, MetricsRequest
+    from nvpool.wire.v1.wire_pb2 import PROCESS_METRICS
+    reply = asyncio.run(ask(pool or ".", PROCESS_METRICS, MetricsRequest(node=True, wait_s=wait_s), MetricsReply,
+                            wait_s=wait_s + 5.0))
+    page = Page.unpack(reply.page)
+    if as_json:
+        print_json(page.told())
+    else:
+        click.echo(page.text(), nl=False)

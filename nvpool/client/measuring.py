@@ -1,0 +1,24 @@
+"""What a client tells Prometheus, where it is a mount. Called by run/mount_daemon and run/mount_reader when somebody asks."""
+
+from __future__ import annotations
+
+from nvpool.base import metrics
+from nvpool.base.metrics_page import Page
+from nvpool.client.vfs import Vfs
+
+
+def measure_client(vfs: Vfs, page: Page) -> None:
+    chunks, meta, short = vfs.chunks.counters, vfs.meta.counters, vfs.chunks.short.counters
+    for way, count in (("store", chunks["reads"]), ("short_cut", short["hits"]), ("kept", vfs.reader.kept_count),
+                       ("read_ahead", vfs.reader.counters["ahead_hits"])):
+        page.set(metrics.CLIENT_READS, count, way=way)
+    page.set(metrics.CLIENT_MESSAGES, chunks["messages"])
+    page.set(metrics.CLIENT_WRITES, chunks["writes"])
+    page.set(metrics.CLIENT_UNSTORED, vfs.writer.held_bytes())
+    page.set(metrics.CLIENT_REPEATS, chunks["repeats"], service="store")
+    page.set(metrics.CLIENT_REPEATS, meta["repeats"], service="meta")
+    page.set(metrics.CLIENT_HEDGED, vfs.chunks.hedging.counters["hedged"])
+    page.set(metrics.CLIENT_MISMATCHES, chunks["mismatches"], way="store")
+    page.set(metrics.CLIENT_MISMATCHES, short["mismatches"], way="short_cut")
+    page.set(metrics.CLIENT_QUESTIONS, meta["questions"], kind="look")
+    page.set(metrics.CLIENT_QUESTIONS, meta["changes"], kind="change")

@@ -1,0 +1,38 @@
+"""How many requests of the kernel took how long, by operation. Counted by `fuse/kernel_engine`, told to whoever measures.
+
+Requests that are answered where they are read come many in a turn: the mean of such a run counts for each of them, for two
+looks at the clock together. What has to wait is timed by itself.
+"""
+
+from __future__ import annotations
+
+from nvpool.base import metrics
+from nvpool.base.metrics import Times
+from nvpool.base.metrics_page import Page
+from nvpool.fuse.protocol.numbers import Op
+
+
+class Spent:
+    __slots__ = ("times", "read_bytes", "written_bytes")
+
+    def __init__(self) -> None:
+        self.times: list[Times | None] = [None] * 256
+        self.read_bytes = self.written_bytes = 0
+
+    def add(self, opcode: int, seconds: float, count: int = 1) -> None:
+        """`count` requests of one operation took so long together."""
+        times = self.times[opcode & 255] or self._new(opcode & 255)
+        times.counts[int(seconds * 1e6 / count).bit_length()] += count
+        times.sum_s += seconds
+
+    def _new(self, opcode: int) -> Times:
+        times = self.times[opcode] = Times()
+        return times
+
+    def measure(self, page: Page) -> None:
+        names = {int(op): op.name.lower() for op in Op}
+        for opcode, times in enumerate(self.times):
+            if times is not None:
+                page.times(metrics.FUSE_SECONDS, times, op=names.get(opcode, "unknown"))
+        page.set(metrics.FUSE_READ_BYTES, self.read_bytes)
+        page.set(metrics.FUSE_WRITTEN_BYTES, self.written_bytes)

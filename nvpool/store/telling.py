@@ -1,0 +1,76 @@
+"""What a store tells of itself: its state, who uses it, and its metrics.
+
+A part of store/service, which owns all that is used here. Nothing is done before somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from nvpool.base import metrics
+from nvpool.base.metrics_page import Page
+from nvpool.kv.measuring import measure_engine
+from nvpool.store.use import Use
+from nvpool.wire.transport import Call
+from nvpool.wire.v1 import data_pb2 as pb
+
+
+class Telling:
+    use: Use
+
+    def _status(self, call: Call) -> None:
+        self._parse(pb.DataStatusRequest, call)
+        status = self.store.status()
+        if self._draining:
+            status["state"] = "draining"
+        status["chunks"] = max(0, status["chunks"])
+        if self.upkeep is not None:
+            status["counters"] |= self.upkeep.counters()
+            status["scrubbing"] = self.upkeep.rounds.told()
+        reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
+                                   bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
+        call.reply(reply.SerializeToString())
+
+    def _tell_use(self, call: Call) -> None:
+        call.reply(self.use.tell(self._parse(pb.UseRequest, call)).SerializeToString())
+
+    def measure(self, page: Page) -> None:
+        _measure(self, page)
+
+
+def _measure(service, page: Page) -> None:
+    status = service.store.status()
+    counters = status["counters"]
+    for metric, name in ((metrics.STORE_READS, "reads"), (metrics.STORE_READ_BYTES, "read_bytes"),
+                         (metrics.STORE_READS_WAITED, "reads_waited"), (metrics.STORE_WRITES, "writes"),
+                         (metrics.STORE_FLUSHES, "flushes"), (metrics.STORE_BAD_BLOCKS, "bad_blocks")):
+        page.set(metric, counters.get(name, 0.0))
+    page.set(metrics.STORE_CAPACITY, status["capacity_bytes"])
+    page.set(metrics.STORE_USED, status["used_bytes"])
+    page.set(metrics.STORE_FENCED, status["state"] == "fenced")
+    page.set(metrics.STORE_WAITING, service.waiting_count)
+    page.set(metrics.STORE_SHORT_CUT_READS, service.use.past_reads)
+    page.set(metrics.STORE_SHORT_CUT_BYTES, service.use.past_bytes)
+    tenure = service.tenure
+    if tenure.shared and math.isfinite(tenure.until_s):
+        page.set(metrics.STORE_LEASE, max(0.0, tenure.until_s - service.clock.boottime_s()))
+    measure_engine({name.removeprefix("index_"): value for name, value in counters.items() if name.startswith("index_")}, page)
+    upkeep = service.upkeep
+    if upkeep is None:
+        return
+    page.set(metrics.STORE_REPAIRED, upkeep.repair.repaired_blocks)
+    page.set(metrics.STORE_REBUILT, upkeep.repair.rebuilt_chunks)
+    page.set(metrics.STORE_STRAYS, upkeep.strays.removed_chunks)
+    progress = upkeep.resync.progress
+    page.set(metrics.RESYNC_CHAINS, progress.chains_equal, state="equal")
+    page.set(metrics.RESYNC_CHAINS, progress.chains - progress.chains_equal, state="behind")
+    page.set(metrics.RESYNC_COPIED, progress.bytes_copied)
+    page.set(metrics.RESYNC_LEFT, progress.bytes_left)
+    scrub = upkeep.rounds.told()
+    runs = scrub.state == "running"
+    page.set(metrics.SCRUB_RUNNING, runs)
+    page.set(metrics.SCRUB_BLOCKS, scrub.blocks, state="read")
+    page.set(metrics.SCRUB_BLOCKS, max(0, scrub.blocks_total - scrub.blocks), state="left")
+    page.set(metrics.SCRUB_BAD, scrub.bad if scrub.began_ms else scrub.last_bad)
+    page.set(metrics.SCRUB_ENDED, scrub.last_ended_ms / 1000)

@@ -1,0 +1,78 @@
+"""Every metric is declared by the conventions of Prometheus, told by somebody, and documented; what is deployed names no
+other."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nvpool.base import metrics
+from nvpool.base.metrics import METRICS
+from nvpool.base.metrics_page import Page, table
+
+ROOT = Path(__file__).resolve().parents[2]
+DECLARED = {name: value for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
+UNITS_THAT_ARE_NONE = re.compile(
+    r"_(milliseconds|microseconds|ms|us|ns|kb|kib|mb|mib|gib|kilobytes|megabytes|minutes|percent)(_|$)")
+LABELS = {"child", "direction", "error", "kind", "member", "op", "service", "shard", "state", "target", "transport", "version",
+          "way"}
+"""Each has few values, whatever is stored and whoever comes."""
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
+def test_a_metric_is_named_by_the_conventions(metric):
+    assert re.fullmatch(r"nvpool_[a-z][a-z0-9]*(_[a-z0-9]+)*", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert not UNITS_THAT_ARE_NONE.search(metric.name), "base units: seconds, bytes"
+    if metric.kind == "histogram":
+        assert metric.name.endswith("_seconds"), "the buckets are of durations"
+    assert not re.search(r"_(count|sum|bucket|gauge|counter|histogram)$", metric.name)
+    assert set(metric.labels) <= LABELS and "process" not in metric.labels
+    assert metric.help.endswith(".") and "|" not in metric.help and len(metric.help) > 10
+
+
+def test_a_name_is_declared_once():
+    assert {metric.name for metric in DECLARED.values()} == set(METRICS) and len(DECLARED) == len(METRICS)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_metric_is_told_by_somebody(name):
+    users = [path for path in (ROOT / "nvpool").rglob("*.py") if path.name != "metrics.py" or path.parent.name != "base"]
+    assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), f"nobody tells {name}"
+
+
+def test_the_document_has_the_table_of_the_declarations():
+    text = (ROOT / "METRICS.md").read_text()
+    assert text[text.index("| name | kind"):].strip() == table(), "make it anew: nvpool metrics --describe"
+
+
+def test_alerts_and_documents_name_no_metric_that_is_not_declared():
+    for path in (ROOT / "METRICS.md", *(ROOT / "deploy" / "prometheus").iterdir()):
+        for name in re.findall(r"\bnvpool_[a-z_0-9]+", path.read_text()):
+            assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS or name in METRICS, f"{path.name} names {name}"
+
+
+def promtool(*words, text=None):
+    assert PROMTOOL, "promtool comes with Debian's package prometheus: make setup"
+    return subprocess.run([PROMTOOL, *map(str, words)], input=text, capture_output=True, text=True, timeout=120)
+
+
+def test_promtool_finds_nothing_wrong_with_the_configuration_and_the_alerts():
+    for words in (("rules", "nvpool-alerts.yml"), ("config", "prometheus.yml")):
+        done = promtool("check", words[0], ROOT / "deploy" / "prometheus" / words[1])
+        assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
+
+
+def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
+    page, times = Page(), metrics.Times()
+    times.add(0.001)
+    for metric in METRICS.values():
+        labels = dict.fromkeys(metric.labels, "x")
+        page.times(metric, times, **labels) if metric.kind == "histogram" else page.set(metric, 1, **labels)
+    done = promtool("check", "metrics", text=page.text())
+    assert done.returncode == 0 and not done.stderr and not done.stdout, done.stdout + done.stderr
+    wrong = promtool("check", "metrics", text="# TYPE nvpool_x counter\nnvpool_x 1\n")
+    assert wrong.returncode != 0, "it would have found something"

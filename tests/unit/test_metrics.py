@@ -1,0 +1,241 @@
+"""Figures become pages: buckets, labels, sums, what travels between processes, and what an HTTP client gets."""
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from nvpool.base import metrics
+from nvpool.base.errors import CorruptFrame, InvalidRequest, NoSpace
+from nvpool.base.metrics import BOUNDS_S, SLOTS, Times
+from nvpool.base.metrics_page import Page
+from nvpool.run import scrape
+from nvpool.run.node_metrics import Asked, node_page
+from nvpool.wire.dial import Dialer
+from nvpool.wire.registry import listen
+from nvpool.wire.tally import Tally, op_of
+from nvpool.wire.transport import Greeting
+from nvpool.wire.v1.pool_pb2 import MetricsReply
+from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
+
+
+def families(page):
+    return {family.name: family for family in text_string_to_metric_families(page.text())}
+
+
+@given(st.lists(st.floats(0, 1000), max_size=50))
+def test_each_duration_is_below_its_bound_and_in_no_lower_bucket(durations):
+    times = Times()
+    for seconds in durations:
+        times.add(seconds)
+    page = Page()
+    page.times(metrics.CALL_SECONDS, times, op="data_read")
+    samples = families(page)["nvpool_call_seconds"].samples
+    buckets = {float(sample.labels["le"]): sample.value for sample in samples if sample.name.endswith("_bucket")}
+    for bound, count in buckets.items():
+        assert count == sum(seconds < bound for seconds in durations)
+    assert list(buckets) == [*BOUNDS_S, math.inf]
+    assert {sample.name: sample.value for sample in samples}["nvpool_call_seconds_count"] == len(durations) == times.count
+    assert {sample.name: sample.value for sample in samples}["nvpool_call_seconds_sum"] == pytest.approx(sum(durations))
+
+
+def test_a_parser_of_prometheus_reads_back_what_was_put_on_a_page():
+    page = Page()
+    page.set(metrics.POOL_EPOCH, 12)
+    page.set(metrics.BUILD_INFO, 1, version='a "quoted" \\ version\nof two lines')
+    page.set(metrics.STORE_READ_BYTES, 2.0 ** 53 - 1)
+    page.set(metrics.STORE_LEASE, 1.5)
+    page.set(metrics.SCRUB_ENDED, math.inf)
+    read = families(page)
+    assert read["nvpool_build_info"].samples[0].labels == {"version": 'a "quoted" \\ version\nof two lines'}
+    assert read["nvpool_pool_map_epoch"].type == "gauge" and read["nvpool_pool_map_epoch"].samples[0].value == 12
+    assert read["nvpool_store_read_bytes"].type == "counter"
+    assert read["nvpool_store_read_bytes"].samples[0].value == 2.0 ** 53 - 1
+    assert read["nvpool_store_lease_left_seconds"].samples[0].value == 1.5
+    assert read["nvpool_scrub_last_round_end_time_seconds"].samples[0].value == math.inf
+    assert read["nvpool_pool_map_epoch"].documentation == metrics.POOL_EPOCH.help
+
+
+def test_labels_that_were_not_declared_are_a_mistake_that_is_found_at_once():
+    with pytest.raises(KeyError):
+        Page().set(metrics.POOL_CHAINS, 1)
+    with pytest.raises(KeyError):
+        Page().set(metrics.POOL_EPOCH, 1, path="/secret")
+
+
+def test_pages_of_processes_are_told_apart_and_those_of_one_mount_are_added_up():
+    one, other = Page(), Page()
+    for page, seconds in ((one, 0.001), (other, 0.1)):
+        times = Times()
+        times.add(seconds, 5)
+        page.times(metrics.FUSE_SECONDS, times, op="read")
+        page.set(metrics.FUSE_READ_BYTES, 4096)
+        page.set(metrics.PROCESS_START, 1000)
+    whole = Page()
+    whole.add(one, process="target-1")
+    whole.add(other, process="target-2")
+    assert len(families(whole)["nvpool_fuse_read_bytes"].samples) == 2
+    one.add(other, without=(metrics.PROCESS_START,))
+    assert one.value(metrics.FUSE_READ_BYTES) == 8192 and one.value(metrics.FUSE_SECONDS, op="read") == 10
+    assert one.value(metrics.PROCESS_START) == 1000
+
+
+def test_a_page_travels_and_what_is_newer_than_the_receiver_is_left_out():
+    page, times = Page(), Times()
+    times.add(0.5)
+    page.times(metrics.CALL_SECONDS, times, op="data_read")
+    page.set(metrics.POOL_TARGETS, 3, state="up")
+    assert Page.unpack(page.pack()).text() == page.text() != ""
+    newer = msgspec.msgpack.encode([[("nvpool_of_tomorrow", [], 1.0), ("nvpool_pool_nodes", [], 2.0),
+                                     ("nvpool_pool_map_epoch", [], (1.0, [0] * SLOTS)),
+                                     ("nvpool_call_seconds", [("op", "x")], (1.0, [0] * 3))]])
+    assert families(Page.unpack(newer)).keys() == {"nvpool_pool_nodes"}
+
+
+@given(st.binary(max_size=60))
+def test_a_page_of_nonsense_is_refused_or_empty(raw):
+    try:
+        assert Page.unpack(raw).text() == ""
+    except CorruptFrame:
+        pass
+
+
+def test_a_tally_counts_by_method_and_transport_and_no_peer_can_make_it_grow():
+    tally = Tally()
+    answers = tally.over("stream")
+    for method in (DATA_READ, DATA_READ, *range(100_000, 100_500)):
+        answers.begun += 1
+        answers.answered(method, 0.0001, NoSpace.wire_code if method == DATA_READ else 0, 10, 20)
+    answers.begun += 1
+    page = Page()
+    tally.measure(page)
+    assert len(answers.by_method) == 2
+    assert page.value(metrics.REQUEST_SECONDS, op="data_read", transport="stream") == 2
+    assert page.value(metrics.REQUEST_ERRORS, op="data_read", error="NoSpace") == 2
+    assert page.value(metrics.REQUEST_BYTES, op="data_read", transport="stream", direction="out") == 40
+    assert page.value(metrics.REQUESTS_IN_WORK, transport="stream") == 1
+    assert op_of(DATA_WRITE) == "data_write" and op_of(77_777) == "unknown"
+
+
+# -- over a transport --------------------------------------------------------------------------------------------------------
+
+
+async def dialed(path, handler):
+    greeting = Greeting("test")
+    listener = await listen(f"stream+unix://{path}", greeting, handler)
+    return listener, Dialer(greeting)
+
+
+async def silent_and_speaking(tmp_path):
+    def speak(call):
+        page = Page()
+        page.set(metrics.POOL_EPOCH, 5)
+        call.reply(MetricsReply(page=page.pack()).SerializeToString())
+
+    def nonsense(call):
+        call.reply(MetricsReply(page=b"\xc1").SerializeToString())
+
+    kept = []
+    loop = asyncio.get_running_loop()
+    listeners = [(await dialed(tmp_path / name, handler))[0] for name, handler in
+                 (("speaks", speak), ("silent", kept.append), ("nonsense", nonsense))]
+    dialer = Dialer(Greeting("test"))
+    began = loop.time()
+    page = await node_page(Page(), [
+        *(Asked(name, (f"stream+unix://{tmp_path / name}",), True) for name in ("speaks", "silent", "nonsense", "gone")),
+        Asked("restarting", (f"stream+unix://{tmp_path / 'speaks'}",), False), Asked("etcd-1", (), True)], dialer, 0.3)
+    took_s = loop.time() - began
+    await dialer.close()
+    for listener in listeners:
+        await listener.close()
+    return page, took_s, kept
+
+
+def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
+    page, took_s, kept = asyncio.run(silent_and_speaking(tmp_path))
+    up = {sample.labels["process"]: sample.value for sample in families(page)["nvpool_up"].samples}
+    assert up == {"supervisor": 1, "speaks": 1, "silent": 0, "nonsense": 0, "gone": 0, "restarting": 0, "etcd-1": 1}
+    assert [sample.labels for sample in families(page)["nvpool_pool_map_epoch"].samples] == [{"process": "speaks"}]
+    assert kept, "the silent one was asked"
+    assert 0.25 < took_s < 1.5
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    import socket
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def asked_by_http(requests, make_page, patience=None):
+    """What comes back for each of these byte strings, sent over connections of their own at the same time."""
+    port = free_port()
+    serving = asyncio.ensure_future(scrape.serve_metrics(f"127.0.0.1:{port}", make_page))
+
+    async def ask(raw):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(raw)
+        try:
+            return await asyncio.wait_for(reader.read(), patience or 10)
+        finally:
+            writer.close()
+
+    for _ in range(100):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            break
+        except OSError:
+            await asyncio.sleep(0.01)
+    try:
+        return await asyncio.gather(*(ask(raw) for raw in requests), return_exceptions=True)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def a_page(wait_s):
+    page = Page()
+    page.set(metrics.SCRAPE_SECONDS, wait_s)
+    return page
+
+
+def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
+    said = asyncio.run(asked_by_http([
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", b"HEAD /metrics HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n", b"GET /../etc/passwd HTTP/1.1\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\nbody",
+        b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: 0.5\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: soon\r\n\r\n",
+        b"\xff\x00 nonsense\r\n\r\n", b"x" * 100_000], a_page))
+    page, with_query, head, root, outside, post, hurried, wrong, nonsense, long = said
+    assert page.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4")
+    assert b"nvpool_scrape_seconds 2\n" in page
+    length = int(page.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+    assert len(page.partition(b"\r\n\r\n")[2]) == length
+    assert with_query == page and wrong == page
+    assert head == page.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    assert b"nvpool_scrape_seconds 0.25\n" in hurried
+    assert root.startswith(b"HTTP/1.1 404") and outside.startswith(b"HTTP/1.1 404") and post.startswith(b"HTTP/1.1 405")
+    assert nonsense.startswith(b"HTTP/1.1 405") and (isinstance(long, ConnectionError) or long == b"")
+
+
+def test_who_sends_no_whole_request_is_hung_up_on_and_only_so_many_may_wait(monkeypatch):
+    monkeypatch.setattr(scrape, "REQUEST_S", 0.3)
+    monkeypatch.setattr(scrape, "CONNECTIONS_MAX", 3)
+    said = asyncio.run(asked_by_http([b"GET /metr"] * 8, a_page, patience=5))
+    assert all(isinstance(one, ConnectionError) or one == b"" for one in said), said
+
+
+def test_a_page_that_can_not_be_made_is_said_to_be_so(caplog):
+    async def broken(wait_s):
+        raise InvalidRequest("no")
+
+    said = asyncio.run(asked_by_http([b"GET /metrics HTTP/1.1\r\n\r\n"], broken))
+    assert said[0].startswith(b"HTTP/1.1 500") and "metrics could not be told" in caplog.text
