@@ -47,6 +47,12 @@ def host_id() -> str:
     return hashlib.sha256(b"nvpool host " + name.encode()).hexdigest()[:16]
 
 
+@cache
+def host_name() -> str:
+    """For people."""
+    return socket.gethostname()
+
+
 def identity_of(pid: int) -> Identity | None:
     """None when no such process runs; one that has ended but was not waited for yet does not run."""
     try:

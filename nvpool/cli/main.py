@@ -16,6 +16,7 @@ import click
 COMMANDS: dict[str, tuple[str, str]] = {
     "pool": ("nvpool.cli.pool:pool", "Make and destroy pools, and have their chunks moved."),
     "status": ("nvpool.cli.status:status", "Show a pool: its processes, drives and problems."),
+    "top": ("nvpool.cli.top:top", "Show, live, who reads and writes what at which latency."),
     "metrics": ("nvpool.cli.metrics:metrics", "Print what Prometheus is told of a node."),
     "serve": ("nvpool.cli.serve:serve", "Serve the part of a pool that is on this node, in the foreground."),
     "mount": ("nvpool.cli.mount:mount", "Mount a pool."),

@@ -18,7 +18,7 @@ class Source:
     """A target that lends to us."""
 
     __slots__ = ("target", "fd", "direct_fd", "takes_direct", "memory", "table", "serving", "shift", "token", "connection",
-                 "reads", "read_bytes")
+                 "past")
 
     def __init__(self, target: int, said: bytes, descriptors: list[int], direct_reads: bool = False, *, asked_s: float):
         """Takes the descriptors over, which were asked for at `asked_s`. NotSupported for what makes no sense here."""
@@ -46,8 +46,8 @@ class Source:
         """Until when the target may serve, on its clock."""
         self.shift = its_now_s - asked_s
         """What its clock is ahead of ours, and not less, also where the two of us are in different time namespaces."""
-        self.reads = self.read_bytes = 0
-        """Made here since the store was told the last time."""
+        self.past: dict[int, list[int]] = {}
+        """Inode -> reads here, and bytes of them, since the store was told the last time."""
         self.connection = None
         """The one over which locations came last: who has answered them is alive as long as it is."""
 

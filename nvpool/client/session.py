@@ -16,7 +16,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import BadConfiguration, InvalidRequest, NotFound, NvpoolError
-from nvpool.base.host import host_id
+from nvpool.base.host import host_id, host_name
 from nvpool.base.kept import KeptMemory
 from nvpool.client.options import ClientOptions, configured
 from nvpool.client.poolview import PoolView, fetch_map, read_map_file
@@ -105,7 +105,8 @@ class Client:
         if clients is not None:
             view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
             await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
-        client = cls(Vfs(view, dialer, options, clock, name=greeting.name, kept=kept), view, dialer, clock)
+        vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept)
+        client = cls(vfs, view, dialer, clock)
         if clients is not None and greeting.identity is not None and greeting.identity.secured:
             client._renew(clients, greeting.identity)  # in a node's directory its supervisor does
         return client

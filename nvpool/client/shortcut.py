@@ -36,7 +36,7 @@ from nvpool.client.lentdrive import Source
 from nvpool.client.options import ClientOptions
 from nvpool.drive.contract import Outcome, WaitingReader
 from nvpool.drive.reading import DIRECT_READ_BYTES, reader_for
-from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, SAME_VERSION, decoded
+from nvpool.wire.codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, PAST_READS, SAME_VERSION, decoded
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.handover import path_beside, take
 from nvpool.wire.v1 import data_pb2, wire_pb2
@@ -72,6 +72,8 @@ SELDOM = 16
 """Without credit one miss of so many asks, for its own chunk."""
 ABSENT, COLD_BLOCKS, LATE, WRONG = range(1, 5)
 """Why a look found nothing: no such blocks are located, they are not in memory, it came too late, a checksum does not fit."""
+PAST_MAX = 4096
+"""Inodes of which a store is told at once what was read here."""
 _ENTRY_BYTES = 400
 _NOWAIT = os.RWF_NOWAIT
 
@@ -195,9 +197,12 @@ class ShortCut:
     def hit(self, located: Located, length: int) -> None:
         """Note that a look has brought so many bytes; from any thread."""
         located.used = True
-        source = located.source
-        source.reads += 1
-        source.read_bytes += length
+        past = located.source.past
+        figures = past.get(located.file.inode)
+        if figures is None:
+            figures = past.setdefault(located.file.inode, [0, 0])
+        figures[0] += 1
+        figures[1] += length
         file = located.file
         if file.owes > 0:
             file.owes -= 1
@@ -357,9 +362,10 @@ class ShortCut:
         for (inode, index), (file, version) in entries:
             blocks = min(file.size - (index << file.chunk_bits), 1 << file.chunk_bits) + BLOCK_BYTES - 1 >> 12
             packed += LOCATE_ENTRY.pack(inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version)
+        past, source.past = source.past, {}  # figures: what another thread adds just now is not missed
+        told = [PAST_READS.pack(inode, *figures) for inode, figures in list(past.items())[:PAST_MAX]]
         request = data_pb2.LocateRequest(map_epoch=self._epoch(), target=lane.target, grants=list(places), token=source.token,
-                                         entries=bytes(packed), reads=source.reads, read_bytes=source.read_bytes)
-        source.reads = source.read_bytes = 0  # figures: what another thread adds just now is not missed
+                                         entries=bytes(packed), past=b"".join(told))
         sent_s = self._now_s()
         asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
         connection.submit(wire_pb2.DATA_LOCATE, request.SerializeToString(), deadline_s=sent_s + 5.0,

@@ -382,7 +382,8 @@ class StoreService(Telling):
             self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
         now_ms = self.clock.wall_ns() // 1_000_000
         known = [self.grant(raw, now_ms) for raw in request.grants]
-        self.use.past(request.grants, request.reads, request.read_bytes)
+        if request.past:
+            self.use.past(request.grants, request.past)
         results, runs, checksums, total = [], [], [], 0
         for inode, index, blocks, number, version in LOCATE_ENTRY.iter_unpack(entries):
             grant = known[number] if number < len(known) else None

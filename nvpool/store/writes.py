@@ -41,11 +41,11 @@ class WriteBatch:
         self._deadline_s = deadline_s
         self._request = request
         self._payload = payload
-        self._headers = list(WRITE.iter_unpack(request.writes))
+        self.headers = list(WRITE.iter_unpack(request.writes))
         if request.versions:
             raise InvalidRequest("versions are given by the head of a chain to its successors")
         places, pieces, at, piece = [], [], 0, 0
-        for _, _, _, _, offset, length, _, _ in self._headers:
+        for _, _, _, _, offset, length, _, _ in self.headers:
             places.append((at, at + length))
             at += length
             last = piece + ((offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0)
@@ -63,22 +63,18 @@ class WriteBatch:
         self.session = request.session
         now_ms = service.clock.wall_ns() // 1_000_000
         self._grants = [service.grant(raw, now_ms) for raw in request.grants]
-        self.results = bytearray(RESULT.size * len(self._headers))
-
-    @property
-    def count(self) -> int:
-        return len(self._headers)
+        self.results = bytearray(RESULT.size * len(self.headers))
 
     def go_on(self):
         """Write as far as it goes without waiting; returns what to await before the next call, or None when all is done."""
         request, replica = self._request, self._replica
         session, slot = request.session, request.slot
         written = 0
-        while self._done < len(self._headers):
+        while self._done < len(self.headers):
             if written > BREATH_BYTES:
                 return _breathe
             number = self._done
-            inode, cut, sequence, index, offset, _, grant_number, flags = self._headers[number]
+            inode, cut, sequence, index, offset, _, grant_number, flags = self.headers[number]
             status = version = 0
             try:
                 refused = self._refused.get((inode, index))
@@ -109,12 +105,12 @@ class WriteBatch:
             self.drop_placed()
             RESULT.pack_into(self.results, number * RESULT.size, status, 0, 0, version)
             self._done += 1
-            written += self._headers[number][5]
+            written += self.headers[number][5]
         return None
 
     async def _discard(self, number: int) -> None:
         """What is here of the chunk is from before its chain was begun anew."""
-        inode, _, _, index, *_ = self._headers[number]
+        inode, _, _, index, *_ = self.headers[number]
         try:
             await self._store.discard(inode, index)
         except NvpoolError as error:
@@ -122,7 +118,7 @@ class WriteBatch:
 
     async def _place(self, number: int) -> None:
         self._placed_for = number
-        inode, _, _, index, offset, *_ = self._headers[number]
+        inode, _, _, index, offset, *_ = self.headers[number]
         begin, end = self._places[number]
         try:
             self._placed = await self._store.place(inode, index, offset, self._payload[begin:end])
@@ -131,7 +127,7 @@ class WriteBatch:
 
     async def _lead(self, number: int, table: int, name: RequestId | None) -> None:
         """With the other targets of the chunk."""
-        inode, cut, _, index, offset, *_ = self._headers[number]
+        inode, cut, _, index, offset, *_ = self.headers[number]
         begin, end = self._places[number]
         first, last = self._pieces[number]
         try:
@@ -148,7 +144,7 @@ class WriteBatch:
             self._store.drop_placed(placed)
 
     def refuse_rest(self, code: int) -> None:
-        for number in range(self._done, len(self._headers)):
+        for number in range(self._done, len(self.headers)):
             RESULT.pack_into(self.results, number * RESULT.size, code, 0, 0, 0)
 
     def _check_grant(self, number: int, inode: int, cut: int) -> int:

@@ -29,6 +29,8 @@ LOCATE_ENTRY = Struct("<QIHHQ")
 """inode, chunk index, blocks, grant, version that the asker has"""
 LOCATE_RESULT = Struct("<HHIIIIIQ")
 """status, flags, runs, blocks, life in milliseconds, slot, stamp, version"""
+PAST_READS = Struct("<QQQ")
+"""inode, reads past the store, bytes of them"""
 LENT = Struct("<QI4x16sd")
 """What a store says with its descriptors (wire/handover): target, slots of its table, token, CLOCK_BOOTTIME there"""
 INODE = Struct("<Q")

@@ -31,22 +31,20 @@ class ReadReply(_message.Message):
     def __init__(self, map_epoch: _Optional[int] = ..., results: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("map_epoch", "target", "grants", "token", "entries", "reads", "read_bytes")
+    __slots__ = ("map_epoch", "target", "grants", "token", "entries", "past")
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
-    READS_FIELD_NUMBER: _ClassVar[int]
-    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAST_FIELD_NUMBER: _ClassVar[int]
     map_epoch: int
     target: int
     grants: _containers.RepeatedScalarFieldContainer[bytes]
     token: bytes
     entries: bytes
-    reads: int
-    read_bytes: int
-    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., token: _Optional[bytes] = ..., entries: _Optional[bytes] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
+    past: bytes
+    def __init__(self, map_epoch: _Optional[int] = ..., target: _Optional[int] = ..., grants: _Optional[_Iterable[bytes]] = ..., token: _Optional[bytes] = ..., entries: _Optional[bytes] = ..., past: _Optional[bytes] = ...) -> None: ...
 
 class LocateReply(_message.Message):
     __slots__ = ("map_epoch", "results", "runs", "checksums")

@@ -1,0 +1,93 @@
+"""Who uses a store is counted while somebody asks, in bounded memory, and nothing of it is believed that makes no sense."""
+
+from types import SimpleNamespace
+
+from nvpool.base import grants
+from nvpool.base.clock import ManualClock
+from nvpool.store import use as module
+from nvpool.store.chunkstore import ReadBatch
+from nvpool.store.reads import READ, RESULT
+from nvpool.store.use import ROW, Use
+from nvpool.wire.codec import PAST_READS, encode_read_request
+from nvpool.wire.v1 import data_pb2 as pb
+
+
+class Case:
+    def __init__(self):
+        self.clock = ManualClock()
+        self.known = {b"mine": grants.Grant(grants.READ, 0, 7, 11, 0, 0), b"his": grants.Grant(grants.READ, 0, 8, 12, 0, 0)}
+        self.use = Use(self.clock, self.known)
+
+    def rows(self, for_s=0.0):
+        reply = self.use.tell(pb.UseRequest(target=1, for_s=for_s))
+        return {row[:2]: row[2:] for row in ROW.iter_unpack(reply.rows)}, reply.counting
+
+    def read(self, right, *reads, took_s=0.5):
+        """Each (inode, bytes)."""
+        batch = ReadBatch()
+        batch.results = bytearray().join(RESULT.pack(0, 0, length, 0) for _, length in reads)
+        headers = b"".join(READ.pack(inode, 0, 0, length, 0, 0) for inode, length in reads)
+        self.use.read(SimpleNamespace(message=encode_read_request(1, 1, [right], headers), since_s=self.clock.now_s - took_s),
+                      batch)
+
+    def write(self, session, *writes):
+        batch = SimpleNamespace(session=session, headers=[(inode, 0, 0, 0, 0, length, 0, 0) for inode, length in writes])
+        self.use.wrote(SimpleNamespace(since_s=self.clock.now_s - 0.25), batch)
+
+
+def test_nothing_is_counted_before_somebody_asks_nor_long_after_he_went_away():
+    case = Case()
+    assert not case.use.on
+    assert case.rows()[0] == {} and not case.use.on, "who only looks does not make it count"
+    case.rows(for_s=5.0)
+    assert case.use.on
+    case.read(b"mine", (11, 4096), (11, 8192))
+    case.read(b"his", (12, 4096))
+    case.write(7, (11, 1000))
+    rows, counting = case.rows()
+    assert rows == {(7, 11): (2, 12288, 1.0, 1, 1000, 0.25, 0, 0), (8, 12): (1, 4096, 0.5, 0, 0, 0.0, 0, 0)}
+    case.clock.advance(5.1)
+    case.read(b"mine", (11, 4096))
+    assert not case.use.on, "the first request after that time has ended it"
+    again, other = case.rows(for_s=5.0)
+    assert again == {} and other != counting, "whoever comes back sees that it began anew"
+
+
+def test_asking_again_goes_on_counting_and_nobody_can_have_it_count_for_ever():
+    case = Case()
+    _, counting = case.rows(for_s=2.0)
+    for _ in range(5):
+        case.clock.advance(1.5)
+        case.read(b"mine", (11, 1))
+        assert case.rows(for_s=2.0)[1] == counting
+    assert case.rows()[0][7, 11][0] == 5
+    case.rows(for_s=1e12)
+    case.clock.advance(module.FOR_S_MAX + 0.1)
+    case.read(b"mine", (11, 1))
+    assert not case.use.on
+
+
+def test_the_table_is_bounded_and_what_has_no_room_is_counted_together(monkeypatch):
+    monkeypatch.setattr(module, "ROWS_MAX", 10)
+    case = Case()
+    case.rows(for_s=60.0)
+    case.write(7, *((inode, 1) for inode in range(1, 101)))
+    for session in range(100, 200):
+        case.write(session, (1, 1))
+    rows, _ = case.rows()
+    assert len(rows) <= 22 and sum(row[3] for row in rows.values()) == 200
+    assert rows[7, 0][3] == 90, "of one session all that had no room"
+    assert rows[0, 0][3] > 0, "of sessions without any room"
+
+
+def test_reads_past_the_store_are_always_counted_and_nonsense_is_not():
+    case = Case()
+    case.use.past([b"mine"], PAST_READS.pack(11, 3, 12288))
+    assert (case.use.past_reads, case.use.past_bytes) == (3, 12288) and case.rows()[0] == {}
+    case.rows(for_s=5.0)
+    case.use.past([b"mine"], PAST_READS.pack(11, 2, 8192) + PAST_READS.pack(11, 1 << 40, 1) + PAST_READS.pack(12, 1, 1 << 60)
+                  + b"half")
+    case.use.past([], PAST_READS.pack(5, 1, 1))
+    case.use.past([b"unknown"], b"")
+    assert case.use.past_reads == 6
+    assert case.rows()[0] == {(7, 11): (0, 0, 0.0, 0, 0, 0.0, 2, 8192), (0, 5): (0, 0, 0.0, 0, 0, 0.0, 1, 1)}
