@@ -82,13 +82,14 @@ class Located:
     """Where the first `blocks` blocks of a chunk lie: from disk block `base` on, or each at `places` (0: a hole)."""
 
     __slots__ = ("file", "index", "source", "until", "slot", "stamp", "version", "blocks", "base", "places", "sums", "bytes",
-                 "used")
+                 "used", "read_bytes", "told")
 
     def __init__(self, file: OpenInode, index: int, source: Source):
         self.file = file
         self.index = index
         self.source = source
-        self.used = True
+        self.used = self.read_bytes = self.told = 0
+        """Reads since it was located or renewed, bytes that its store was not told of yet, reads that it was told of."""
 
 
 class ShortCut:
@@ -196,13 +197,8 @@ class ShortCut:
 
     def hit(self, located: Located, length: int) -> None:
         """Note that a look has brought so many bytes; from any thread."""
-        located.used = True
-        past = located.source.past
-        figures = past.get(located.file.inode)
-        if figures is None:
-            figures = past.setdefault(located.file.inode, [0, 0])
-        figures[0] += 1
-        figures[1] += length
+        located.used += 1
+        located.read_bytes += length
         file = located.file
         if file.owes > 0:
             file.owes -= 1
@@ -362,10 +358,10 @@ class ShortCut:
         for (inode, index), (file, version) in entries:
             blocks = min(file.size - (index << file.chunk_bits), 1 << file.chunk_bits) + BLOCK_BYTES - 1 >> 12
             packed += LOCATE_ENTRY.pack(inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version)
-        past, source.past = source.past, {}  # figures: what another thread adds just now is not missed
-        told = [PAST_READS.pack(inode, *figures) for inode, figures in list(past.items())[:PAST_MAX]]
         request = data_pb2.LocateRequest(map_epoch=self._epoch(), target=lane.target, grants=list(places), token=source.token,
-                                         entries=bytes(packed), past=b"".join(told))
+                                         entries=bytes(packed))
+        request.past = b"".join([PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_MAX])
+        source.past.clear()
         sent_s = self._now_s()
         asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
         connection.submit(wire_pb2.DATA_LOCATE, request.SerializeToString(), deadline_s=sent_s + 5.0,
@@ -422,13 +418,24 @@ class ShortCut:
                 self._bytes += located.bytes
                 self.counters["located"] += 1
             located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
-            located.used = False
+            self._note_reads(located)
+            located.used = located.told = 0
             file.located[index] = located  # not before: other threads look at it
             self._order.append((located.until, located))
         while self._bytes > self._bytes_max and self._order:
             self._drop(self._order.popleft()[1])
 
+    @staticmethod
+    def _note_reads(located: Located) -> None:
+        """They are told to its store with the next question. What another thread adds just now is missed: these are figures."""
+        if located.read_bytes:
+            figures = located.source.past.setdefault(located.file.inode, [0, 0])
+            figures[0] += located.used - located.told
+            figures[1] += located.read_bytes
+            located.told, located.read_bytes = located.used, 0
+
     def _drop(self, located: Located) -> None:
+        self._note_reads(located)
         self._bytes -= located.bytes
         located.bytes = 0
         located.until = 0.0
@@ -509,6 +516,7 @@ class ShortCut:
             order.append((until, located))  # until the answer comes
             if (file.inode, located.index) not in self._asked:
                 self._want(file, located.index, lane, located.version)
+            self._note_reads(located)
         while self._cold:
             number, (begun_s, on_done) = next(iter(self._cold.items()))
             if begun_s > now_s - SLOW_S:

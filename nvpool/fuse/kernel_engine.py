@@ -274,7 +274,8 @@ class KernelEngine(KernelRequests):
         self._on_burst()
         self._ops.burst()
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
-        run, opcode = 0, -1  # so many requests of this operation came one behind the other
+        opcode = -1
+        run = 0  # so many requests of this operation came one behind the other
         self._begin_run()
         try:
             for _ in range(BURST_MAX):
@@ -296,13 +297,14 @@ class KernelEngine(KernelRequests):
                     if not self._may_read_on(error):
                         return
                     continue
-                if buffer[_OPCODE_AT] != opcode:
+                code = buffer[_OPCODE_AT]
+                if code != opcode:
                     if run:
                         self._end_run(opcode, run)
                         run = 0
-                    opcode = buffer[_OPCODE_AT]
+                    opcode = code
                 try:
-                    table[opcode](count)
+                    table[code](count)
                 except Exception as error:
                     self._broken(error)
                 run += 1
@@ -319,10 +321,10 @@ class KernelEngine(KernelRequests):
 
     def _end_run(self, opcode: int, count: int) -> None:
         """Of these requests those that are not in work were answered since `_begin_run`."""
-        since_s, kept = self._since_s, self._kept
-        self._begin_run()
-        if count > kept:
-            self.spent.add(opcode, self._since_s - since_s, count - kept)
+        now_s = stopwatch_s()
+        if count > self._kept:
+            self.spent.add(opcode, now_s - self._since_s, count - self._kept)
+        self._since_s, self._kept = now_s, 0
 
     def _broken(self, error: Exception) -> None:
         if isinstance(error, Malformed):
@@ -463,6 +465,8 @@ class KernelEngine(KernelRequests):
 
     def measure(self, page: Page) -> None:
         self.spent.measure(page)
+        page.set(metrics.FUSE_READ_BYTES, self.read_bytes)
+        page.set(metrics.FUSE_WRITTEN_BYTES, self.written_bytes)
         page.set(metrics.FUSE_IN_WORK, len(self._work))
 
     # -- interrupts ----------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class KernelRequests:
     def __init__(self, ops: FuseOps, buffer: bytearray) -> None:
         self._ops = ops
         self.spent = Spent()
+        self.read_bytes = self.written_bytes = 0
         self._fd = -1
         self._from: dict[int, int] = {}  # request that another process has handed on -> the descriptor that it was read from
         self._buffer = buffer
@@ -138,8 +139,9 @@ class KernelRequests:
         self._send(replies.done(unique))
 
     def _data(self, unique: int, payload) -> None:
-        self.spent.read_bytes += len(payload)
-        self._send(replies.data(unique, len(payload)), payload)
+        length = len(payload)
+        self.read_bytes += length
+        self._send(replies.data(unique, length), payload)
 
     def _attributes(self, unique: int, attr) -> None:
         self._send(replies.attributes(unique, attr, self._keep_attr))
@@ -200,7 +202,7 @@ class KernelRequests:
             self._count(unique, taken)
             return
         payload = self._view[WRITE_BYTES:count]
-        self.spent.written_bytes += len(payload)
+        self.written_bytes += len(payload)
         if not self._keeps:
             payload = bytes(payload)
         try:

@@ -13,15 +13,14 @@ from nvpool.fuse.protocol.numbers import Op
 
 
 class Spent:
-    __slots__ = ("times", "read_bytes", "written_bytes")
+    __slots__ = ("times",)
 
     def __init__(self) -> None:
         self.times: list[Times | None] = [None] * 256
-        self.read_bytes = self.written_bytes = 0
 
     def add(self, opcode: int, seconds: float, count: int = 1) -> None:
         """`count` requests of one operation took so long together."""
-        times = self.times[opcode & 255] or self._new(opcode & 255)
+        times = self.times[opcode] or self._new(opcode)
         times.counts[int(seconds * 1e6 / count).bit_length()] += count
         times.sum_s += seconds
 
@@ -34,5 +33,3 @@ class Spent:
         for opcode, times in enumerate(self.times):
             if times is not None:
                 page.times(metrics.FUSE_SECONDS, times, op=names.get(opcode, "unknown"))
-        page.set(metrics.FUSE_READ_BYTES, self.read_bytes)
-        page.set(metrics.FUSE_WRITTEN_BYTES, self.written_bytes)

@@ -76,3 +76,8 @@ def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
     assert done.returncode == 0 and not done.stderr and not done.stdout, done.stdout + done.stderr
     wrong = promtool("check", "metrics", text="# TYPE nvpool_x counter\nnvpool_x 1\n")
     assert wrong.returncode != 0, "it would have found something"
+
+
+def test_http_is_spoken_at_one_door():
+    users = [str(path.relative_to(ROOT / "nvpool")) for path in (ROOT / "nvpool").rglob("*.py") if "HTTP/1.1" in path.read_text()]
+    assert users == ["run/scrape.py"], "or where aiohttp has its door"
