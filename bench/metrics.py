@@ -195,12 +195,13 @@ def main() -> int:
                 for arm in arms if number % 2 else reversed(arms):
                     seen[arm.counts].append(arm.measure(kind, arguments.seconds))
             ratios = [on[0] / off[0] for on, off in zip(seen[True], seen[False], strict=True)]
+            least = {counts: min(one[1] for one in seen[counts]) for counts in seen}
             results[kind] = {
                 "reads_s": {name: round(statistics.median(one[0] for one in seen[counts]))
                             for name, counts in (("with", True), ("without", False))},
-                "cpu_us": {name: round(min(one[1] for one in seen[counts]), 2)
-                           for name, counts in (("with", True), ("without", False))},
-                "reads_ratio": round(statistics.median(ratios), 4), "cpu_ratio": round(min(one[1] for one in seen[True]) / min(one[1] for one in seen[False]), 4),
+                "cpu_us": {"with": round(least[True], 2), "without": round(least[False], 2)},
+                "reads_ratio": round(statistics.median(ratios), 4),
+                "cpu_ratio": round(least[True] / least[False], 4),
                 "ratios": [round(one, 3) for one in ratios]}
             if not arguments.json:
                 one = results[kind]

@@ -79,5 +79,6 @@ def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
 
 
 def test_http_is_spoken_at_one_door():
-    users = [str(path.relative_to(ROOT / "nvpool")) for path in (ROOT / "nvpool").rglob("*.py") if "HTTP/1.1" in path.read_text()]
+    users = [str(path.relative_to(ROOT / "nvpool")) for path in (ROOT / "nvpool").rglob("*.py")
+             if "HTTP/1.1" in path.read_text()]
     assert users == ["run/scrape.py"], "or where aiohttp has its door"
