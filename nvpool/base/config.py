@@ -205,6 +205,9 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
         found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
     if config.meta.grant_s < config.meta.session_lease_s:
         found.append(("meta", "grant_s", "is shorter than session_lease_s: clients would lose rights before their session"))
+    if {"tcp", "all"} & set(config.rdma.transports.split(",")):
+        found.append(("rdma", "transports", "has UCX's tcp, which emulates one-sided writes and ends a reader's process when a "
+                      "store dies; without a device for RDMA the pool's own transports are faster"))
     try:
         networks_of(config.rdma.networks)
     except ValueError as error:

@@ -53,3 +53,20 @@ def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], qu
     if pool:
         found += pool_checks(pool, kernel_version() >= RESEND_MIN)
     context.exit(show(found, as_json, quiet))
+
+
+@doctor.command(epilog="""\b
+--json prints one object for each check: state (ok, warn, bad), name, seen, remedy
+
+\b
+examples:
+  nvpool doctor rdma
+  nvpool doctor rdma --json
+""")
+@click.option("--quiet", "-q", is_flag=True, help="Only what is not ok.")
+@json_option
+@click.pass_context
+def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
+    """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
+    from nvpool.cli.doctor_rdma import checks
+    context.exit(show(checks(), as_json, quiet))

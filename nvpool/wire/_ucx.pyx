@@ -7,6 +7,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, P
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
+from posix.unistd cimport getpid
 
 cdef extern from "_ucx_abi.h":
     ctypedef struct nv_params:
@@ -65,7 +66,7 @@ cdef extern from "_ucx_abi.h":
     void p_ucp_request_free(void *) nogil
     const char *p_ucs_status_string(int)
 
-cdef bint loaded = False
+cdef int loaded = 0  # by this process: what a forked child inherits it must leave alone, since its parent goes on with it
 CLOSE_TURNS = 20_000
 """Turns of progress that a forced close may take: it only takes apart what is here."""
 
@@ -88,7 +89,11 @@ def load(str ucs, str uct, str ucp):
         missing = nv_load(ucs.encode(), uct.encode(), ucp.encode())
         if missing != NULL:
             raise UcxError((<bytes>missing).decode())
-        loaded = True
+        loaded = getpid()
+
+
+cdef inline bint ours() noexcept:
+    return loaded == getpid()
 
 
 def version():
@@ -120,7 +125,7 @@ cdef class Context:
             p_ucp_config_release(config)
 
     def __dealloc__(self):
-        if self.at != NULL:
+        if self.at != NULL and ours():
             p_ucp_cleanup(self.at)
 
 
@@ -161,7 +166,7 @@ cdef class Slab:
             p_ucp_rkey_buffer_release(raw)
 
     def __dealloc__(self):
-        if self.handle != NULL:
+        if self.handle != NULL and ours():
             p_ucp_mem_unmap(self.context.at, self.handle)
 
 
@@ -221,7 +226,7 @@ cdef class Worker:
     def progress(self, int turns):
         """Work on what is there, at most so many turns; whether that was all of it and the descriptor tells of more."""
         cdef int at
-        if self.at == NULL:
+        if self.at == NULL or not ours():
             return True
         for at in range(turns):
             if not p_ucp_worker_progress(self.at) and p_ucp_worker_arm(self.at) != NV_BUSY:
@@ -240,12 +245,13 @@ cdef class Worker:
     def close(self):
         """After this nothing arrives any more that came through this worker. Its Endpoints are closed before."""
         if self.at != NULL:
-            with nogil:
-                p_ucp_worker_destroy(self.at)
+            if ours():
+                with nogil:
+                    p_ucp_worker_destroy(self.at)
             self.at = NULL
 
     def __dealloc__(self):
-        if self.at != NULL:
+        if self.at != NULL and ours():
             p_ucp_worker_destroy(self.at)
 
 
@@ -260,12 +266,12 @@ cdef class Key:
         check(p_ucp_ep_rkey_unpack(endpoint.at, <const char *>raw, &self.at), "key")
 
     def drop(self):
-        if self.at != NULL:
+        if self.at != NULL and ours():
             p_ucp_rkey_destroy(self.at)
             self.at = NULL
 
     def __dealloc__(self):
-        if self.at != NULL and self.endpoint.at != NULL and self.endpoint.worker.at != NULL:
+        if self.at != NULL and self.endpoint.at != NULL and self.endpoint.worker.at != NULL and ours():
             p_ucp_rkey_destroy(self.at)
 
 
@@ -289,7 +295,7 @@ cdef class Flush:
         return True
 
     def __dealloc__(self):
-        if self.request != NULL:
+        if self.request != NULL and ours():
             p_ucp_request_free(self.request)
 
 
@@ -364,7 +370,7 @@ cdef class Endpoint:
         cdef nv_request_param params
         cdef void *request
         cdef int turn
-        if self.at == NULL or self.worker.at == NULL:
+        if self.at == NULL or self.worker.at == NULL or not ours():
             return
         memset(&params, 0, sizeof(params))
         params.op_attr_mask, params.flags = NV_OP_FLAGS, NV_CLOSE_FORCE

@@ -1,6 +1,6 @@
 /* What nvpool uses of UCX's C interface (libucp.so.0, UCX 1.13 and later; https://openucx.org, BSD 3-Clause), declared here so
  * that the module compiles without UCX and takes whichever library it finds at run time. Layouts and numbers are those of
- * ucp/api/ucp.h, which only grow at their ends; tests/contract/test_ucx.py compares them with the headers of the wheel. */
+ * ucp/api/ucp.h, which only grow at their ends; tests/unit/test_ucx_abi.py compares them with the headers of the wheel. */
 #ifndef NVPOOL_UCX_ABI_H
 #define NVPOOL_UCX_ABI_H
 

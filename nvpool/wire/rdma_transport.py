@@ -2,9 +2,10 @@
 
 A connection begins as one of `stream` (TCP with TLS, or a unix socket), with that one's greeting and its certificates: who may
 have keys to our memory is decided there. The listening side offers RDMA in its Hello, only to peers in networks that its
-operator has named, since what is written one-sidedly is not encrypted. The asking side answers with the address of its UCX
-worker and a key to memory; the store writes a few bytes there, and when they have come both know that it works. Otherwise the
-connection stays what it is, and the log says why.
+operator has named, since what is written one-sidedly is not encrypted. Both tell the addresses of their UCX workers and make
+endpoints to one another (also the asking side, which sends nothing by it: UCX ends a process that hears of a peer's death by an
+endpoint of no owner). Then the store is given a key to memory and writes a few bytes there, and when they have come both know
+that it works. Otherwise the connection stays what it is, and the log says why.
 
 From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the
 payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
@@ -19,7 +20,7 @@ cancellation, draining) is the stream's. With a REPLY a place is over: the store
 
 Words of ours travel in frames of kind HELLO with a code, behind the greeting:
 
-    1 BEGIN   address of the asking side's worker
+    1 BEGIN   nothing (the asking side wants it) · address of the worker (both: the store's comes first)
     2 KEY     number u32, reserved u32, address u64, bytes u64, key
     3 TRY     number of a key u32, offset u32, 8 bytes to be written there
     4 WORKS   (store) they have arrived
@@ -137,6 +138,19 @@ class _Turning:
             self.worker.close()
 
 
+def reach(worker: Any, address: bytes, transports: str) -> Any:
+    """An endpoint of the worker at `address`. That a peer has gone is told by UCX over a network; within a host, where UCX can
+    not, by the connection that this is for."""
+    if not address or len(address) > KEY_BYTES_MAX:
+        raise CorruptFrame("that is no address of a worker")
+    try:
+        return ucx.Endpoint(worker, address, True)
+    except ucx.Error:
+        if set(transports.split(",")) - set(ucx.LOCAL.split(",")):
+            raise
+    return ucx.Endpoint(worker, address, False)
+
+
 class RdmaConnection(StreamConnection):
     """The asking end. `upgraded`: answers can be written to our memory. `why_not`, else."""
 
@@ -153,7 +167,8 @@ class RdmaConnection(StreamConnection):
         self._places: dict[int, Any] = {}       # by request, until the store has answered for it
         self._quarantined: dict[int, float] = {}  # of those, whose requests have ended here, and until when
         self._quarantine_timer: asyncio.TimerHandle | None = None
-        self._works: asyncio.Future[None] | None = None
+        self._endpoint: Any = None
+        self._works: asyncio.Future[bytes] | None = None
 
     async def upgrade(self, deadline_s: float) -> None:
         """Go on with RDMA where the other side offers it and it works; `why_not` says why it does not."""
@@ -166,13 +181,16 @@ class RdmaConnection(StreamConnection):
             context = ucx.context(offers[0])
             self._turning = _Turning(context)
             self._rooms = Rooms(context, self._tell_key, self._forget_key)
-            self._say(BEGIN, self._turning.worker.address())
-            place = self._rooms.take(8)
-            if place is None:
-                raise NotSupported("no memory can be registered")
-            wanted, view = os.urandom(8), memoryview(place)
-            self._say(TRY, _TRY.pack(place.key, place.offset, wanted))
             async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self._now_s()))):
+                self._say(BEGIN, b"")
+                self._endpoint = reach(self._turning.worker, await self._works, offers[0])
+                self._works = self._loop.create_future()
+                self._say(BEGIN, self._turning.worker.address())
+                place = self._rooms.take(8)
+                if place is None:
+                    raise NotSupported("no memory can be registered")
+                wanted, view = os.urandom(8), memoryview(place)
+                self._say(TRY, _TRY.pack(place.key, place.offset, wanted))
                 await self._works
             if view != wanted:
                 raise NotSupported("what the other side has written did not arrive")
@@ -194,6 +212,9 @@ class RdmaConnection(StreamConnection):
     def _unlink(self) -> None:
         """Nothing can arrive any more on return, and no place is used again."""
         self.upgraded = False
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
         if self._turning is not None:
             self._turning.close()
         if self._rooms is not None:
@@ -238,10 +259,10 @@ class RdmaConnection(StreamConnection):
                 return
             if place is not None:
                 self._quarantined.pop(number, None)
-        elif kind == HELLO and code in (WORKS, FAILED) and self._works is not None:
+        elif kind == HELLO and code in (BEGIN, WORKS, FAILED) and self._works is not None:
             if not self._works.done():
-                if code == WORKS:
-                    self._works.set_result(None)
+                if code != FAILED:
+                    self._works.set_result(message)
                 else:
                     self._works.set_exception(NotSupported(message.decode(errors="replace")))
             return
@@ -328,7 +349,10 @@ class RdmaServed(StreamServed):
             if word == BEGIN and self._endpoint is None:
                 if not self._offers():
                     raise NotSupported("it was not offered")
-                self._endpoint = self._listener.reach(bytes(said))
+                if said:
+                    self._endpoint = reach(self._listener.turning.worker, said, self._listener.transports)
+                else:
+                    self._send(pack_head(HELLO, BEGIN, 0, 0, self._listener.turning.worker.address(), 0), (), 0, gather=False)
             elif word == KEY and self._endpoint is not None:
                 number, _, base, length = _KEY.unpack_from(said)
                 if len(self._keys) >= KEYS_MAX or len(said) > KEY_BYTES_MAX or number in self._keys:
@@ -423,7 +447,7 @@ class RdmaListener(StreamListener):
     def __init__(self, settings: Settings, *arguments) -> None:
         super().__init__(*arguments)
         self._settings = settings
-        self._transports = settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
+        self.transports = settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
         self.turning: _Turning | None = None
 
     def _serve(self) -> StreamServed:
@@ -432,34 +456,28 @@ class RdmaListener(StreamListener):
     async def start(self, sock, endpoint: str, path: str = "") -> None:
         if self._settings.local if self.local else self._settings.networks:
             try:
-                self.turning = _Turning(ucx.context(self._transports, self._settings.devices), self._settings.poll_us)
+                self.turning = _Turning(ucx.context(self.transports, self._settings.devices), self._settings.poll_us)
             except (NvpoolError, ucx.Error) as error:
                 _log.info("%s: no RDMA is offered: %s", endpoint, error)
-        await super().start(sock, endpoint, path)
+        try:
+            await super().start(sock, endpoint, path)
+        except BaseException:
+            if self.turning is not None:
+                self.turning.close()
+            raise
 
     def offered(self, transport) -> str:
         """UCX's transports for this connection, or nothing: no device, or the peer is not in a network for it."""
         if self.turning is None or self.turning.closed:
             return ""
         if self.local:
-            return self._transports
+            return self.transports
         for end in ("sockname", "peername"):
             address = ip_address(transport.get_extra_info(end)[0].partition("%")[0])
+            address = getattr(address, "ipv4_mapped", None) or address
             if not any(address in network for network in self._settings.networks):
                 return ""
-        return self._transports
-
-    def reach(self, address: bytes) -> Any:
-        """An endpoint of the worker at `address`. That a peer has gone is told by UCX over a network; within a host, where UCX
-        can not, by the connection that this is for."""
-        if len(address) > KEY_BYTES_MAX:
-            raise CorruptFrame("that is no address of a worker")
-        try:
-            return ucx.Endpoint(self.turning.worker, address, True)
-        except ucx.Error:
-            if set(self._transports.split(",")) - set(ucx.LOCAL.split(",")):
-                raise
-        return ucx.Endpoint(self.turning.worker, address, False)
+        return self.transports
 
     async def close(self, drain_s: float = 0.0) -> None:
         await super().close(drain_s)

@@ -89,7 +89,8 @@ class Rooms:
     def revoke(self, number: int) -> None:
         """The other side can not write by this key any more; its free places are not handed out again."""
         slab, size = self._slabs.pop(number)
-        self._free[size][:] = [entry for entry in self._free[size] if entry[0] != number]
+        for entry in [entry for entry in self._free[size] if entry[0] == number]:
+            self._free[size].remove(entry)  # one by one: places come back from other threads too
         self._bytes -= slab.length
         _in_process[0] -= slab.length
         self._forget_key(number)

@@ -41,6 +41,8 @@ RCACHE_REGIONS_MAX = 4096
 _SYSTEM = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/opt/ucx/lib",
            "/usr/local/lib")
 _CONTEXTS_MAX = 4
+_loaded_by = 0
+"""The process that has loaded UCX. Its forked children can not use it, nor take apart what they have inherited."""
 _contexts: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 Error: type[Exception] = _ucx.UcxError if _ucx is not None else NotSupported
@@ -66,12 +68,15 @@ def missing() -> str:
     """What keeps this process from using UCX, with the remedy; nothing when it can. Loads nothing."""
     if _ucx is None:
         return "nvpool's module for UCX was not compiled; install a C compiler and nvpool anew"
+    if _loaded_by not in (0, os.getpid()):
+        return "this process was forked from one that uses UCX"
     if library() is None:
         return "UCX is not installed; pip install 'nvpool[rdma]', or the system's UCX where there are network cards for RDMA"
     return ""
 
 
 def _load() -> None:
+    global _loaded_by
     if reason := missing():
         raise NotSupported(reason)
     place, _ = library()
@@ -81,6 +86,7 @@ def _load() -> None:
         _ucx.load(*(f"{place}/lib{name}.so.0" for name in ("ucs", "uct", "ucp")))
     except _ucx.UcxError as error:
         raise NotSupported(f"UCX in {place} can not be used: {error}") from None
+    _loaded_by = os.getpid()
 
 
 def version() -> str:
@@ -94,9 +100,9 @@ def context(transports: str, devices: str = "all") -> Any:
     of them; BadConfiguration for what are no names."""
     if not TRANSPORTS.fullmatch(transports) or not DEVICES.fullmatch(devices):
         raise BadConfiguration(f"{transports!r} over {devices!r} are no names of UCX's transports and devices")
+    _load()
     known = _contexts.get((transports, devices))
     if known is None:
-        _load()
         settings = {"TLS": transports, "NET_DEVICES": devices}
         if "ib" in transports.split(",") or "rc" in transports:
             settings |= {"RCACHE_MAX_SIZE": str(RCACHE_BYTES_MAX), "RCACHE_MAX_REGIONS": str(RCACHE_REGIONS_MAX)}

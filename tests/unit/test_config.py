@@ -104,3 +104,12 @@ def test_any_text_is_a_configuration_or_refused(text):
         assert isinstance(config.parse(text), config.Config)
     except BadConfiguration:
         pass
+
+
+@pytest.mark.parametrize("text", ['networks = "10.0.0.0/33"', 'networks = "office"', 'transports = "tcp,self"',
+                                  'transports = "A B"', 'devices = "mlx5_0;rm"', "poll_us = 2000", 'enabled = "on"'])
+def test_networks_devices_and_transports_for_rdma_are_named_properly_or_refused(text):
+    with pytest.raises(BadConfiguration, match="rdma"):
+        config.parse(f"[rdma]\n{text}\n")
+    good = config.parse('[rdma]\nnetworks = "10.0.0.0/16, fd00::/8"\ndevices = "mlx5_0:1,mlx5_1:1"\ntransports = "rc,self"\n')
+    assert len(config.networks_of(good.rdma.networks)) == 2

@@ -1,0 +1,137 @@
+"""read_many over the transport rdma (UCX's shared memory) beside the same over stream on a unix socket, from one pool.
+
+    .venv/bin/python bench/rdma.py [--rounds 15] [--seconds 0.4] [--json FILE] [--profile]
+
+One process reads with one client for each transport, in turns, from the same store processes, so that what else happens on the
+machine happens to both. A round's figure is the ratio of the two neighbors; reported are medians over the rounds, with the
+processor time of reader and stores beside them. The short cut is off. `--profile`: where the reader's time goes, per transport.
+No RDMA hardware is needed, and nothing is said about any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter, process_time
+
+import uvloop
+
+from nvpool.client.options import ClientOptions
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.wire import ucx
+
+MIB = 1 << 20
+REGION = 64 * MIB
+TRANSPORTS = ("stream+unix", "rdma")
+SHAPES = {"1024 x 4 KiB": (1024, 4096, 1.2), "16 x 1 MiB": (16, MIB, 1.5)}
+"""Reads of a call, bytes of each, and what is to be reached against stream+unix."""
+PLANS = 32
+
+
+def plans(file, count: int, size: int) -> list[list[tuple]]:
+    draw = random.Random(1)
+    return [[(file, draw.randrange(REGION // size) * size, size) for _ in range(count)] for _ in range(PLANS)]
+
+
+def processor_s(pids: list[int]) -> float:
+    ticks = os.sysconf("SC_CLK_TCK")
+    return sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) for pid in pids) / ticks
+
+
+async def calls(pool, batches, into, seconds: float, stores: list[int]) -> tuple[float, float, float]:
+    """(bytes a second, processor seconds of the reader and of the stores per GiB)"""
+    count, before, ours, began = 0, processor_s(stores), process_time(), perf_counter()
+    while (took := perf_counter() - began) < seconds:
+        await pool.read_many(batches[count % PLANS], into)
+        count += 1
+    gib = count * len(into) / (1 << 30)
+    return count * len(into) / took, (process_time() - ours) / gib, (processor_s(stores) - before) / gib
+
+
+async def measure(directory: str, options: argparse.Namespace, stores: list[int]) -> dict:
+    pools = {name: await AsyncFileSystem.connect(directory, options=ClientOptions(transport=name, short_cut=False))
+             for name in TRANSPORTS}
+    async with await pools["rdma"].open("/bench", "w+b") as file:
+        for at in range(0, REGION, MIB):
+            await file.write(at, os.urandom(MIB))
+        await file.flush()
+    found = {}
+    for shape, (count, size, wanted) in SHAPES.items():
+        into = bytearray(count * size)
+        files = {name: await pools[name].open("/bench") for name in TRANSPORTS}
+        batches = {name: plans(files[name], count, size) for name in TRANSPORTS}
+        first = {}
+        for name in TRANSPORTS:
+            await calls(pools[name], batches[name], into, options.seconds, stores)  # caches, connections, memory
+            await pools[name].read_many(batches[name][0], into)
+            first[name] = bytes(into)
+        assert first["rdma"] == first["stream+unix"], "the two read different bytes"
+        rounds = {name: [] for name in TRANSPORTS}
+        for number in range(options.rounds):
+            for name in TRANSPORTS[::1 if number % 2 else -1]:
+                rounds[name].append(await calls(pools[name], batches[name], into, options.seconds, stores))
+        ratios = [new[0] / old[0] for new, old in zip(rounds["rdma"], rounds["stream+unix"], strict=True)]
+        found[shape] = {name: dict(zip(("bytes_rate", "reader_s_per_gib", "stores_s_per_gib"),
+                                       map(statistics.median, zip(*rounds[name], strict=True)), strict=True))
+                        for name in TRANSPORTS} | {"ratio": statistics.median(ratios), "ratio_min": min(ratios),
+                                                   "ratio_max": max(ratios), "wanted": wanted}
+        if options.profile:
+            for name in TRANSPORTS:
+                profile = cProfile.Profile()
+                profile.enable()
+                await calls(pools[name], batches[name], into, 2.0, stores)
+                profile.disable()
+                print(f"-- {shape} over {name}", file=sys.stderr)
+                pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
+        for file in files.values():
+            await file.close()
+    placed = [connection.placed_bytes for connection in pools["rdma"].client.dialer._live.values()
+              if getattr(connection, "upgraded", False)]
+    assert placed and all(placed), "nothing was written one-sidedly"
+    for pool in pools.values():
+        await pool.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    if reason := ucx.missing():
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory(prefix="nvpool-rdma-") as place:
+        directory, config = f"{place}/pool", Path(place, "node.toml")
+        config.write_text("[rdma]\nlocal = true\n")
+        nvpool = str(Path(sys.executable).with_name("nvpool"))
+        subprocess.run([nvpool, "dev", "up", directory, "--config", str(config)], check=True, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
+        try:
+            stores = [int(json.loads(path.read_text())["pid"]) for path in Path(directory, "run").glob("target-*.json")]
+            found = uvloop.run(measure(directory, options, stores))
+        finally:
+            subprocess.run([nvpool, "dev", "down", directory], check=True, stdout=subprocess.DEVNULL)
+    found["ucx"], found["rounds"], found["load"] = ucx.version(), options.rounds, os.getloadavg()[0]
+    for shape, (_, _, wanted) in SHAPES.items():
+        this = found[shape]
+        print(f"{shape}: rdma {this['rdma']['bytes_rate'] / 1e6:.0f} MB/s, stream+unix "
+              f"{this['stream+unix']['bytes_rate'] / 1e6:.0f} MB/s, ratio {this['ratio']:.2f} (wanted {wanted})")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
