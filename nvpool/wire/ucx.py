@@ -29,6 +29,7 @@ LOCAL = "posix,sysv,self"
 """UCX's transports within a host: shared memory."""
 NETWORK = "ib,self"
 """All that go over InfiniBand and RoCE devices."""
+_VERBS = ("ib", "rc", "ud", "dc")
 TRANSPORTS = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+){0,15}")
 DEVICES = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?){0,15}")
 
@@ -104,7 +105,12 @@ def context(transports: str, devices: str = "all") -> Any:
     known = _contexts.get((transports, devices))
     if known is None:
         settings = {"TLS": transports, "NET_DEVICES": devices}
-        if "ib" in transports.split(",") or "rc" in transports:
+        if any(name.startswith(_VERBS) for name in transports.split(",")):
+            # UCX leaves out what it does not have, and would say so to the first peer only.
+            if not library()[1]:
+                raise NotSupported("this UCX was built without verbs")
+            if not os.path.isdir("/sys/class/infiniband") or not os.listdir("/sys/class/infiniband"):
+                raise NotSupported("this host has no InfiniBand or RoCE device")
             settings |= {"RCACHE_MAX_SIZE": str(RCACHE_BYTES_MAX), "RCACHE_MAX_REGIONS": str(RCACHE_REGIONS_MAX)}
         try:
             known = _ucx.Context(settings)

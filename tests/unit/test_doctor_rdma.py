@@ -37,6 +37,7 @@ def test_a_machine_without_devices_needs_nothing(tmp_path):
     found = of(tmp_path)
     assert found["devices"].state == found["kernel"].state == "ok"
     assert not [check for check in found.values() if check.state == "bad"]
+    assert "can be used" not in found["UCX over the network"].seen
 
 
 def test_a_machine_with_a_device_is_told_what_its_pool_would_miss(tmp_path, monkeypatch):

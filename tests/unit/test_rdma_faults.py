@@ -271,7 +271,8 @@ async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tm
 
 @pytest.mark.parametrize(("offered", "why"), [
     (Settings(), "does not offer"), (Settings(networks=(ip_network("10.0.0.0/8"),), transports="tcp,self"), "does not offer"),
-    (Settings(networks=LOOPBACK, transports="nosuch"), "does not offer")])
+    (Settings(networks=LOOPBACK, transports="nosuch"), "does not offer"),
+    (Settings(networks=LOOPBACK), "does not offer")])
 @on_a_loop
 async def test_where_one_side_can_not_the_connection_is_an_ordinary_one(offered, why, tmp_path):
     listener = await RdmaTransport(offered).listen("stream://127.0.0.1:0", SERVER, echo)
