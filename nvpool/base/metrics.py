@@ -171,6 +171,15 @@ CLIENT_QUESTIONS = _counter("client_metadata_questions_total", "Questions to met
                             "(look).", "kind")
 MOUNT_WORKERS = _gauge("mount_workers", "Processes that serve this mount and have answered.")
 
+# -- the bridge ----------------------------------------------------------------------------------------------------------------
+
+BRIDGE_SECONDS = _histogram("bridge_request_seconds", "Calls of container engines answered: the transport is docker or csi.",
+                            "op transport")
+BRIDGE_ERRORS = _counter("bridge_request_errors_total", "Calls of container engines that were refused or failed.",
+                         "op transport error")
+BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
+BRIDGE_UNTOLD = _gauge("bridge_ended_uses", "Uses that have ended here and of which the pool has not been told yet.")
+
 
 # -- durations -------------------------------------------------------------------------------------------------------------
 

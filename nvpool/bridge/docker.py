@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AccessDenied,
     AlreadyExists,
@@ -42,6 +43,7 @@ from nvpool.base.errors import (
     from_os_error,
 )
 from nvpool.base.units import format_bytes
+from nvpool.bridge.counting import Counts
 from nvpool.bridge.volumes import BridgeVolumes
 
 FACE = "docker/"
@@ -75,8 +77,10 @@ def status_of(error: NvpoolError) -> int:
 class DockerFace:
     """`activated` is set whenever an engine has said hello: who keeps `volumes` looks then at what is still in use."""
 
-    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S) -> None:
-        self._volumes, self._deadline_s = volumes, deadline_s
+    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S, counts: Counts | None = None,
+                 clock: Clock = SYSTEM_CLOCK) -> None:
+        self._volumes, self._deadline_s, self._clock = volumes, deadline_s, clock
+        self._counts = counts or Counts()
         self.activated = asyncio.Event()
         self._running = 0
         self._idle = asyncio.Event()
@@ -128,6 +132,14 @@ class DockerFace:
     # -- requests --------------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request) -> web.Response:
+        began_s = self._clock.boottime_s()
+        response, error = await self._response(request)
+        if request.path in self._verbs:
+            self._counts.done("docker", request.path.rpartition(".")[2].lower(), self._clock.boottime_s() - began_s, error)
+        return response
+
+    async def _response(self, request: web.Request) -> tuple[web.Response, str]:
+        """And the name of the error, or nothing."""
         try:
             if self._running >= REQUESTS_MAX:
                 raise Busy(f"{REQUESTS_MAX} requests are in work already; repeat it later")
@@ -135,7 +147,7 @@ class DockerFace:
             self._idle.clear()
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return _packed(200, await self._answer(request))
+                    return _packed(200, await self._answer(request)), ""
             except TimeoutError:
                 raise DeadlineExceeded(f"nvpool has not done it within {self._deadline_s:.0f} s; repeat it, and see: nvpool "
                                        "status") from None
@@ -146,10 +158,10 @@ class DockerFace:
         except NvpoolError as error:
             status = status_of(error)
             (log.warning if status >= 500 else log.info)("%s: %s", request.path[:100], error)
-            return _packed(status, {"Err": str(error)})
+            return _packed(status, {"Err": str(error)}), type(error).__name__
         except Exception as error:
             log.error("%s ended by an error that is none of ours", request.path[:100], exc_info=error)
-            return _packed(500, {"Err": f"this is a bug of nvpool ({type(error).__name__}); the bridge's log has more"})
+            return _packed(500, {"Err": f"this is a bug of nvpool ({type(error).__name__}); the bridge's log has more"}), "Bug"
 
     async def _answer(self, request: web.Request) -> dict[str, Any]:
         verb = self._verbs.get(request.path)

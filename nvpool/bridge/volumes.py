@@ -170,6 +170,10 @@ class BridgeVolumes:
             return []
         return [held[begin:] for held in attached if held.startswith(own) and held[begin:] not in known]
 
+    def uses(self) -> tuple[int, int]:
+        """(how many holders use volumes on this host, how many have ended and the pool does not know yet)"""
+        return (sum(len(self._references.of(name)) for name in self._references.volumes()), len(self._references.ended()))
+
     # -- volumes ---------------------------------------------------------------------------------------------------------
 
     async def create(self, name: str, options: Options | Mapping[str, Any] | None = None) -> Volume:

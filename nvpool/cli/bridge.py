@@ -35,13 +35,15 @@ options of a volume: size=10G files=1000000 replicas=2 sealed=true subpath=train
 @click.option("--csi-controller", is_flag=True, help="Of CSI the Controller service, and not Node: needs no mount.")
 @click.option("--csi-node", is_flag=True, help="Of CSI the Node service, and not Controller.")
 @click.option("--csi-pool", metavar="NAME", help="How nodes are labeled (nvpool.io/pool) that have the pool. [its name]")
+@click.option("--metrics", metavar="HOST:PORT", help="Tell Prometheus of the bridge at http://HOST:PORT/metrics, to "
+              "whoever asks.")
 @click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
 @click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
 @click.option("--check", is_flag=True, help="Do not start one: ask the one that runs, and show what it says.")
 @json_option
 def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, no_mount: bool, csi: str | None,
-           csi_controller: bool, csi_node: bool, csi_pool: str | None, node: str | None, log: str | None, check: bool,
-           as_json: bool) -> None:
+           csi_controller: bool, csi_node: bool, csi_pool: str | None, metrics: str | None, node: str | None, log: str | None,
+           check: bool, as_json: bool) -> None:
     """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin, and Kubernetes' CSI.
 
     Ends on Ctrl-C or SIGTERM; containers go on meanwhile, and the next one takes over. Two with one state directory are
@@ -54,7 +56,7 @@ def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: 
     directory = directory_of(pool)
     words = [str(directory.path) if directory is not None else pool]
     given = {"mountpoint": mountpoint, "state": state, "node": node, "log": log, "docker-socket": docker_socket, "csi": csi,
-             "csi-pool": csi_pool}
+             "csi-pool": csi_pool, "metrics": metrics}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     words += [f"--{name}" for name, asked_for in (("no-mount", no_mount), ("csi-controller", csi_controller),
                                                   ("csi-node", csi_node)) if asked_for]

@@ -15,18 +15,24 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
+from nvpool.base import metrics
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.config import Config, load
+from nvpool.base.config import Config, load, parse_address
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Unavailable, from_os_error
+from nvpool.base.metrics_page import Page
+from nvpool.bridge.counting import Counts
 from nvpool.bridge.docker import FACE, DockerFace
 from nvpool.bridge.poolmount import PoolMount
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
 from nvpool.client.options import configured
 from nvpool.run.daemon import Stop, exit_code, keep_alive, notify_ready, run
 from nvpool.run.logs import start_log
+from nvpool.run.measuring import own_page
+from nvpool.run.scrape import serve_metrics
 from nvpool.sdk.asynchronous import AsyncFileSystem
 
 STATE = Path("/var/lib/nvpool-bridge")
@@ -50,6 +56,7 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--csi-controller", action="store_true", help="CSI's Controller service, and not Node")
     parser.add_argument("--csi-node", action="store_true", help="CSI's Node service, and not Controller")
     parser.add_argument("--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)")
+    parser.add_argument("--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics")
     parser.add_argument("--settled-s", type=float, default=SETTLED_S, help="from which age on a use of a volume without a "
                         f"container counts as lost ({SETTLED_S:.0f})")
     parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
@@ -76,6 +83,8 @@ def main(words: list[str]) -> int:
             raise AccessDenied("the bridge makes mounts for containers; run it as root")
         if not arguments.docker_socket and not arguments.csi:
             raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket or --csi")
+        if arguments.metrics:
+            parse_address(arguments.metrics)
         arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
     except NvpoolError as error:
@@ -109,16 +118,19 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
                 await mount.ensure()
             except Unavailable as error:
                 log.warning("%s; it is tried again with the first volume that is used", error)
-        docker = DockerFace(volumes) if arguments.docker_socket else None
+        counts = Counts()
+        docker = DockerFace(volumes, counts=counts) if arguments.docker_socket else None
         if docker is not None:
             await docker.start(Path(arguments.docker_socket))
             log.info("volumes of the pool %s for Docker at %s, as %s", name, arguments.docker_socket, node)
         try:
             async with asyncio.TaskGroup() as tasks:
                 upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
+                if arguments.metrics:
+                    upkeep.append(tasks.create_task(serve_metrics(arguments.metrics, partial(_page, volumes, counts))))
                 if arguments.csi:
                     answers = asyncio.Event()
-                    upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers)))
+                    upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers, counts)))
                     await answers.wait()
                 notify_ready()
                 await stop.asked.wait()
@@ -135,9 +147,21 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         await pool.close()
 
 
-async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event) -> None:
+async def _page(volumes: BridgeVolumes, counts: Counts, wait_s: float) -> Page:
+    def measure(page: Page) -> None:
+        page.set(metrics.UP, 1)
+        counts.measure(page)
+        in_use, untold = volumes.uses()
+        page.set(metrics.BRIDGE_USES, in_use)
+        page.set(metrics.BRIDGE_UNTOLD, untold)
+
+    return own_page(measure)
+
+
+async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event,
+                     counts: Counts) -> None:
     from nvpool.bridge.csi.server import serve_csi  # gRPC takes 30 MB, and Docker has no use for it
-    await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set,
+    await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set, counts=counts,
                     controller=arguments.csi_controller or not arguments.csi_node,
                     node=arguments.csi_node or not arguments.csi_controller)
 

@@ -31,7 +31,7 @@ class RealEtcd:
 
     def __init__(self, count: int = 1, *, secured: bool = False) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="nvpool-etcd-"))
-        ports = _free_ports(2 * count)
+        ports = free_ports(2 * count)
         self.members = [f"127.0.0.1:{port}" for port in ports[:count]]
         self._scheme = "https" if secured else "http"
         self.urls = ",".join(f"{self._scheme}://{member}" for member in self.members)
@@ -114,7 +114,7 @@ class RealEtcd:
         os.kill(self._running[number].pid, signal.SIGCONT)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from nvpool.bridge.csi.server import serve_csi, socket_path
 from nvpool.bridge.v1 import csi_pb2 as pb
 from nvpool.testing.memory_volumes import MemoryVolumes
 from nvpool.testing.real_bridge import RealBridge
+from nvpool.testing.real_etcd import free_ports
 from nvpool.testing.real_pool import RealPool
 
 WHY_NOT = "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
@@ -328,10 +330,16 @@ def test_the_socket_is_roots_alone_and_a_dead_one_is_replaced(volumes, tmp_path)
 class CsiBridge(RealBridge):
     """`nvpool bridge --csi`, without Docker."""
 
+    metrics_port = 0
+
+    def page(self):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=20) as reply:
+            return reply.read().decode()
+
     def start(self):
         words = [sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", str(self.pool), f"--state={self.place}/state",
                  "--docker-socket=", f"--csi=unix://{self.place}/csi.sock", f"--node={self.node}", f"--log={self.log}",
-                 "--csi-pool=pool-1"]
+                 "--csi-pool=pool-1", f"--metrics=127.0.0.1:{self.metrics_port}"]
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                          start_new_session=True, cwd="/")
         self.until(self._probed, "the plugin answers", 120)
@@ -354,7 +362,9 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
     with RealPool(tmp_path / "pool", sizes=(256 * MIB,)) as pool:
         pool.make()
         pool.start()
-        with CsiBridge(pool.path, place) as bridge:
+        bridge = CsiBridge(pool.path, place)
+        bridge.metrics_port = free_ports(1)[0]
+        with bridge:
             try:
                 made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
                 assert made.code == "OK", made
@@ -374,6 +384,11 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                         done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
                 assert done.code == "OK", (done, bridge.said())
                 assert bridge.csi("DeleteVolume", volume_id="v").code == "FAILED_PRECONDITION"
+                told = bridge.page()
+                assert "nvpool_bridge_volume_uses 1\n" in told and "nvpool_bridge_ended_uses 0\n" in told
+                refused = 'op="deletevolume",transport="csi",error="failed_precondition"'
+                assert f"nvpool_bridge_request_errors_total{{{refused}}} 1\n" in told
+                assert 'nvpool_bridge_request_seconds_count{op="nodegetvolumestats",transport="csi"} 1\n' in told
                 assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pod)).code == "OK"
                 unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
                 assert unstaged.code == "OK" and bridge.csi("DeleteVolume", volume_id="v").code == "OK"

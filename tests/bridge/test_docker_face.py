@@ -12,8 +12,11 @@ import stat
 import pytest
 from volumes_twin import TwinPool, WrittenBinds
 
+from nvpool.base import metrics
 from nvpool.base.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Refused, Stale, Unavailable, every_error
+from nvpool.base.metrics_page import Page
 from nvpool.bridge import docker
+from nvpool.bridge.counting import Counts
 from nvpool.bridge.docker import BODY_BYTES_MAX, CONTENT_TYPE, DockerFace, status_of
 from nvpool.bridge.volumes import BridgeVolumes
 
@@ -30,7 +33,8 @@ class Asked:
 
     async def __aenter__(self):
         await self.volumes.begin()
-        self.face = DockerFace(self.volumes, deadline_s=5.0)
+        self.counts = Counts()
+        self.face = DockerFace(self.volumes, deadline_s=5.0, counts=self.counts)
         await self.face.start(self.path)
         return self
 
@@ -64,6 +68,19 @@ def scene(tmp_path, play):
         async with Asked(tmp_path) as asked:
             await play(asked)
     asyncio.run(whole())
+
+
+def test_calls_and_refusals_are_counted_and_a_stranger_makes_no_names(tmp_path):
+    async def play(asked):
+        await asked.told("/VolumeDriver.Create", Name="v", Opts={})
+        assert (await asked.ask("/VolumeDriver.Get", b'{"Name": "w"}'))[0] == 404
+        assert (await asked.ask("/VolumeDriver.Bogus", b"{}"))[0] == 404
+        page = Page()
+        asked.counts.measure(page)
+        assert page.value(metrics.BRIDGE_SECONDS, op="create", transport="docker") == 1
+        assert page.value(metrics.BRIDGE_ERRORS, op="get", transport="docker", error="NotFound") == 1
+        assert "ogus" not in page.text()
+    scene(tmp_path, play)
 
 
 def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):

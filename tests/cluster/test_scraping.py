@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -21,16 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.units import KIB, MIB
+from nvpool.testing.real_etcd import free_ports
 from nvpool.testing.real_pool import RealPool, end_process
 
 NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "nvpool-alerts.yml"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def got(url: str, timeout_s: float = 20.0) -> str | None:
@@ -62,7 +56,7 @@ def value(samples: dict[str, list], name: str, **labels: str) -> float:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A pool of two copies that tells Prometheus, and its port."""
-    port = free_port()
+    port = free_ports(1)[0]
     config = f'[metrics]\nlisten = "127.0.0.1:{port}"\n[store]\nshort_cut = false\n'
     with RealPool(tmp_path_factory.mktemp("measured") / "pool", sizes=(96 * MIB,) * 2, replicas=2, config=config) as pool:
         pool.make()
@@ -136,7 +130,7 @@ def prometheus(place: Path, node: int):
         f"global: {{scrape_interval: 500ms, evaluation_interval: 1s}}\nrule_files: [{ALERTS}]\n"
         f'scrape_configs:\n  - job_name: nvpool\n    scrape_timeout: 500ms\n'
         f'    static_configs: [{{targets: ["127.0.0.1:{node}"]}}]\n')
-    port = free_port()
+    port = free_ports(1)[0]
     with open(place / "log", "wb") as log:
         running = subprocess.Popen(
             [program, f"--config.file={place}/prometheus.yml", f"--storage.tsdb.path={place}/records",

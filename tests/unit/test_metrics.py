@@ -15,6 +15,7 @@ from nvpool.base.metrics import BOUNDS_S, SLOTS, Times
 from nvpool.base.metrics_page import Page
 from nvpool.run import scrape
 from nvpool.run.node_metrics import Asked, node_page
+from nvpool.testing.real_etcd import free_ports
 from nvpool.wire.dial import Dialer
 from nvpool.wire.registry import listen
 from nvpool.wire.tally import Tally, op_of
@@ -167,16 +168,9 @@ def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
 # -- over HTTP ---------------------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 async def asked_by_http(requests, make_page, patience=None):
     """What comes back for each of these byte strings, sent over connections of their own at the same time."""
-    port = free_port()
+    port = free_ports(1)[0]
     serving = asyncio.ensure_future(scrape.serve_metrics(f"127.0.0.1:{port}", make_page))
 
     async def ask(raw):

@@ -22,7 +22,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import BadConfiguration, InUse, from_os_error
+from nvpool.bridge.counting import Counts
 from nvpool.bridge.csi.controller import Controller
 from nvpool.bridge.csi.identity import Identity
 from nvpool.bridge.csi.node import Node
@@ -58,7 +60,8 @@ def socket_path(address: str) -> Path:
 class _Calls(grpc.GenericRpcHandler):
     """Calls of the specification's services to the methods that have their names."""
 
-    def __init__(self, services: dict[str, object]) -> None:
+    def __init__(self, services: dict[str, object], counts: Counts) -> None:
+        self._counts = counts
         self._methods: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {}
         for name, service in services.items():
             for method in csi_pb2.DESCRIPTOR.services_by_name[name].methods:
@@ -69,7 +72,11 @@ class _Calls(grpc.GenericRpcHandler):
         path = handler_call_details.method
 
         async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            began_s = SYSTEM_CLOCK.boottime_s()
             reply, code, text = await self._answered(path, raw)
+            if path in self._methods:
+                self._counts.done("csi", path.rpartition("/")[2].lower(), SYSTEM_CLOCK.boottime_s() - began_s,
+                                  code.name.lower() if code is not StatusCode.OK else "")
             if code is not StatusCode.OK:
                 log.info("%s: %s: %s", path.rpartition("/")[2], code.name, text)
                 await context.abort(code, text)
@@ -98,11 +105,11 @@ class _Calls(grpc.GenericRpcHandler):
 
 
 async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controller: bool = True, node: bool = True,
-                    started: Callable[[], object] | None = None) -> None:
+                    started: Callable[[], object] | None = None, counts: Counts | None = None) -> None:
     """Serve until cancelled; what is under way has GRACE_S to end then.
 
     `volumes` has begun, and stays the caller's. `pool` is what nodes that have the pool mounted are labeled with. `started` is
-    called when calls are answered. What an earlier bridge has left at the address is replaced.
+    called when calls are answered; `counts` is added to. What an earlier bridge has left at the address is replaced.
 
     BadConfiguration   the address or the pool's name can not be used
     InUse              somebody answers there already
@@ -117,7 +124,8 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
     if node:
         services["Node"] = Node(volumes, pool)
     await asyncio.to_thread(_make_room, path)
-    server = grpc.aio.server(handlers=[_Calls(services)], options=_OPTIONS, maximum_concurrent_rpcs=CALLS_MAX)
+    server = grpc.aio.server(handlers=[_Calls(services, counts or Counts())], options=_OPTIONS,
+                             maximum_concurrent_rpcs=CALLS_MAX)
     before = os.umask(0o177)
     try:
         server.add_insecure_port(f"unix:{path}")
