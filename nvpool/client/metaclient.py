@@ -67,6 +67,8 @@ class MetaClient(Releasing):
         self._closed = False
         self._kept = kept
         self.once = Once(kept, self._shards, self._give_back) if kept is not None else None
+        if self.once is not None:
+            self.once.on_given_up = self._give_up
         self.on_lost: Callable[[int], None] = lambda shard: None
         """Called when a session has ended at a shard, before there is a new one: what it stood for is gone."""
         self.on_restart: Callable[[int], None] = lambda shard: None
@@ -330,6 +332,9 @@ class MetaClient(Releasing):
         if state.earlier is not None:
             request.session, request.secret = state.earlier
             request.names_open, request.opened = True, codec.pack_inodes(list(state.open))
+            request.names_slots = True
+            request.slots.extend(state.early)
+            state.given_up.clear()
         sent_s = self._clock.boottime_s()
         try:
             raw = await self._send(state, wire_pb2.META_OPEN_SESSION, request, deadline_s)
@@ -360,6 +365,8 @@ class MetaClient(Releasing):
             state.slot_count = len(last)
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
             state.untold.clear()
+            if state.given_up:
+                self._release_at(state, [])
         if self._kept is not None:
             if state.record < 0:
                 state.record = self._kept.add_shard()
@@ -398,6 +405,7 @@ class MetaClient(Releasing):
             self.on_lost(state.shard)
             state.slots.clear()
             state.released.clear()
+            state.given_up.clear()
             state.wake_all()
 
     def _watch(self, state: ShardSession) -> None:

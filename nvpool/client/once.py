@@ -52,6 +52,8 @@ class Once:
         """Requests of the kernel for which slots are held (None: since the process before us); `answered` has to be called when
         they are."""
         self._early: dict[int, _Early] = {}
+        self.on_given_up: Callable[[object, int], None] = lambda state, slot: None
+        """Called with the session and a slot of which a change of the process before us is not asked for again."""
 
     def take_over(self, shard: int, number: int) -> dict[int, int]:
         """slot -> sequence of those that wait for their requests to come again."""
@@ -99,6 +101,7 @@ class Once:
         self._memory.clear_slot(state.record, early.slot)
         if state.session:
             self._give_back(state, early.slot, early.sequence, state.generation)
+        self.on_given_up(state, early.slot)
 
     def _over(self, held: Held) -> None:
         if held.state.generation == held.generation:

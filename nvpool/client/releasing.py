@@ -34,13 +34,18 @@ class Releasing:
             return
         self._release_at(state, [inode] * count)
 
+    def _give_up(self, state: ShardSession, slot: int) -> None:
+        """What the process before us has sent in the slot is not asked for again: the service closes what that has opened."""
+        state.given_up.append(slot)
+        self._release_at(state, [])
+
     def _release_at(self, state: ShardSession, inodes: list[int]) -> None:
         state.released.extend(inodes)
         if state.releasing is None or state.releasing.done():
             state.releasing = asyncio.create_task(self._release_soon(state))
 
     async def _release_soon(self, state: ShardSession) -> None:
-        while state.released and state.session and not self._closed:
+        while (state.released or state.given_up) and state.session and not self._closed:
             await asyncio.sleep(self._options.release_s)
             await self._release_now(state)
 
@@ -55,15 +60,19 @@ class Releasing:
 
     async def _release_now(self, state: ShardSession) -> None:
         released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
-        if not released or not state.session:
+        if not (released or state.given_up) or not state.session:
             return
+        given_up, state.given_up = state.given_up, []
         session = state.session
-        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=codec.pack_inodes(released))
+        request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=codec.pack_inodes(released),
+                                          slots=given_up)
         try:
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
         except NvpoolError as error:
             # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
             # is given up with the session, or when the shard restarts.
+            if state.session == session and not isinstance(error, StaleSession):
+                state.given_up += given_up  # may be said twice
             if isinstance(error, WrongShard):
                 for inode in released:  # each where it is by now
                     self._release_at(self._shard_of(inode), [inode])

@@ -38,6 +38,7 @@ class ShardSession:
         self.slot_count = 0
         self.taken_up = -1                               # the generation in which it was
         self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
+        self.given_up: list[int] = []                    # slots that were of those, and the shard is to be told
 
 
     @property

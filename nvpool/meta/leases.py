@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import stat
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.ids import partition_of
@@ -27,7 +27,7 @@ OPEN_INODES_MAX = 1_000_000
 class Slot:
     """One request place: the last sequence that was decided, with its answer or its refusal."""
 
-    __slots__ = ("sequence", "waits_for", "answer", "error", "restored", "opened")
+    __slots__ = ("sequence", "waits_for", "answer", "error", "restored", "opened", "awaited")
 
     def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"") -> None:
         self.sequence = sequence
@@ -39,6 +39,15 @@ class Slot:
         """Decided before the restart: what it opened is not in our memory."""
         self.opened = 0
         """What it opened, as long as that may be asked for again and was not closed."""
+        self.awaited = False
+        """Another process of the client may ask for it again: what it opened counts until that is asked for, or given up."""
+
+    def take_awaited(self) -> int:
+        """What nobody asks for again from here on, and counts no more; 0: nothing."""
+        if not self.awaited:
+            return 0
+        inode, self.opened, self.awaited = self.opened, 0, False
+        return inode
 
 
 class Session:
@@ -158,25 +167,42 @@ class Sessions:
         session.expires_s = now_s + self.lease_s
         return session
 
-    def name_open(self, session: Session, named: tuple[int, ...]) -> None:
-        """Another process of the client goes on with the session and has these open, once each. It may ask again for what its
-        predecessor was not answered: so what the last change of a slot has opened stays open too."""
-        kept = set(named).union(slot.opened for slot in session.slots if slot is not None and slot.opened)
-        for inode in [inode for inode in session.opens if inode not in kept]:
+    def name_open(self, session: Session, named: tuple[int, ...], pending: Container[int] | None = None) -> None:
+        """Another process of the client goes on with the session and has these open, once each. It may ask again for the last
+        change of the slots `pending`: what that has opened is open once more, until it is asked for, the slot is given up or
+        used anew. Without `pending` it does not say which: then what the last change of any slot has opened stays open too."""
+        counts = dict.fromkeys(named, 1)
+        for index, slot in enumerate(session.slots):
+            if slot is None or not slot.opened:
+                continue
+            slot.awaited = pending is not None and index in pending
+            if slot.awaited:
+                counts[slot.opened] = counts.get(slot.opened, 0) + 1
+            elif pending is None:
+                counts.setdefault(slot.opened, 1)
+            else:
+                slot.opened = 0
+        for inode in [inode for inode in session.opens if inode not in counts]:
             del session.opens[inode]
             self._let_go(inode)
-        for inode in kept:
+        for inode, count in counts.items():
             if inode not in session.opens:
                 self.check_room(session)
                 self.open(session, inode)
-            session.opens[inode] = 1
+            session.opens[inode] = count
+
+    def give_up(self, session: Session, slot: Slot) -> None:
+        """Nobody asks for its last change again: what that has opened for whom might have asked is closed."""
+        inode = slot.take_awaited()
+        if inode:
+            self.close(session, inode)
 
     def release(self, session: Session, inodes: tuple[int, ...]) -> None:
         """The client has closed these, one handle each: so it was answered what opened them."""
         for inode in inodes:
             self.close(session, inode)
         for slot in session.slots if inodes else ():
-            if slot is not None and slot.opened in inodes:
+            if slot is not None and slot.opened in inodes and not slot.awaited:
                 slot.opened = 0
 
     def open(self, session: Session, inode: int) -> None:

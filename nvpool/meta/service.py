@@ -399,11 +399,11 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                 self._wait_for_cut(call, wait.inode)
             except WrongShard as error:
                 if home is None or self._view.is_elsewhere(self._home_partition(request, home)):
-                    self._keep_refusal(slot, sequence, error)  # should the partition come back: it is not to be made then
+                    self._keep_refusal(session, slot, sequence, error)  # if the partition comes back it is not to be made
                     raise
                 self._span(call, decide, request, session, slot, index, sequence)
             except Refused as error:
-                self._keep_refusal(slot, sequence, error)
+                self._keep_refusal(session, slot, sequence, error)
                 raise
 
         return answer
@@ -415,8 +415,8 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             return partition_of_name(number, True, self._view.name_hash(number, request.name))
         return partition_of(number)
 
-    @staticmethod
-    def _keep_refusal(slot: Slot, sequence: int, error: NvpoolError) -> None:
+    def _keep_refusal(self, session: Session, slot: Slot, sequence: int, error: NvpoolError) -> None:
+        self._sessions.give_up(session, slot)
         slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
         slot.error = error.with_traceback(None)
 
@@ -454,7 +454,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                         return
             except Refused as error:
                 if sequence > slot.sequence:
-                    self._keep_refusal(slot, sequence, error)
+                    self._keep_refusal(session, slot, sequence, error)
                 raise
             finally:
                 access.asker = None
@@ -506,12 +506,15 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             if committed is not None:
                 committed()
         slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
+        given_up = slot.take_awaited() if slot.awaited else 0
         slot.opened = draft.opened
         if draft.born:
             self._view.next_number += 1
             self._view.inode_count += 1
         if draft.opened:
             self._sessions.open(session, draft.opened)
+        if given_up:
+            self._sessions.close(session, given_up)
         if draft.closed:
             self._sessions.release(session, (draft.closed,))
         for orphan in draft.orphans:
@@ -545,6 +548,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
             raise StaleSequence(f"the slot has served request {slot.sequence}, {sequence} came later")
         if not sequence:
             raise InvalidRequest("sequences begin with 1")
+        slot.awaited = False
         self._sessions.open_again(session, slot, request)
         if slot.error is not None:
             call.fail(slot.error)

@@ -23,7 +23,7 @@ class SessionAnswers:
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, now_s)
             if request.names_open:
-                self._sessions.name_open(session, inodes_of(request.opened))
+                self._sessions.name_open(session, inodes_of(request.opened), request.slots if request.names_slots else None)
         else:
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -99,6 +99,8 @@ class SessionAnswers:
         session = self._sessions.get(request.session)
         self._check_ours(request.inodes)
         self._sessions.release(session, inodes_of(request.inodes))
+        for index in request.slots:
+            self._sessions.give_up(session, self._sessions.slot(session, index))
         call.reply(b"")
 
     def _owners(self, call: Call) -> None:

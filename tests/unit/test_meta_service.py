@@ -897,6 +897,50 @@ async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may
 
 
 @scenario
+async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the_client_was_killed(shard, client):
+    def opens():
+        return shard.service._sessions.get(client.session).opens
+
+    async def go_on(*named, slots=()):
+        await client.ask("OPEN_SESSION", pb.OpenSessionRequest(
+            session=client.session, secret=client.secret, names_open=True, names_slots=True, slots=slots,
+            opened=b"".join(inode.to_bytes(8, "little") for inode in named)))
+
+    async def create(name, slot):
+        request = pb.CreateRequest(change=client.change(slot), parent=ROOT, name=name, mode=0o100644, open=True, rights=3)
+        return (await client.ask("CREATE", request)).entry.attr.inode, request
+
+    async def release(inodes=(), slots=()):
+        await client.ask("RELEASE", pb.ReleaseRequest(
+            session=client.session, inodes=b"".join(inode.to_bytes(8, "little") for inode in inodes), slots=slots))
+
+    closed, _ = await create(b"closed", 1)  # answered, closed, and the release not sent
+    again, request = await create(b"again", 2)
+    never, _ = await create(b"never", 3)
+    newer, _ = await create(b"newer", 4)
+    both, _ = await create(b"both", 5)
+    refused, _ = await create(b"refused", 6)
+    await go_on(both, slots=(2, 3, 4, 5, 6, 7))
+    assert opens() == {both: 2, again: 1, never: 1, newer: 1, refused: 1}, "the request for what is closed was answered"
+
+    await client.ask("CREATE", request)
+    await release(slots=(2, 3, 7))
+    assert opens() == {both: 2, again: 1, newer: 1, refused: 1}, "what was asked for again is the asker's"
+    await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(4), parent=ROOT, name=b"newer"))
+    assert opens() == {both: 2, again: 1, refused: 1}, "the slot is used anew"
+    with pytest.raises(errors.NotFound):
+        await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(6), parent=ROOT, name=b"nothing"))
+    assert opens() == {both: 2, again: 1}
+    await release((both,))
+    assert opens() == {both: 1, again: 1}
+    await release(slots=(5,))
+    await release((again,), slots=(5,))
+    assert opens() == {} and shard.service._sessions.holders == {}
+    await go_on(slots=range(64))
+    assert opens() == {}
+
+
+@scenario
 async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothing(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.AlreadyExists):

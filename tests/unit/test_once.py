@@ -74,3 +74,17 @@ def test_when_the_session_has_ended_nothing_of_it_is_used(memory):
     assert once.slot_of(1000, session, MKDIR) is None and not session.early
     once.all_came_again(set())
     assert free == []
+
+
+def test_the_service_hears_which_changes_are_not_asked_for_again(memory):
+    once, session, free = begin(memory)
+    for unique, slot in ((1000, 1), (1001, 2), (1002, 3)):
+        once.note(0, slot, 40, MKDIR, unique)
+    once, session, free = begin(memory)
+    told = []
+    once.on_given_up = lambda state, slot: told.append((state is session, slot))
+    assert once.slot_of(1001, session, MKDIR) == (2, 40, 1)
+    once.all_came_again({1001, 1002})
+    assert told == [(True, 1)]
+    once.answered(1002)  # it has ended without its change
+    assert told == [(True, 1), (True, 3)] and free == [(1, 40), (3, 40)]

@@ -78,7 +78,7 @@ class Entry(_message.Message):
     def __init__(self, attr: _Optional[_Union[Attr, _Mapping]] = ..., grant: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client", "session", "secret", "watch", "names_open", "opened", "identity")
+    __slots__ = ("client", "session", "secret", "watch", "names_open", "opened", "identity", "names_slots", "slots")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,8 @@ class OpenSessionRequest(_message.Message):
     NAMES_OPEN_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NAMES_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     client: str
     session: int
     secret: bytes
@@ -93,7 +95,9 @@ class OpenSessionRequest(_message.Message):
     names_open: bool
     opened: bytes
     identity: int
-    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ...) -> None: ...
+    names_slots: bool
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, client: _Optional[str] = ..., session: _Optional[int] = ..., secret: _Optional[bytes] = ..., watch: _Optional[bool] = ..., names_open: _Optional[bool] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ..., names_slots: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSessionReply(_message.Message):
     __slots__ = ("session", "secret", "lease_s", "slots", "sequences", "incarnation", "watch", "watch_ms", "linger_ms", "name_key")
@@ -472,14 +476,16 @@ class OpenRequest(_message.Message):
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., truncate: _Optional[bool] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inodes")
+    __slots__ = ("session", "map_epoch", "inodes", "slots")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inodes: bytes
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

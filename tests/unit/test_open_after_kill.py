@@ -1,0 +1,93 @@
+"""A process that goes on with a killed one's sessions leaves nothing registered as open that nobody has open."""
+
+import asyncio
+import os
+
+import pytest
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.kept import KeptMemory
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
+from nvpool.client.vfs import Caller
+from nvpool.testing.pool import run
+
+ME = Caller(0, 0)
+NEVER_S = 1000.0
+
+
+class Request(asyncio.Task):
+    """A request of the kernel, as the engines number it."""
+
+    unique = 0
+
+
+async def asked(unique, work):
+    task = Request(work)
+    task.unique = unique
+    return await task
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "not-answered"])
+def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
+    async def main(pool) -> None:
+        descriptor = KeptMemory.make(16 * MIB)
+        def process(release_s):
+            return Client.open(pool.pool_map, "mount", ClientOptions(release_s=release_s), clock=pool.clock,
+                               kept=KeptMemory(descriptor))
+
+        def opens():
+            session, = [one for one in pool.meta._sessions.by_number.values() if one.client.startswith("mount")]
+            return set(session.opens)
+
+        killed = await process(NEVER_S)
+        vfs = killed.vfs
+        attr, handle = await asked(1000, vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
+        if answered:
+            vfs.meta.once.answered(1000)
+            await vfs.release(handle)
+        assert opens() == {attr.inode}, "the release is not sent"
+        await vfs.meta.close(0.0, say_so=False)
+
+        after = await process(0.01)
+        await after.vfs.take_over([])
+        await after.vfs.lookup(ROOT_INODE, b"f")
+        assert opens() == (set() if answered else {attr.inode}), "the kernel may ask for it again"
+        if not answered:
+            again, handle = await asked(1000, after.vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
+            after.vfs.meta.once.all_came_again({1000})
+            after.vfs.meta.once.answered(1000)
+            await asyncio.sleep(0.1)
+            assert again.inode == attr.inode and opens() == {attr.inode}
+            await after.vfs.release(handle)
+            await asyncio.sleep(0.1)
+            assert opens() == set()
+        await after.close()
+        await killed.close()
+        os.close(descriptor)
+    run(main)
+
+
+def test_what_was_asked_for_by_somebody_who_is_gone_is_closed():
+    async def main(pool) -> None:
+        descriptor = KeptMemory.make(16 * MIB)
+        def process():
+            return Client.open(pool.pool_map, "mount", ClientOptions(release_s=0.01), clock=pool.clock,
+                               kept=KeptMemory(descriptor))
+
+        killed = await process()
+        attr, _ = await asked(1000, killed.vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
+        await killed.vfs.meta.close(0.0, say_so=False)
+        after = await process()
+        await after.vfs.take_over([])
+        await after.vfs.lookup(ROOT_INODE, b"f")
+        session, = pool.meta._sessions.by_number.values()
+        assert session.opens == {attr.inode: 1}
+        after.vfs.meta.once.all_came_again(set())
+        await asyncio.sleep(0.1)
+        assert session.opens == {}
+        await after.close()
+        await killed.close()
+        os.close(descriptor)
+    run(main)
