@@ -109,3 +109,19 @@ def test_a_process_that_takes_the_mount_over_goes_on_with_the_quota(pool, volume
         wait_until(lambda: not shown(pool, name).bytes_reserved, "nothing is promised any more", 20)
     finally:
         mounted.end()
+
+
+def test_a_volume_whose_files_were_closed_before_a_kill_is_removed_while_the_mount_goes_on(pool, engine):
+    if engine == "pyfuse3":
+        pytest.skip("a mount by libfuse's binding ends with its process")
+    nvpool("volume", "create", pool.directory, "closed", "--size", "10MiB")
+    mounted = pool.mount(pool.directory.parent / "over-closed", "--holder", "--drain-s", "2")
+    try:
+        for turn in range(4):
+            for number in range(8):
+                (mounted.place / "volumes" / "closed" / f"{turn}-{number}").write_bytes(b"x" * 1000)
+            kill_serving(mounted)
+        os.stat(mounted.place / "volumes" / "closed" / "0-0")
+        nvpool("volume", "rm", pool.directory, "closed", "--wait")
+    finally:
+        mounted.end()
