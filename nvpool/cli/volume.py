@@ -215,7 +215,7 @@ def seal(pool: str, name: str, as_json: bool) -> None:
 
 
 @volume.command(epilog="""\b
-CLIENT is a member of the pool, as `nvpool client list` shows it. From the first grant on only clients with one get in; nodes
+CLIENT is a member of the pool, as `nvpool client ls` shows it. From the first grant on only clients with one get in; nodes
 of the pool, which hold the bytes, always do. `nvpool volume set --access open` lets every client in again.
 
 \b

@@ -107,7 +107,8 @@ class AsyncVolumes:
         where not given. `mode` is of its directory, which belongs to root.
 
         FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
-        differs EINVAL           the name can be none, or a size makes no sense
+                         differs
+        EINVAL           the name can be none, or a size makes no sense
         """
         with as_os_error(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
@@ -164,7 +165,7 @@ class AsyncVolumes:
             return await self._tell(name, _Wish.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
-        """The client (NAME, or a member as in `nvpool client list`) may read ("ro") or write ("rw") from now on; the volume is
+        """The client (NAME, or a member as in `nvpool client ls`) may read ("ro") or write ("rw") from now on; the volume is
         "listed" from then on, so nobody else may."""
         with as_os_error(_place(name)):
             if rights not in _RIGHTS:

@@ -137,6 +137,14 @@ def test_names_do_not_move_between_volumes_and_a_volume_keeps_its_own():
                 with pytest.raises(OSError) as found:
                     await act()
                 refused(InUse, found)
+            for act in (lambda: fs.rename("/volumes", "/elsewhere"), lambda: fs.rename("/volumes", "/plain/volumes"),
+                        lambda: fs.vfs.rename(1, b"volumes", 1, b"plain", 2, ROOT),
+                        lambda: fs.vfs.rename(1, b"plain", 1, b"volumes", 2, ROOT)):
+                with pytest.raises((OSError, InUse), match="keeps its name|busy"):
+                    await act()
+            await fs.mkdir("/plain/volumes")
+            await fs.rename("/plain/volumes", "/plain/any")
+            assert [one.name for one in await fs.volumes.list()] == ["v", "w"] and await fs.volumes.show("v")
             await fs.rename("/volumes/v/f", "/volumes/v/d/f")
             assert await fs.list("/volumes/v/d") == ["f"]
             with pytest.raises(OSError) as found:

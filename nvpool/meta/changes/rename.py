@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nvpool.base.errors import AlreadyExists, CrossesVolumes, InUse, InvalidRequest, IsADirectory, NotADirectory, WouldLoop
 from nvpool.base.ids import ROOT_INODE
+from nvpool.logic.volumenames import VOLUMES
 from nvpool.meta import records
 from nvpool.meta.changes.unlink import check_empty
 from nvpool.meta.parts import Part
@@ -30,7 +31,7 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
     if raw is None:
         if flags == EXCHANGE:
             view.named(new_parent, request.new_name)  # raises NotFound
-        _check_volume(moved, new_parent)
+        _check_volume(moved, old_parent, request.name, new_parent)
         _check_loop(draft, moved, new_parent)
     else:
         if flags == NOREPLACE:
@@ -38,10 +39,10 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
         other = draft.inode(records.decode_dentry(new_partition, raw)[0])
         if other is moved:
             return draft
-        _check_volume(moved, new_parent)
+        _check_volume(moved, old_parent, request.name, new_parent)
         _check_loop(draft, moved, new_parent)
         if flags == EXCHANGE:
-            _check_volume(other, old_parent)
+            _check_volume(other, new_parent, request.new_name, old_parent)
             _check_loop(draft, other, old_parent)
             _move(draft, other, new_parent, old_parent)
             old_partition = records.partition_of_key(old_key)
@@ -61,10 +62,12 @@ def rename(view: View, request: meta_pb2.RenameRequest, now_ns: int) -> Draft:
     return draft
 
 
-def _check_volume(inode: Inode, new_parent: Inode) -> None:
-    """What is in a volume stays in it, and a volume keeps its name."""
+def _check_volume(inode: Inode, parent: Inode, name: bytes, new_parent: Inode) -> None:
+    """What is in a volume stays in it, and a volume keeps its name; so does the directory by which all of them are found."""
     if inode.volume == inode.number:
         raise InUse("it is a volume, which keeps its name")
+    if name == VOLUMES and parent.number == ROOT_INODE and inode.is_directory:
+        raise InUse("the pool's volumes are found there: it keeps its name")
     if inode.volume != new_parent.volume:
         raise CrossesVolumes("a name does not move between volumes: copy what it stands for")
 

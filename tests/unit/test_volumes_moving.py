@@ -1,0 +1,121 @@
+"""Volumes in partitions that move between shards while they are used: their quotas hold, and what they are comes along."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+from test_moving import OPTIONS, Moving, run
+
+from nvpool.base.errors import ReadOnly
+from nvpool.base.ids import partition_of
+from nvpool.client.vfs import Caller
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.sdk.checkup import check_metadata
+from nvpool.sdk.found import Checkup
+
+ROOT = Caller(0, 0)
+QUOTA, PIECE = 2_000_000, 10_000
+
+
+def holder(moving: Moving, inode: int) -> int:
+    return moving.pool.pool_map.shard_of_partition[partition_of(inode)]
+
+
+async def all_away(moving: Moving) -> int:
+    """Everything goes to a new shard."""
+    first = next(iter(moving.pool.metas))
+    new = await moving.add()
+    await moving.wish(first, "remove")
+    await moving.settled()
+    return new
+
+
+async def finds_nothing(moving: Moving) -> None:
+    found = Checkup()
+    await check_metadata(moving.client, found)
+    assert not found.found, found.problems
+
+
+def test_what_writers_were_promised_holds_where_the_volume_is_by_then():
+    async def main(moving: Moving) -> None:
+        one = AsyncFileSystem(moving.client, ROOT)
+        other = AsyncFileSystem(await moving.pool.client("other", OPTIONS), ROOT)
+        made = await one.volumes.create("v", bytes_max=1_000_000)
+        async with await one.open("/volumes/v/f", "wb") as file:
+            await file.write(0, b"x" * 900_000)
+            shown = await other.volumes.show("v")
+            assert shown.bytes_used + shown.bytes_reserved >= 900_000
+            new = await all_away(moving)
+            assert holder(moving, made.inode) == new
+            # who asks there first waits until the one before has said again what it was promised
+            assert 0 < await other.write_bytes("/volumes/v/g", b"y" * 200_000) <= 100_000
+            await file.flush()
+        assert (await one.stat("/volumes/v/f")).st_size == 900_000
+        assert (await one.volumes.show("v")).bytes_used <= 1_000_000
+        await finds_nothing(moving)
+    run(main)
+
+
+def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
+    async def main(moving: Moving) -> None:
+        systems = [AsyncFileSystem(moving.client, ROOT), AsyncFileSystem(await moving.pool.client("other", OPTIONS), ROOT)]
+        made = await systems[0].volumes.create("v", bytes_max=QUOTA, trash_s=3600)
+        await moving.add()
+        seen, taken = set(), [0, 0]
+
+        async def fill(number: int, fs: AsyncFileSystem) -> None:
+            async with await fs.open(f"/volumes/v/{number}", "wb") as file:
+                while True:
+                    try:
+                        taken[number] += await file.write(taken[number], b"x" * PIECE)
+                    except OSError as error:
+                        assert error.errno == errno.EDQUOT
+                        return
+                    await asyncio.sleep(0.02)
+
+        async def to_and_fro() -> None:
+            for wish in ("remove", "share", "remove"):
+                await moving.wish(1, wish)
+                await moving.settled()
+                seen.add(holder(moving, made.inode))
+                await asyncio.sleep(1)  # in which some is promised again, but the time for it is not over
+
+        await asyncio.gather(to_and_fro(), *(fill(number, fs) for number, fs in enumerate(systems)))
+        assert seen >= {2}
+        assert QUOTA - QUOTA // 8 <= sum(taken) <= QUOTA
+        assert (await systems[0].volumes.show("v")).bytes_used == sum(taken)
+        await finds_nothing(moving)
+    run(main)
+
+
+def test_rights_trash_and_seal_come_along():
+    async def main(moving: Moving) -> None:
+        fs = AsyncFileSystem(moving.client, ROOT)
+        await fs.volumes.create("kept", files_max=3, trash_s=3600)
+        await fs.write_bytes("/volumes/kept/f", b"1" * 1000)
+        await fs.remove("/volumes/kept/f")
+        await fs.volumes.create("sealed")
+        await fs.write_bytes("/volumes/sealed/f", b"1")
+        await fs.volumes.seal("sealed")
+        await fs.volumes.create("listed")
+        await fs.volumes.grant("listed", "client/reader.0a1b2c3d", "ro")
+        before = await fs.volumes.list()
+        await all_away(moving)
+        assert await fs.volumes.list() == before
+        assert [one.grants for one in before if one.name == "listed"] == [{"client/reader.0a1b2c3d": "ro"}]
+        with pytest.raises(OSError) as found:
+            await fs.write_bytes("/volumes/sealed/g", b"1")
+        assert found.value.errno == ReadOnly.errno
+        entries = await fs.volumes.trash("kept")
+        assert [entry.path for entry in entries] == ["/volumes/kept/f"]
+        await fs.volumes.restore("kept", entries[0].inode)
+        assert await fs.read_bytes("/volumes/kept/f") == b"1" * 1000
+        for name in ("a", "b"):
+            await fs.mkdir(f"/volumes/kept/{name}")
+        with pytest.raises(OSError) as found:
+            await fs.mkdir("/volumes/kept/c")
+        assert found.value.errno == errno.EDQUOT
+        await finds_nothing(moving)
+    run(main)
