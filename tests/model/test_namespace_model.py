@@ -24,6 +24,7 @@ from nvpool.base.units import KIB, MIB
 from nvpool.client.cache import WIDE_FLAG
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import RENAME_NOREPLACE, Caller
+from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.sdk.checkup import Checkup, check_metadata
 from nvpool.testing.plain_store import PlainStore
 from nvpool.testing.pool import LocalPool
@@ -63,6 +64,9 @@ class Pool:
 class NamespaceMachine(RuleBasedStateMachine):
     make_store = staticmethod(_plain)
     shards = 0
+    top = ROOT_INODE
+    """The directory that stands beside the plain one."""
+    has_wide = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ class NamespaceMachine(RuleBasedStateMachine):
             return False
 
     async def find(self, vfs, directory: tuple[bytes, ...]) -> int:
-        inode = ROOT_INODE
+        inode = self.top
         for name in directory:
             attr = await vfs.lookup(inode, name)
             if not stat.S_ISDIR(attr.mode):
@@ -122,15 +126,16 @@ class NamespaceMachine(RuleBasedStateMachine):
     @initialize()
     def make_directories(self) -> None:
         os.mkdir(self.path((b"d",)))
-        self.pool.run(self.vfs(0).mkdir(ROOT_INODE, b"d", 0o755, ME, wide=True))
+        self.pool.run(self.vfs(0).mkdir(self.top, b"d", 0o755, ME, wide=self.has_wide))
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o755, 0o700]), wide=st.booleans())
     def mkdir(self, client, directory, name, mode, wide) -> None:
         async def ours():
             vfs = self.vfs(client)
-            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME, wide=wide)
+            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME, wide=wide and self.has_wide)
         self.both(lambda: os.mkdir(self.path(directory, name), mode), ours())
 
+    @precondition(lambda self: self.has_wide)
     @rule(client=st.integers(0, 1), directory=DIRS)
     def spread(self, client, directory) -> None:
         """An empty directory becomes a wide one, which a plain file system has no word for."""
@@ -363,12 +368,12 @@ class NamespaceMachine(RuleBasedStateMachine):
     @invariant()
     def every_client_sees_the_same_names(self) -> None:
         for client in range(2):
-            self.pool.run(self.compare(self.vfs(client), ROOT_INODE, self.root, contents=False))
+            self.pool.run(self.compare(self.vfs(client), self.top, self.root, contents=False))
 
     @precondition(lambda self: not self.open)
     @rule(client=st.integers(0, 1))
     def contents_are_the_same(self, client) -> None:
-        self.pool.run(self.compare(self.vfs(client), ROOT_INODE, self.root, contents=True))
+        self.pool.run(self.compare(self.vfs(client), self.top, self.root, contents=True))
 
     async def compare(self, vfs, inode: int, path: bytes, contents: bool) -> None:
         listing = await vfs.opendir(inode)
@@ -437,6 +442,49 @@ class OverThreeShards(NamespaceMachine):
             self.pool.run(sound())
         finally:
             super().teardown()
+
+
+class InAVolume(NamespaceMachine):
+    """All in a volume with quotas that are not reached: it is as anywhere, and the use that is counted is what is there."""
+
+    has_wide = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volumes = AsyncFileSystem(self.pool.clients[0], Caller(0, 0)).volumes
+        self.top = self.pool.run(self.volumes.create("v", bytes_max=1 << 50, files_max=1 << 20)).inode
+        os.chmod(self.root, 0o777)
+
+    def teardown(self) -> None:
+        async def sound() -> None:
+            for _, _, handle in self.open:
+                await handle_closed(handle)
+            inodes = {(found.st_dev, found.st_ino): found for path, names, files in os.walk(self.root) for name in names + files
+                      for found in [os.lstat(os.path.join(path, name))]}
+            there = len(inodes), sum(one.st_size for one in inodes.values() if stat.S_ISREG(one.st_mode))
+            for _ in range(200):
+                for client in self.pool.clients:
+                    await client.vfs.meta.release_now(self.top)
+                counted = await self.volumes.show("v")
+                if (counted.files_used, counted.bytes_used) == there:
+                    break
+                await asyncio.sleep(0.01)
+            assert (counted.files_used, counted.bytes_used) == there
+            checkup = Checkup()
+            await check_metadata(self.pool.clients[0], checkup)
+            assert not checkup.problems
+
+        async def handle_closed(handle) -> None:
+            client = next(client for client, _, one in self.open if one is handle)
+            await self.vfs(client).release(handle)
+        try:
+            self.pool.run(sound())
+        finally:
+            super().teardown()
+
+
+TestNamespaceInAVolume = InAVolume.TestCase
+TestNamespaceInAVolume.settings = settings(TestNamespace.settings)
 
 
 TestNamespaceOverThreeShards = OverThreeShards.TestCase

@@ -77,6 +77,14 @@ class Access:
         if record.flags & LISTED and self.asker and not self._granted(record):
             raise AccessDenied(f"{self.asker} may only read in volume {record.name}")
 
+    def check_whole(self) -> None:
+        """AccessDenied: the asker may not be shown, or mend, all that the shard has: there is a volume that he may not read."""
+        if self.asker:
+            for record in self.restricted.values():
+                if record.flags & LISTED and self._granted(record) is None:
+                    raise AccessDenied(f"{self.asker} has no right to volume {record.name}, so none to look at everything: "
+                                       "do it on a node of the pool")
+
     def _granted(self, record: VolumeRecord) -> bool | None:
         """Whether the asker may write; None: not even read."""
         return dict(record.grants).get(self.asker or "")

@@ -1,0 +1,61 @@
+"""Who has no right to a volume is shown nothing of it, by any request: what a client's certificate may ask of a shard."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.base.errors import AccessDenied
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller
+from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.testing.meta_shard import PEER, DirectCall
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+GRANTED, STRANGER, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
+WHOLE = ((wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)), (wire.META_DUMP, pb.DumpRequest()),
+         (wire.META_FSCK, pb.FsckRequest()), (wire.META_FSCK_SUMS, pb.FsckSumsRequest()),
+         (wire.META_FSCK_CLIMB, pb.FsckClimbRequest()), (wire.META_LOAD, pb.LoadRequest()))
+
+
+async def asked(meta, member: str, method: int, request) -> str:
+    """What the shard answers: "denied", or anything else."""
+    call = DirectCall(method, request.SerializeToString())
+    call.peer = PEER._replace(member=member)
+    meta.handle(call)
+    try:
+        await call.wait()
+    except AccessDenied:
+        return "denied"
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+
+
+def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_has():
+    async def main() -> None:
+        async with LocalPool() as pool:
+            client = await pool.client(options=ClientOptions(deadline_s=10.0))
+            fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
+            made = await fs.volumes.create("secret")
+            await fs.write_bytes("/volumes/secret/f", b"1")
+            for method, request in WHOLE[1:]:
+                assert await asked(meta, STRANGER, method, request) != "denied"  # nothing is kept from anybody yet
+            await fs.volumes.grant("secret", GRANTED, "ro")
+            for method, request in WHOLE:
+                assert await asked(meta, STRANGER, method, request) == "denied", method
+            for method, request in WHOLE[1:]:
+                for member in (GRANTED, NODE, NOBODY):
+                    assert await asked(meta, member, method, request) != "denied", (method, member)
+            session = next(iter(meta._sessions.by_number))
+            look = pb.LookupRequest(session=session, parent=made.inode, name=b"f")
+            assert await asked(meta, STRANGER, wire.META_LOOKUP, look) == "denied"
+            assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "done"
+            outside = pb.LookupRequest(session=session, parent=ROOT_INODE, name=b"volumes")
+            assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
+            await fs.volumes.revoke("secret", GRANTED)
+            assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "denied"
+            assert await asked(meta, GRANTED, wire.META_DUMP, pb.DumpRequest()) == "denied"
+    asyncio.run(main())
