@@ -250,12 +250,14 @@ def _take_name(view: View, reply: meta_pb2.NamesReply, wanted: set[int], partiti
         return
     if number not in wanted:
         return
-    wanted.discard(number)
     directory = records.directory_of_key(key)
     try:
         above = view.inode(directory).parent
-    except (NotFound, AccessDenied, WrongShard, CorruptRecord):
+    except AccessDenied:
+        return  # who may not see the directory does not hear of names in it
+    except (NotFound, WrongShard, CorruptRecord):
         above = 0
+    wanted.discard(number)
     reply.names.add(inode=number, directory=directory, name=key[NAME_AT:], above=above)
 
 

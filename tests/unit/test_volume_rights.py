@@ -11,6 +11,7 @@ from nvpool.client.vfs import Caller
 from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.meta_shard import PEER, DirectCall
 from nvpool.testing.pool import LocalPool
+from nvpool.wire import codec
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -34,6 +35,14 @@ async def asked(meta, member: str, method: int, request) -> str:
     return "done"
 
 
+async def names_told(meta, member: str, directory: int, inode: int) -> list[bytes]:
+    call = DirectCall(wire.META_NAMES, pb.NamesRequest(inodes=codec.pack_inodes([inode]),
+                                                       directory=directory).SerializeToString())
+    call.peer = PEER._replace(member=member)
+    meta.handle(call)
+    return [one.name for one in pb.NamesReply.FromString(bytes((await call.wait())[0])).names]
+
+
 def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_has():
     async def main() -> None:
         async with LocalPool() as pool:
@@ -53,6 +62,8 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             look = pb.LookupRequest(session=session, parent=made.inode, name=b"f")
             assert await asked(meta, STRANGER, wire.META_LOOKUP, look) == "denied"
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "done"
+            for member, told in ((STRANGER, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
+                assert await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino) == told
             outside = pb.LookupRequest(session=session, parent=ROOT_INODE, name=b"volumes")
             assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
             await fs.volumes.revoke("secret", GRANTED)
