@@ -19,7 +19,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, StatFs
 from nvpool.sdk.batch import Batches, contiguous
-from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result
+from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result, write_all
 from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
@@ -78,10 +78,11 @@ class AsyncFile:
             return await self._vfs.read(self.handle, offset, length)
 
     async def write(self, offset: int, buffer) -> int:
-        """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised."""
+        """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
+        not fit into the volume; as much as fits was taken."""
         with as_os_error(self.path):
             view = memoryview(buffer)
-            return await self._vfs.write(self.handle, offset, buffer if type(buffer) is bytes else view.cast("B"))
+            return await write_all(self._vfs, self.handle, offset, buffer if type(buffer) is bytes else view.cast("B"))
 
     async def truncate(self, size: int) -> None:
         with as_os_error(self.path):

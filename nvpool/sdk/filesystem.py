@@ -28,7 +28,7 @@ from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of
 from nvpool.sdk.batch import contiguous
 from nvpool.sdk.loop import Runtime
-from nvpool.sdk.paths import Path, as_os_error, stat_result
+from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
 from nvpool.sdk.volumes import Volumes
 
 BUFFER_BYTES = 128 * KIB
@@ -88,11 +88,11 @@ class File(io.RawIOBase):
         return found
 
     def pwrite(self, buffer, offset: int) -> int:
-        """Take all of `buffer` as bytes from `offset`. Leaves the position alone."""
+        """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
         runtime, handle = self._opened()
         with as_os_error(self.name):
             view = buffer if type(buffer) is bytes else memoryview(buffer).cast("B")
-            return runtime.call(runtime.pool.vfs.write(handle, offset, view))
+            return runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
 
     def readinto(self, buffer) -> int:
         self._opened()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nvpool.base.errors import NotADirectory, NotFound, NvpoolError, TooManySymlinks
 from nvpool.base.ids import ROOT_INODE
-from nvpool.client.vfs import Vfs
+from nvpool.client.vfs import FileHandle, Vfs
 from nvpool.wire.v1.meta_pb2 import Attr
 
 SYMLINKS_MAX = 40
@@ -101,3 +101,11 @@ def stat_result(attr: Attr) -> os.stat_result:
                           {"st_atime": attr.atime_ns / 1e9, "st_mtime": attr.mtime_ns / 1e9, "st_ctime": attr.ctime_ns / 1e9,
                            "st_atime_ns": attr.atime_ns, "st_mtime_ns": attr.mtime_ns, "st_ctime_ns": attr.ctime_ns,
                            "st_blksize": 4096, "st_blocks": attr.blocks, "st_rdev": attr.rdev})
+
+
+async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer) -> int:
+    """Write all of `buffer`. One write takes as much as fits into a volume; then QuotaExceeded is raised by the next."""
+    count = await vfs.write(handle, offset, buffer)
+    while count < len(buffer):
+        count += await vfs.write(handle, offset + count, memoryview(buffer)[count:])
+    return count

@@ -23,6 +23,7 @@ from nvpool.base.errors import (
 )
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.vfs import Caller
+from nvpool.sdk.paths import write_all
 from nvpool.sdk.transfer.crew import Crew, Folder
 from nvpool.sdk.transfer.tally import PIECE_BYTES, Tally, TransferOptions, count_local, xattrs_of
 
@@ -240,7 +241,7 @@ class _Import:
                 ahead = asyncio.create_task(self._crew.blocking(_read_piece, descriptor, behind))
             try:
                 if behind > size or bytes(await vfs.read(handle, at, len(buffer))) != buffer:
-                    await vfs.write(handle, at, buffer)
+                    await write_all(vfs, handle, at, buffer)
                     offsets.append(at)
                     lengths.append(len(buffer))
                     checksums.append(crc32c(buffer))
