@@ -10,7 +10,7 @@ LINE = rb"36 35 98:0 / %s rw,noatime master:1 - %s %s rw,errors=continue" + b"\n
 
 def test_a_line_of_the_kernel_is_read_with_its_escapes_and_odd_bytes():
     found = mount_of(LINE % (rb"/a\040b\011c\134d\012e" + b"\xff", b"fuse.nvpool", rb"nvpool:my\040pool"))
-    assert found == ("98:0", Path("/a b\tc\\d\ne\udcff"), "fuse.nvpool", "nvpool:my pool", "rw,noatime")
+    assert found == ("98:0", Path("/a b\tc\\d\ne\udcff"), "fuse.nvpool", "nvpool:my pool", "rw,noatime", Path("/"))
     assert found.ours
 
 

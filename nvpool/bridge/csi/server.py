@@ -13,6 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,7 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
         services["Controller"] = Controller(volumes, pool)
     if node:
         services["Node"] = Node(volumes, pool)
+    _keep_grpc()
     await asyncio.to_thread(_make_room, path)
     server = grpc.aio.server(handlers=[_Calls(services, counts or Counts())], options=_OPTIONS,
                              maximum_concurrent_rpcs=CALLS_MAX)
@@ -142,6 +144,13 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
     finally:
         await server.stop(GRACE_S)
         gc.collect()  # calls that lie in cycles: freed after gRPC's last server they end the process with a signal
+
+
+@cache
+def _keep_grpc() -> None:
+    """gRPC's core stays until the process ends. Without this it ends with the last server, and a call that is freed later, as one
+    that the traceback in a log record holds, ends the process with SIGSEGV (gRPC 1.85)."""
+    grpc.aio.init_grpc_aio()
 
 
 def _make_room(path: Path) -> None:
