@@ -148,8 +148,8 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
 
 @cache
 def _keep_grpc() -> None:
-    """gRPC's core stays until the process ends. Without this it ends with the last server, and a call that is freed later, as one
-    that the traceback in a log record holds, ends the process with SIGSEGV (gRPC 1.85)."""
+    """gRPC's core stays until the process ends. Without this it ends with the last server, and a call that is freed later, as
+    one that the traceback in a log record holds, ends the process with SIGSEGV (gRPC 1.85)."""
     grpc.aio.init_grpc_aio()
 
 
