@@ -276,8 +276,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
         try:
             if access is not None and access.restricted:
                 access.asker = asker_of(call.peer.member)
-                if call.method in _WHOLE:
-                    access.check_whole()
+                access.check_method(call.method)
             route = self._routes.get(call.method)
             if route is None:
                 raise NotSupported(f"a metadata service does not answer method {call.method}")
@@ -436,8 +435,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
             def decide_for(*known: Any) -> Draft:
                 access.asker = asker_of(call.peer.member)
-                if call.method in _WHOLE:
-                    access.check_whole()
+                access.check_method(call.method)
                 return decide(*known)
 
             try:
@@ -595,8 +593,5 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
 
 
 _ALWAYS = frozenset((wire.META_STATUS,))
-_WHOLE = frozenset((wire.META_DUMP, wire.META_LOAD, wire.META_MOMENT, wire.META_FSCK, wire.META_FSCK_SUMS,
-                    wire.META_FSCK_CLIMB))
-"""About all that the shard has, whatever volume it is in."""
 
 __all__ = ["MetaOptions", "MetaService"]

@@ -9,6 +9,11 @@ from __future__ import annotations
 from nvpool.base.errors import AccessDenied, NotFound, ReadOnly
 from nvpool.meta.volumes.records import LISTED, REMOVING, SEALED, VolumeRecord
 from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+_WHOLE = frozenset((wire.META_DUMP, wire.META_LOAD, wire.META_MOMENT, wire.META_FSCK, wire.META_FSCK_SUMS,
+                    wire.META_FSCK_CLIMB))
+"""About all that a shard has, whatever volume it is in."""
 
 
 def asker_of(member: str) -> str:
@@ -77,9 +82,9 @@ class Access:
         if record.flags & LISTED and self.asker and not self._granted(record):
             raise AccessDenied(f"{self.asker} may only read in volume {record.name}")
 
-    def check_whole(self) -> None:
+    def check_method(self, method: int) -> None:
         """AccessDenied: the asker may not be shown, or mend, all that the shard has: there is a volume that he may not read."""
-        if self.asker:
+        if self.asker and method in _WHOLE:
             for record in self.restricted.values():
                 if record.flags & LISTED and self._granted(record) is None:
                     raise AccessDenied(f"{self.asker} has no right to volume {record.name}, so none to look at everything: "
