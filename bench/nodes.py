@@ -11,13 +11,14 @@ A node is a network namespace with an address, a machine-id and mounts of its ow
   reads blocks at random from a file of its own, whose chunks lie on all nodes, none twice. Floor, in turns: as many plain TCP
   streams over the same cables.
 * tls: one node and one client, cables without a limit, with certificates and in plain text, in turns.
-* replicas: 2 against 1, in a pool of one node (two drives, its own mount) and of two nodes (a client's mount), in turns.
+* replicas: 2 against 1, in a pool of one node (two drives, its own mount) and of two nodes (a client's mount), in turns:
+  all rounds of reading, of what is in memory, before any of writing: after a write and a removal a drive is busy for a while.
 * balance: a drive is added to a pool with data: chunks moved over those that had to, and how even the drives are afterwards.
 * growth: a third drive is added to two, each on a node of its own whose limited cable stands for what a drive gives: what three
   clients read and write together before and after, and by how much that has grown beside the drive's share.
 
-Reads come from the memory of the stores: it was written just before. A figure is the median of the rounds. Needs root. Ends and
-removes all it started, also when interrupted. A whole run writes nodes.json and nodes.md to bench/results; others where
+What is read was written or read just before. A figure is the median of the rounds. Needs root. Ends and removes all it
+started, also when interrupted. A whole run writes nodes.json and nodes.md to bench/results; others where
 --results says.
 """
 
@@ -68,6 +69,8 @@ STARTED_S = 1.5
 """Until the clients of a load have started."""
 BUSY_MAX = 0.9
 """Of the processors: above it they are measured, and not the cables."""
+WARMING = 4
+"""Threads that each draw as many blocks as there are: 98 % of them are in memory then."""
 GROWN = 0.9
 """Of a drive's share, by which throughput is to grow: the chunks of a file fall on drives by chance, and the busiest one is
 waited for."""
@@ -313,11 +316,19 @@ def replicas(directory: Path, options: argparse.Namespace) -> dict:
             mounts["two nodes", count] = made.mount(made.clients[0]), made.clients[0].machine.command()
         for place, prefix in mounts.values():
             written(place / "read", options, prefix)
-        for turn in range(options.rounds):
-            for (where, count), (place, prefix) in list(mounts.items())[::-1 if turn % 2 else 1]:
-                found = loads.fio(place / "read", "randread", 4 * KIB, 16, options.seconds, size_bytes=options.file_mib * MIB,
-                                  prefix=prefix)
+            # Large reads and writes go past the page cache. What is here and there not in it makes one four times the other.
+            loads.fio(place / "read", "randread", 4 * KIB, WARMING, 600, size_bytes=options.file_mib * MIB // 2, once=True,
+                      prefix=prefix)
+        orders = [list(mounts.items())[::-1 if turn % 2 else 1] for turn in range(options.rounds)]
+        run("sync")
+        for order in orders:
+            for (where, count), (place, prefix) in order:
+                found = loads.fio(place / "read", "randread", 4 * KIB, 16, options.seconds, prefix=prefix,
+                                  size_bytes=options.file_mib * MIB // 2)
                 rounds.add(f"{where}, {count}: random read, reads/s", found["rate"], "reads/s")
+        for order in orders:
+            for (where, count), (place, prefix) in order:
+                run("sync")
                 found = written(place / "written", options, prefix)
                 rounds.add(f"{where}, {count}: sequential write, MiB/s", found["bytes_rate"] / MIB, "MiB/s")
                 run(*prefix, "rm", place / "written")
