@@ -16,6 +16,7 @@ from nvpool.testing.sim.linear import (
     names_problems,
     register_problems,
     sizes_problems,
+    without_looks_at_unanswered_cuts,
     without_what_was_seen_too_early,
 )
 from nvpool.testing.sim.works import Record, records_problems
@@ -148,3 +149,15 @@ def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_
     kept = without_what_was_seen_too_early([write, seen, later], [5], lambda access: access.kind == "write")
     assert kept == [write, later] and not register_problems(kept)
     assert seen in without_what_was_seen_too_early([write, seen, later], [12], lambda access: access.kind == "write")
+
+
+def test_a_look_at_a_cut_that_is_not_answered_does_not_put_the_writes_of_others_behind_it():
+    cut, look = SizeCall("cut", 10, 1, 9, "one"), SizeCall("look", 10, 3, 4, "three")
+    written, seen = SizeCall("write", 50, 5, 9.1, "two"), SizeCall("look", 10, 20, 21, "judge")
+    calls = [SizeCall("write", 20, 0, 0.5, "two"), cut, look, written, seen]
+    assert sizes_problems(calls)
+    assert not sizes_problems(without_looks_at_unanswered_cuts(calls))
+    by_itself = [one._replace(who="one") if one is written else one for one in calls]
+    assert without_looks_at_unanswered_cuts(by_itself) == by_itself and sizes_problems(by_itself)
+    later = [one._replace(begin=9.05) if one is written else one for one in calls]
+    assert without_looks_at_unanswered_cuts(later) == later and sizes_problems(later)

@@ -24,6 +24,7 @@ from nvpool.testing.sim.linear import (
     SizeCall,
     register_problems,
     sizes_problems,
+    without_looks_at_unanswered_cuts,
     without_what_was_seen_too_early,
 )
 from nvpool.testing.sim.loop import VirtualLoop
@@ -251,7 +252,7 @@ class Sizes(_Rounds):
     def problems(self) -> list[str]:
         return [f"size of {inode:#x}: {problem}" for inode, calls in self._calls.items()
                 for problem in sizes_problems(without_what_was_seen_too_early(
-                    calls, self._losses, lambda call: call.kind != "look"))]
+                    without_looks_at_unanswered_cuts(calls), self._losses, lambda call: call.kind != "look"))]
 
 
 class Record(NamedTuple):
