@@ -220,7 +220,7 @@ class SizeCall(NamedTuple):
 
 def without_looks_at_unanswered_cuts(calls: Sequence[SizeCall]) -> list[SizeCall]:
     """A cut is told of when it is decided, and answered when every target has cut; until then a target may take what another
-    client writes, and cut it off. So a look meanwhile does not say that what that one writes afterwards comes behind the cut."""
+    client writes, and cut it off. So a look meanwhile does not say that what that one writes after it comes behind the cut."""
     def overtaken(look: SizeCall) -> bool:
         return any(cut.begin < look.end and look.begin < cut.end and any(
             write.who != cut.who and look.begin < write.begin < cut.end for write in calls if write.kind == "write")
