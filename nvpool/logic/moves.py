@@ -3,8 +3,8 @@ next one.
 
 The map's `partitions` alone say who holds a partition; `moves` are goals: who is to hold it. A partition with a goal is served
 by its holder until a single change of the map makes the other one its holder and takes the goal away. That change is asked for
-by the holder, in its term, when the other has everything durably: so whoever asks in an older term, or after the goal has
-changed, changes nothing.
+by the holder, in its term, when the other has everything durably: so whoever asks in an older term, or after goals have
+changed, changes nothing. Also where they have changed back since: the other may have thrown away what was no more to come.
 
 Each function returns a map of the same epoch with what changed; `logic/transitions.sealed` gives it the next one. Called by
 `run/metashards` (wishes) and `run/shardkeeper` (moves); no I/O, no clock.
@@ -81,7 +81,7 @@ def planned(pool_map: PoolMap) -> PoolMap:
             if not room[taker]:
                 takers.pop()
     moves = ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True))
-    return pool_map if moves == pool_map.moves else replace(pool_map, moves=moves)
+    return pool_map if moves == pool_map.moves else replace(pool_map, moves=moves, moves_since=pool_map.epoch + 1)
 
 
 def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
@@ -170,13 +170,14 @@ def left(pool_map: PoolMap, shard_id: int = 0) -> int:
                for part in pool_map.moves for partition in range(part.first, part.first + part.count))
 
 
-def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int]) -> PoolMap:
+def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0) -> PoolMap:
     """These partitions are the taker's from here on: it has all that is in them, durably. The same map where they are already
-    and are not to move on.
+    and are not to move on. `epoch`: of the map by which the hand-over was begun; 0 where the giver is of a version that does
+    not tell.
 
     StaleTerm   the giver's primary is another by now: what it changed since nobody has copied
     Unavailable this map does not know its term yet
-    StaleEpoch  they are not the giver's to give, or not the taker's to get: fetch the map
+    StaleEpoch  they are not the giver's to give, or not the taker's to get, or were not for a while: fetch the map
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
     if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):
@@ -185,6 +186,8 @@ def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Coll
     check_term(shard, term)
     if taker not in pool_map.shard_by_id or any(holders[p] != giver or wanted[p] != taker for p in partitions):
         raise StaleEpoch(f"the partitions are not to move from shard {giver} to shard {taker}")
+    if epoch and epoch < pool_map.moves_since:
+        raise StaleEpoch(f"what was begun by map {epoch} may have been given up: moves are those of {pool_map.moves_since}")
     for partition in partitions:
         holders[partition] = taker
     return replace(pool_map, partitions=ranges_of(holders),

@@ -255,9 +255,10 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     """Where the map is kept; empty: in the embedded coordinator of the first node, or in an etcd that is not the pool's own."""
     moves: tuple[PartitionRange, ...] = ()
     """Partitions that are to change hands, with the shard that is to hold them: logic/moves. Until then `partitions` holds."""
+    moves_since: int = 0
+    """The epoch in which `moves` was planned last. Who began to hand over before it asks in vain."""
     shards_given: int = 0
     """The highest number of a shard that has left the pool: none is given twice."""
-
     revoked: tuple[Revoked, ...] = ()
     """Nodes that were removed and may hold certificates of etcd's authority that have not ended."""
     shards_wanted: tuple[ShardWanted, ...] = ()

@@ -100,7 +100,8 @@ class ShardKeeper:
         if any(partition >= PARTITION_COUNT for partition in partitions):
             raise InvalidRequest("there is no such partition")
         try:
-            new = await self._change(lambda newest: moves.moved(newest, request.giver, request.term, request.taker, partitions))
+            new = await self._change(lambda newest: moves.moved(newest, request.giver, request.term, request.taker, partitions,
+                                                                 request.map_epoch))
         except StaleEpoch as error:
             log.info("%d partitions stay where they are: %s", len(partitions), error)
             new = self._newest()

@@ -231,7 +231,8 @@ class LocalPool:
         try:
             if loss != "question":
                 now = self.pool_map
-                new = sealed(now, moved(now, request.giver, request.term, request.taker, partitions))
+                new = sealed(now, moved(now, request.giver, request.term, request.taker, partitions,
+                                        request.map_epoch))
                 if new is not None:
                     self._tell_all(new)
         except StaleTerm as error:

@@ -191,6 +191,19 @@ def test_a_hand_over_of_an_older_term_or_an_older_goal_changes_nothing():
         moves.moved(back, 1, 1, taker, batch)
 
 
+def test_a_goal_that_went_and_came_back_is_another_one():
+    pool_map = sealed(small_map(), moves.shard_added(small_map(), shard(2)))
+    taker, batch = moves.next_batch(pool_map, 1)
+    gone = sealed(pool_map, moves.wished(pool_map, 2, "remove"))
+    back = sealed(gone, moves.wished(gone, 2, "share"))
+    assert moves.next_batch(back, 1) == (taker, batch)
+    with pytest.raises(StaleEpoch):  # when it was gone the taker may have removed what had come
+        moves.moved(back, 1, 1, taker, batch, pool_map.epoch)
+    assert moves.moved(back, 1, 1, taker, batch, back.epoch).shard_of_partition[batch[0]] == taker
+    some = sealed(pool_map, moves.moved(pool_map, 1, 1, taker, batch[:1], pool_map.epoch))
+    assert moves.moved(some, 1, 1, taker, batch[1:], pool_map.epoch) is not some, "a batch that has gone changes no goal"
+
+
 def test_what_has_to_wait_is_not_in_the_next_batch():
     pool_map = moves.shard_added(small_map(), shard(2))
     _, batch = moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)

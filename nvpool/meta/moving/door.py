@@ -99,9 +99,10 @@ class Moving:
             raise WrongShard(f"the pool map has no shard {taker}")
         return await self._call(known.endpoints, wire.META_MOVE, request, pb.MoveReply, SEND_S, payload)
 
-    async def _ask_moved(self, taker: int, partitions: Sequence[int]) -> PoolMap:
+    async def _ask_moved(self, taker: int, partitions: Sequence[int], epoch: int) -> PoolMap:
         shard = self._map.shard_by_id[self._inside.shard]
-        request = pb.MovedRequest(giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions))
+        request = pb.MovedRequest(giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions),
+                                  map_epoch=epoch)
         keeper = self._map.node_by_id[shard.node].endpoints
         reply = await self._call(keeper, wire.META_MOVED, request, pb.MovedReply, ASK_S)
         return decode_map(reply.map)

@@ -50,13 +50,14 @@ PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 Send = Callable[[int, MoveRequest, bytes], Awaitable[MoveReply]]
-AskMoved = Callable[[int, Sequence[int]], Awaitable[PoolMap]]
+AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
 
 
 class Giver:
     def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
-        """`send(taker, request, payload)`: the taker's answer. `ask_moved(taker, partitions)`: the newest map when it was asked
-        that they be the taker's, whether it says so or not; StaleTerm where we are not the shard's primary any more."""
+        """`send(taker, request, payload)`: the taker's answer. `ask_moved(taker, partitions, epoch)`: the newest map when it
+        was asked that they be the taker's, by a hand-over begun in that epoch, whether it says so or not; StaleTerm where we
+        are not the shard's primary any more."""
         self._inside = inside
         self._leaving = leaving
         self.term = term
@@ -131,7 +132,7 @@ class Giver:
                     await self._fill(message, [])
                 await self._tell_rest(message)
             asked = True
-            moved = await self._until_known(taker, partitions)
+            moved = await self._until_known(taker, partitions, pool_map.epoch)
             asked = False
         except TimeoutError:
             raise Busy("the partitions do not come to rest, or the taker is slow", retry_after_s=1.0) from None
@@ -214,12 +215,12 @@ class Giver:
         await message.send(MoveRequest.END, sessions=moved, inode_bound=inside.numbers.bounds.inode,
                            orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)))
 
-    async def _until_known(self, taker: int, partitions: tuple[int, ...]) -> bool:
+    async def _until_known(self, taker: int, partitions: tuple[int, ...], epoch: int) -> bool:
         """Whether they are the taker's now. Fenced where that can not be known in this term."""
         tries = 0
         while True:
             try:
-                new = await self._ask_moved(taker, partitions)
+                new = await self._ask_moved(taker, partitions, epoch)
                 break
             except StaleTerm as error:
                 raise Fenced(f"the partitions may be another shard's by now: {error}") from None

@@ -62,18 +62,20 @@ class MoveReply(_message.Message):
     def __init__(self, inodes: _Optional[int] = ...) -> None: ...
 
 class MovedRequest(_message.Message):
-    __slots__ = ("authority", "giver", "taker", "term", "partitions")
+    __slots__ = ("authority", "giver", "taker", "term", "partitions", "map_epoch")
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     GIVER_FIELD_NUMBER: _ClassVar[int]
     TAKER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     authority: bytes
     giver: int
     taker: int
     term: int
     partitions: bytes
-    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ...) -> None: ...
+    map_epoch: int
+    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ..., map_epoch: _Optional[int] = ...) -> None: ...
 
 class MovedReply(_message.Message):
     __slots__ = ("map",)
