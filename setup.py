@@ -4,6 +4,9 @@ from setuptools import Extension, setup
 
 setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
                    Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], optional=True),
+                   Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], depends=["nvpool/wire/_crc32c.h"],
+                             include_dirs=["nvpool/wire"], optional=True),
+                   Extension("nvpool.store._atonce", ["nvpool/store/_atonce.pyx"], depends=["nvpool/wire/_crc32c.h"],
+                             include_dirs=["nvpool/wire"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.wire._ucx", ["nvpool/wire/_ucx.pyx"], depends=["nvpool/wire/_ucx_abi.h"],
                              include_dirs=["nvpool/wire"], optional=True)])

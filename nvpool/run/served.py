@@ -31,6 +31,7 @@ from nvpool.wire.dial import Dialer
 from nvpool.wire.endpoint import parse_endpoint
 from nvpool.wire.identity import Identity, identity_in
 from nvpool.wire.registry import listen
+from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call, Greeting, Listener
 from nvpool.wire.v1.pool_pb2 import MapReply, MapRequest
 from nvpool.wire.v1.wire_pb2 import POOL_MAP, PROCESS_METRICS
@@ -75,6 +76,29 @@ class Opened:
         if not self.failed.done():
             self.failed.set_exception(Fenced(reason))
             self.failed.exception()  # seen, also where the end comes from elsewhere
+
+
+class Handling:
+    """The handler of a daemon's listeners: what every role answers, then its service."""
+
+    def __init__(self, service: Service, awake: Awake) -> None:
+        self._service = service
+        self._awake = awake
+        self._answer = getattr(service, "at_once", None) and service.at_once.answer
+        self.at_once = self._answer_at_once if self._answer is not None else None
+
+    def __call__(self, call: Call) -> None:
+        if call.method == PROCESS_METRICS:
+            measuring.answer(call, self._service.measure)
+            return
+        self._awake.touch()
+        self._service.handle(call)
+
+    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list) -> int:
+        taken = self._answer(buffer, end, in_work, tally, out)
+        if taken:
+            self._awake.touch()
+        return taken
 
 
 def read_map(directory: PoolDirectory) -> PoolMap:
@@ -170,13 +194,7 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
         service = await open_service(opened)
         awake = Awake(config.processors.awake)
 
-        def handle(call: Call) -> None:
-            if call.method == PROCESS_METRICS:
-                measuring.answer(call, service.measure)
-                return
-            awake.touch()
-            service.handle(call)
-
+        handle = Handling(service, awake)
         listeners: list[Listener] = []
         try:
             service.update_map(pool_map)

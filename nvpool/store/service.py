@@ -40,6 +40,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
+from nvpool.store.atonce import reads_at_once
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
@@ -120,6 +121,8 @@ class StoreService(Telling):
         orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
                         epoch=lambda: self._epoch)
         self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
+        self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
+        """What a listener asks first; None where every request is handled."""
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
@@ -164,6 +167,8 @@ class StoreService(Telling):
     async def close(self, drain_s: float = 0.0) -> None:
         """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
         self._draining = True
+        if self.at_once is not None:
+            self.at_once.open = False
         if self._handover is not None:
             self._handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
@@ -202,6 +207,8 @@ class StoreService(Telling):
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
         self.tenure.update_map(pool_map)
+        if self.at_once is not None:
+            self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
 
     # -- every request -----------------------------------------------------------------------------------------------
 

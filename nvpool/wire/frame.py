@@ -127,6 +127,15 @@ class FrameReader:
             self._deliver(*frame, payload)
         self.parse()
 
+    @property
+    def empty(self) -> bytearray | None:
+        """Where the next bytes are received, when nothing came before them that is kept, and nobody stalls us; else None."""
+        return None if self._end or self.stalled or self._sink is not None else self._buffer
+
+    def skip(self, count: int) -> None:
+        """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
+        self._begin = count
+
     def parse(self) -> None:
         """Deliver what is whole. Does nothing when called from within `deliver`."""
         if self._parsing:

@@ -38,6 +38,7 @@ from nvpool.base.errors import (
     Unreachable,
     from_os_error,
 )
+from nvpool.wire.atonce import AnswersAtOnce
 from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
@@ -307,7 +308,7 @@ class StreamConnection(_End, Asker):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
-class StreamServed(_End, Answerer):
+class StreamServed(AnswersAtOnce, _End, Answerer):
     """The answering end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
@@ -315,6 +316,7 @@ class StreamServed(_End, Answerer):
                           transport="stream+unix" if listener.local else "stream")
         _End.__init__(self, listener.loop)
         self._listener = listener
+        self._at_once = getattr(listener.handler, "at_once", None)
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
 

@@ -1,0 +1,236 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Reads from frame to frame without Python in between. See atonce.py, which has the twin and says what is promised."""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from cpython cimport array
+import array
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from nvpool.base.clock import SystemClock
+from nvpool.base.grants import CLOCK_SKEW_S, READ, SERVICE
+from nvpool.wire.exchange import IN_FLIGHT_MAX
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+
+cdef extern from "_crc32c.h":
+    void crc_fill() nogil
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+
+cdef extern from *:
+    """
+    #ifndef _GNU_SOURCE
+    #define _GNU_SOURCE
+    #endif
+    #include <sys/uio.h>
+    #include <time.h>
+
+    static uint64_t get64(const uint8_t *at) { return get32(at) | (uint64_t)get32(at + 4) << 32; }
+
+    static void put64(uint8_t *at, uint64_t value) { put32(at, (uint32_t)value); put32(at + 4, value >> 32); }
+
+    static double seconds_of(int clock)
+    {
+        struct timespec now;
+        clock_gettime(clock, &now);
+        return now.tv_sec + now.tv_nsec * 1e-9;
+    }
+
+    static long long milliseconds_of(int clock)
+    {
+        struct timespec now;
+        clock_gettime(clock, &now);
+        return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+    }
+
+    static ssize_t read_at_once(int fd, void *into, size_t length, off_t offset)
+    {
+        struct iovec vector = {into, length};
+        return preadv2(fd, &vector, 1, offset, RWF_NOWAIT);
+    }
+    """
+    uint64_t get64(const uint8_t *at) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+    double seconds_of(int clock) nogil
+    long long milliseconds_of(int clock) nogil
+    ssize_t read_at_once(int fd, void *into, size_t length, long long offset) nogil
+    const int CLOCK_BOOTTIME
+    const int CLOCK_REALTIME
+
+crc_fill()
+
+cdef enum:
+    HEADER_BYTES = 32
+    REQUEST_BYTES = 99          # codec._READ_REQUEST
+    FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
+    BLOCKS_MAX = 8
+    OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
+
+cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
+cdef long may_read = READ | SERVICE, serves_all = SERVICE
+cdef uint16_t method_of_reads = DATA_READ
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+cdef object method_key = DATA_READ
+
+
+cdef class Reads:
+    """As atonce.PlainReads."""
+
+    cdef public uint64_t epoch
+    cdef public bint open
+    cdef uint8_t _target
+    cdef int _fd
+    cdef bint _is_system
+    cdef object _clock, _store, _index, _quarantine, _reader, _tenure, _use
+    cdef dict _grants, _pending
+
+    def __init__(self, target, grants, store, pending, tenure, use, clock):
+        self.epoch = 0
+        self.open = True
+        self._target = target
+        self._grants, self._pending = grants, pending
+        self._store, self._index, self._quarantine, self._reader = store, store.index, store.quarantine, store.reader
+        self._tenure, self._use, self._clock = tenure, use, clock
+        self._fd = store.device.fd
+        self._is_system = type(clock) is SystemClock
+
+    cdef double _now_s(self) except -1:
+        return seconds_of(CLOCK_BOOTTIME) if self._is_system else self._clock.boottime_s()
+
+    cdef long long _now_ms(self) except -1:
+        return milliseconds_of(CLOCK_REALTIME) if self._is_system else self._clock.wall_ns() // 1_000_000
+
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out):
+        """As PlainReads.answer."""
+        if end > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        cdef Py_ssize_t at = 0, total = 0, answered = 0, length
+        cdef bytes reply
+        cdef object times, counts, tallied
+        cdef double since_s, took_s
+        cdef int slot
+        cdef uint64_t micros
+        if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
+                or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
+            return 0
+        while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
+            since_s = self._now_s()
+            reply = self._reply(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, in_work)
+            if reply is None:
+                break
+            length = get32(<const uint8_t *>PyBytes_AS_STRING(reply) + 20)
+            at += FRAME_BYTES
+            out.append(reply)
+            total += PyBytes_GET_SIZE(reply)
+            self._reader.read_count += 1
+            self._reader.read_bytes += length
+            took_s = self._now_s() - since_s
+            tallied = tally.by_method.get(method_key)
+            tally.begun += 1
+            if tallied is None:
+                tally.answered(method_key, took_s, 0, 0, length)
+                continue
+            tally.ended += 1
+            times = tallied.times
+            slot = 0
+            micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+            while micros:
+                micros >>= 1
+                slot += 1
+            counts = times.counts
+            counts[slot] += 1
+            times.sum_s += took_s
+            tallied.bytes_out += length
+        return at
+
+    cdef bytes _reply(self, const uint8_t *at, dict in_work):
+        """The frame of the answer to that request, or None."""
+        cdef const uint8_t *message = at + HEADER_BYTES
+        cdef const uint8_t *entry = message + 75
+        cdef PyObject *found
+        cdef bytes crcs, reply
+        cdef array.array disk
+        cdef object grant, chunk, segment, name
+        cdef list segments
+        # The head: a request for reads without a payload, its message as long as that of one read with one grant.
+        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 2 or at[3] or (at[4] | at[5] << 8) != method_of_reads or at[6] or at[7]
+                or get32(at + 16) != REQUEST_BYTES or get32(at + 20) or not get32(at + 12) or crc_of(at, 28) != get32(at + 28)
+                or crc_of(message, REQUEST_BYTES) != get32(at + 24)):
+            return None
+        cdef uint32_t number = get32(at + 8)
+        if in_work and number in in_work:
+            return None
+        # The message, as codec.encode_read_request lays it out, and the one read in it.
+        if (message[0] != 0x09 or get64(message + 1) != self.epoch or message[9] != 0x10 or message[10] != self._target
+                or message[11] != 0x1A or message[12] != 60 or message[73] != 0x22 or message[74] != 24):
+            return None
+        cdef uint64_t inode = get64(entry), version
+        cdef uint32_t index = get32(entry + 8), offset = get32(entry + 12), length = get32(entry + 16)
+        if (offset | length) & 4095 or not length or length > BLOCKS_MAX << 12 or entry[20] or entry[21]:
+            return None
+        found = PyDict_GetItem(self._grants, PyBytes_FromStringAndSize(<const char *>message + 13, 60))
+        if found is NULL:
+            return None
+        grant = <object>found
+        cdef long rights = grant.rights
+        if not rights & may_read or not rights & serves_all and <uint64_t>grant.inode != inode:
+            return None
+        cdef uint64_t ends_ms = grant.ends_ms, now_ms = self._now_ms()
+        if now_ms > skew_ms and ends_ms < now_ms - skew_ms:
+            return None
+        name = (inode, index)
+        if self._pending and name in self._pending:
+            return None
+        bad = self._quarantine.chunks
+        if bad and name in bad:
+            return None
+        found = PyDict_GetItem(<dict?>self._index.young, name)
+        if found is NULL:
+            return None
+        chunk = <object>found
+        cdef Py_ssize_t block = offset >> 12, count = length >> 12
+        cdef Py_ssize_t within = block & 63
+        segments = chunk.segments
+        if block >> 6 >= len(segments):
+            return None
+        segment = segments[block >> 6]
+        if segment is None:
+            return None
+        disk = segment.disk
+        crcs = segment.crcs
+        if within + count > len(disk) or (within + count) * 4 > PyBytes_GET_SIZE(crcs) or disk.ob_descr.itemsize != 8:
+            return None
+        cdef uint64_t place = disk.data.as_ulonglongs[within]
+        if not place or count > 1 and not segment.base:  # a hole; or blocks in more than one run
+            return None
+        version = chunk.version
+        # The answer: head, message as codec.encode_read_reply lays it out, blocks.
+        cdef Py_ssize_t message_bytes = 29 + count * 4
+        reply = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + length)
+        cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(reply)
+        cdef uint8_t *said = to + HEADER_BYTES
+        if read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length:
+            return None
+        if self._tenure.shared and not self._tenure.holds():
+            return None
+        said[0] = 0x09
+        put64(said + 1, self.epoch)
+        said[9], said[10] = 0x12, 16
+        said[11], said[12], said[13], said[14] = 0, 0, 1, 0  # no error; not checked here
+        put32(said + 15, length)
+        put64(said + 19, version)
+        said[27], said[28] = 0x1A, count * 4
+        memcpy(said + 29, PyBytes_AS_STRING(crcs) + within * 4, count * 4)
+        to[0], to[1], to[2], to[3] = 0x4E, 0x50, 3, 0
+        to[4], to[5], to[6], to[7] = 0, 0, 0, 0
+        put32(to + 8, number)
+        put32(to + 12, 0)
+        put32(to + 16, message_bytes)
+        put32(to + 20, length)
+        put32(to + 24, crc_of(said, message_bytes))
+        put32(to + 28, crc_of(to, 28))
+        return reply

@@ -1,0 +1,27 @@
+"""Answers that need no Call: a listener's handler may answer the frames that have just come, from bytes to bytes.
+
+It is asked where nothing stands before them: all that came earlier was taken, answers are being taken, the greeting is over,
+nobody drains. What it leaves, from the first frame on that it does not answer, is read as always. See Handler in
+wire/transport.
+"""
+
+from __future__ import annotations
+
+
+class AnswersAtOnce:
+    """Beside _End and Answerer of stream_transport, before them in the order of bases."""
+
+    def buffer_updated(self, count: int) -> None:
+        at_once = self._at_once
+        if at_once is not None and count and not self._out:
+            buffer = self._reader.empty
+            if buffer is not None and self._greeted and not self.draining:
+                out = self._out
+                taken = at_once(buffer, count, self._in_work, self._tally, out)
+                if taken:
+                    if taken == count and len(out) == 1:
+                        self._transport.write(out.pop())
+                        return
+                    self._out_bytes += sum(map(len, out))
+                    self._reader.skip(taken)
+        super().buffer_updated(count)

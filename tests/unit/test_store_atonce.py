@@ -1,0 +1,388 @@
+"""Reads that a store answers where they arrive: the same bytes and counts as the ordinary way gives, or left to that."""
+
+import asyncio
+import inspect
+import os
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nvpool.base import grants
+from nvpool.base.checksum import block_checksums, crc32c, piece_checksums
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.drive.reading import cached_pages
+from nvpool.logic.placement import build_table
+from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Target
+from nvpool.store import atonce
+from nvpool.store.chunkstore import create_chunk_store, open_chunk_store
+from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.reads import READ
+from nvpool.store.service import StoreService
+from nvpool.wire.codec import encode_read_request
+from nvpool.wire.exchange import IN_FLIGHT_MAX, Answerer
+from nvpool.wire.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
+from nvpool.wire.registry import transport
+from nvpool.wire.tally import Answers
+from nvpool.wire.transport import Greeting, Peer
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
+
+SECRET = b"k" * 32
+BLOCKS = 200
+"""Written of the chunk: three whole segments and a part of one."""
+HOLE = 150
+TWINS = {"plain": atonce.PlainReads}
+if atonce._atonce is not None:
+    TWINS["compiled"] = atonce._atonce.Reads
+
+
+class Ordinary(Answerer):
+    """What the service says to a frame, the ordinary way."""
+
+    def __init__(self, service):
+        super().__init__(service.handle, Peer("test", "", True), service.clock)
+        self._tally = Answers()
+        self.sent = []
+
+    def _send_answer(self, number, status, message, payload, payload_bytes):
+        self.sent.append(pack_head(REPLY, status, number, 0, message, payload_bytes) + b"".join(payload))
+
+    def ask(self, frame):
+        kind, method, number, deadline_ms, message, _ = read_head(bytearray(frame), 0, len(frame), 0)
+        assert kind == REQUEST
+        self._arrived(number, method, deadline_ms, message, EMPTY)
+        return self.sent.pop()
+
+
+class Bench:
+    def __init__(self, store, clock, make):
+        self.clock = clock
+        self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
+        self.service.at_once = self.reads = make(1, self.service._grants, store, self.service.replica.pending,
+                                                 self.service.tenure, self.service.use, clock)
+        self.service.update_map(pool_map(5))
+        self.tally = Answers()
+        self.grant = self.signed()
+        self.ordinary = Ordinary(self.service)
+
+    def signed(self, rights=grants.READ, inode=1, life_s=60.0):
+        ends_ms = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
+        return grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends_ms), SECRET)
+
+    def frame(self, block=0, count=1, *, inode=1, index=0, number=7, epoch=5, target=1, grant=None, offset=None, length=None,
+              place=0, flags=0, deadline_ms=1000, method=DATA_READ, verify=False):
+        read = READ.pack(inode, index, block << 12 if offset is None else offset, count << 12 if length is None else length,
+                         place, flags)
+        message = encode_read_request(epoch, target, [grant or self.grant], read, verify)
+        return pack_head(REQUEST, method, number, deadline_ms, message, 0)
+
+    def at_once(self, frame, in_work=None):
+        """What comes at once: the frames, and how much of `frame` they took."""
+        out = []
+        taken = self.reads.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out)
+        return taken, out
+
+    def same(self, frame):
+        """Whether it is answered at once; then with the bytes of the ordinary way."""
+        taken, out = self.at_once(frame)
+        if not taken:
+            assert not out
+            return False
+        assert taken == len(frame)
+        assert out == [self.ordinary.ask(frame)]
+        return True
+
+
+def pool_map(epoch):
+    node = Node(1, "here", "h", ("inproc://n",))
+    drives, targets = (Drive(1, 1, "/d1", 1 << 40),), (Target(1, 1, 1, 1 << 40, ("inproc://t",)),)
+    return PoolMap(MAP_FORMAT, "p", "pool", epoch, Settings(), (node,), drives, targets, (build_table(targets, 1),))
+
+
+@asynccontextmanager
+async def open_bench(make, path):
+    """A store in a directory with a chunk of some segments, a hole in it, all of it in memory."""
+    create_chunk_store(path / "t", 1, "pool", 64 << 20)
+    clock = ManualClock()
+    store = await open_chunk_store(path / "t", 1, clock=clock)
+    one = Bench(store, clock, make)
+    draw = random.Random(1)
+    for first, count in ((0, HOLE), (HOLE + 1, BLOCKS - HOLE - 1)):
+        data = draw.randbytes(count << 12)
+        store.write_now(1, 0, first << 12, memoryview(data), piece_checksums(data, first << 12))
+    await store.flush()
+    for at in range(0, BLOCKS, 8):  # so that index, grant and page cache have it
+        one.ordinary.ask(one.frame(at, 8))
+    try:
+        yield one
+    finally:
+        await one.service.close()
+
+
+def with_bench(test):
+    """Run it with the compiled module and with its twin."""
+
+    @pytest.mark.parametrize("make", TWINS.values(), ids=TWINS)
+    def run(make, tmp_path, **more):
+        async def served():
+            async with open_bench(make, tmp_path) as bench:
+                await test(bench, **more)
+
+        asyncio.run(served())
+
+    more = [name for name in inspect.signature(test).parameters if name != "bench"]
+    run.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+                                           for name in ("make", "tmp_path", *more)])
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@with_bench
+async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_bytes_of_the_ordinary_way(bench):
+    for block in (0, 1, 63, 64, 100, HOLE - 1, HOLE + 1, BLOCKS - 1):
+        assert bench.same(bench.frame(block)), block
+    for block, count in ((0, 2), (5, 7), (56, 8), (64, 8)):
+        assert bench.same(bench.frame(block, count)), (block, count)
+    assert bench.same(bench.frame(3, number=2**32 - 1, deadline_ms=2**32 - 1, flags=1))
+    service = bench.signed(grants.SERVICE, inode=0)
+    bench.ordinary.ask(bench.frame(0, grant=service))
+    assert bench.same(bench.frame(0, grant=service))
+
+
+@with_bench
+async def test_what_is_answered_is_the_golden_frame(bench):
+    """Head and message byte by byte, as the formats in ARCHITECTURE say; the checksums are the library's."""
+    taken, [reply] = bench.at_once(bench.frame(1, number=0x01020304))
+    version = bench.service.store.held(1, 0).version
+    block = reply[-4096:]
+    message = (b"\x09" + (5).to_bytes(8, "little") + b"\x12\x10\0\0\1\0" + (4096).to_bytes(4, "little")
+               + version.to_bytes(8, "little") + b"\x1a\x04" + block_checksums(block))
+    head = (b"NP\3\0\0\0\0\0\4\3\2\1\0\0\0\0" + len(message).to_bytes(4, "little") + (4096).to_bytes(4, "little")
+            + crc32c(message).to_bytes(4, "little"))
+    assert reply == head + crc32c(head).to_bytes(4, "little") + message + block
+    assert taken == atonce.FRAME_BYTES == len(bench.frame(1))
+
+
+@with_bench
+async def test_a_read_by_chance_is_answered_as_always_or_left(bench):
+    draw = random.Random(7)
+    answered = 0
+    for number in range(1, 3000):
+        count = draw.choice((1, 1, 2, 3, 8, 9, 64))
+        answered += bench.same(bench.frame(draw.randrange(BLOCKS + 80), count, number=number, flags=draw.randrange(2)))
+    assert 1000 < answered < 2900
+
+
+LEFT = {
+    "of another inode than the grant's": {"inode": 2}, "of a chunk that is not there": {"index": 1}, "a hole": {"block": HOLE},
+    "with a hole in it": {"block": HOLE - 1, "count": 2}, "behind the end": {"block": BLOCKS},
+    "across the end": {"block": BLOCKS - 1, "count": 2}, "across a segment": {"block": 63, "count": 2},
+    "too long": {"count": 9}, "nothing": {"length": 0}, "in the middle of a block": {"offset": 4097},
+    "a part of a block": {"length": 100}, "behind every chunk": {"offset": 0xFFFFF000}, "of an older map": {"epoch": 4},
+    "of a newer map": {"epoch": 6}, "of no map": {"epoch": 0}, "for another target": {"target": 2},
+    "by a grant that is not there": {"place": 1}, "late": {"deadline_ms": 0}, "no read": {"method": DATA_WRITE},
+    "to be checked": {"verify": True}}
+
+
+@pytest.mark.parametrize("why", LEFT)
+@with_bench
+async def test_a_read_is_left_to_the_ordinary_way(bench, why):
+    assert bench.same(bench.frame())
+    assert not bench.same(bench.frame(**LEFT[why]))
+
+
+@with_bench
+async def test_a_grant_is_looked_at_as_always(bench):
+    stranger, writer, short = bench.signed(life_s=70), bench.signed(grants.WRITE), bench.signed(life_s=1)
+    assert not bench.same(bench.frame(grant=stranger)), "nobody has verified it"
+    for grant in (stranger, writer, short):
+        bench.ordinary.ask(bench.frame(grant=grant))
+    assert bench.same(bench.frame(grant=stranger)) and bench.same(bench.frame(grant=short))
+    assert not bench.same(bench.frame(grant=writer))
+    assert not bench.same(bench.frame(grant=stranger[:-1] + b"x"))
+    bench.clock.advance(6.0)
+    assert bench.same(bench.frame(grant=short)), "clocks may differ by so much"
+    bench.clock.advance(0.01)
+    assert not bench.same(bench.frame(grant=short)) and bench.same(bench.frame(grant=stranger))
+    endless = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, 2**64 - 1), SECRET)
+    bench.ordinary.ask(bench.frame(grant=endless))
+    assert bench.same(bench.frame(grant=endless))
+
+
+@with_bench
+async def test_the_store_and_its_service_have_to_be_well(bench):
+    service, store = bench.service, bench.service.store
+    frame = bench.frame()
+
+    def left():
+        assert bench.at_once(frame) == (0, [])
+
+    assert bench.same(frame)
+    service.replica.pending[1, 0] = object()
+    left()
+    del service.replica.pending[1, 0]
+    store.quarantine.chunks.add((1, 0))
+    left()
+    store.quarantine.chunks.clear()
+    service.tenure.vouched = False
+    left()
+    service.tenure.vouched, service.tenure.shared, service.tenure.until_s = True, True, bench.clock.boottime_s() - 1
+    left()
+    service.tenure.until_s = bench.clock.boottime_s() + 1
+    assert bench.same(frame)
+    service.use.tell(pb.UseRequest(for_s=5))
+    left()
+    service.use.on = False
+    store.fenced_because = "a test"
+    left()
+    store.fenced_because = ""
+    assert bench.same(frame)
+    service.update_map(pool_map(6))
+    left()
+    assert bench.same(bench.frame(epoch=6))
+    store.index.clear()
+    assert not bench.same(bench.frame(epoch=6))
+    bench.ordinary.ask(bench.frame(epoch=6))
+    assert bench.same(bench.frame(epoch=6))
+    await service.close()
+    assert bench.at_once(bench.frame(epoch=6)) == (0, [])
+
+
+@with_bench
+async def test_what_the_page_cache_has_not_is_left(bench):
+    store, frame = bench.service.store, bench.frame(20)
+    assert bench.same(frame)
+    _, before = bench.at_once(frame)
+    os.posix_fadvise(store.device.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    place = store.index.chunk(1, 0).segments[0].disk[20] << 12
+    gone = not cached_pages(store.device.fd, place, 4096)  # tmpfs forgets nothing
+    assert bench.at_once(frame) == ((0, []) if gone else (len(frame), before))
+
+
+@with_bench
+async def test_a_chunk_that_is_written_anew_is_read_anew(bench):
+    frame = bench.frame(9)
+    before = bench.at_once(frame)[1][0]
+    data = b"new!" * 1024
+    bench.service.store.write_now(1, 0, 9 << 12, memoryview(data), piece_checksums(data, 0))
+    assert bench.same(frame)
+    after = bench.at_once(frame)[1][0]
+    assert after.endswith(data) and after != before
+
+
+@with_bench
+async def test_frames_that_come_together_are_answered_up_to_the_first_that_is_not(bench):
+    frames = [bench.frame(block, number=block + 1) for block in range(5)]
+    taken, out = bench.at_once(b"".join(frames))
+    assert taken == sum(map(len, frames)) and out == [bench.ordinary.ask(frame) for frame in frames]
+    mixed = [*frames[:2], bench.frame(HOLE, number=9), *frames[3:]]
+    taken, out = bench.at_once(b"".join(mixed))
+    assert taken == 2 * len(frames[0]) and len(out) == 2
+    taken, out = bench.at_once(b"".join(frames)[:-1])
+    assert taken == 4 * len(frames[0]) and len(out) == 4
+    many = bench.frame(0, 8) * 100
+    taken, out = bench.at_once(many)
+    assert len(out) == taken // len(frames[0]) == 8, "a bound of what is answered in one go"
+
+
+@with_bench
+async def test_a_number_that_is_in_work_is_left_to_be_refused(bench):
+    assert bench.at_once(bench.frame(number=7), {7: None}) == (0, [])
+    assert bench.at_once(bench.frame(number=8), {7: None})[0]
+    assert bench.at_once(bench.frame(number=8), dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))) == (0, [])
+
+
+@with_bench
+async def test_every_byte_that_is_changed_leaves_the_frame_to_the_ordinary_way(bench):
+    """Whatever it is then: a head or a message with a wrong checksum is not looked at."""
+    frame = bench.frame(3)
+    for at in range(len(frame)):
+        for bit in (0, 3, 7):
+            changed = bytearray(frame)
+            changed[at] ^= 1 << bit
+            assert bench.at_once(changed) == (0, []), (at, bit)
+    for length in range(len(frame)):
+        assert bench.at_once(frame[:length]) == (0, []), length
+
+
+@with_bench
+async def test_a_frame_with_right_checksums_and_any_message_is_answered_as_always_or_left(bench):
+    draw = random.Random(3)
+    good = bench.frame(3)[32:]
+    answered = 0
+    for turn in range(4000):
+        message = bytearray(good)
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            message[draw.randrange(len(message))] = draw.choice((0, 1, 16, 24, 60, 127, 128, 255, draw.randrange(256)))
+        if draw.random() < 0.1:
+            message = message[:draw.randrange(len(message))] + bytes(draw.randrange(3))
+        answered += bench.same(pack_head(REQUEST, DATA_READ, turn + 1, 1000, bytes(message), 0))
+    assert 1000 < answered < 3500
+
+
+@with_bench
+async def test_it_counts_as_the_ordinary_way_does(bench):
+    reader, tally, frame = bench.service.store.reader, bench.tally, bench.frame(0, 2)
+    counted = []
+    for ask in (bench.ordinary.ask, bench.at_once, bench.ordinary.ask):
+        before = reader.read_count, reader.read_bytes
+        ask(frame)
+        counted.append((reader.read_count - before[0], reader.read_bytes - before[1]))
+    assert counted == [(1, 8192)] * 3
+    steps = [2000.0, 2000.0 + 300e-6]
+    bench.clock.boottime_s = lambda: steps.pop(0)
+    bench.at_once(frame)
+    del bench.clock.boottime_s
+    bench.at_once(frame)
+    found = tally.by_method[DATA_READ]
+    assert (tally.begun, tally.ended, tally.given_up, tally.errors) == (3, 3, 0, {})
+    assert (found.bytes_in, found.bytes_out) == (0, 3 * 8192)
+    assert found.times.counts[0] == 2 and found.times.counts[9] == 1 and sum(found.times.counts) == 3
+    assert found.times.sum_s == pytest.approx(300e-6)
+
+
+@with_bench
+async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(bench):
+    asked = []
+
+    def handle(call):
+        asked.append(call.message)
+        bench.service.handle(call)
+
+    class Handling:
+        __call__ = staticmethod(handle)
+        at_once = staticmethod(bench.reads.answer)
+
+    door = transport("stream")
+    greeting = Greeting("test", "f")
+    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    deadline_s = SYSTEM_CLOCK.boottime_s() + 20
+    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+
+    def message(block):
+        return bench.frame(block)[32:]
+
+    first = await connection.call(DATA_READ, message(3), deadline_s=deadline_s)
+    assert not asked and bytes(first.payload) == bench.ordinary.ask(bench.frame(3))[-4096:]
+    blocks = [*range(100, HOLE + 10)]
+    replies = await asyncio.gather(*[connection.call(DATA_READ, message(block), deadline_s=deadline_s) for block in blocks])
+    for block, reply in zip(blocks, replies, strict=True):
+        expected = bench.ordinary.ask(bench.frame(block))
+        assert expected.endswith(bytes(reply.message) + bytes(reply.payload)), block
+    assert message(HOLE) in asked and len(asked) < len(blocks), "what stood behind the hole may have gone with it"
+    await connection.close()
+    await listener.close()
+
+
+def test_only_a_store_on_a_file_is_asked(tmp_path):
+    asyncio.run(only_a_store_on_a_file(tmp_path))
+
+
+async def only_a_store_on_a_file(tmp_path):
+    assert atonce.reads_at_once(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
+    create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
+    store = await open_chunk_store(tmp_path / "t", 1)
+    assert type(atonce.reads_at_once(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is atonce.Reads
+    assert atonce.reads_at_once(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
+    await store.close()
