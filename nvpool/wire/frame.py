@@ -113,7 +113,7 @@ class FrameReader:
             return self._sink[self._sink_at:]
         if self._end == len(self._buffer):
             self._make_room(self._end - self._begin + HEADER_BYTES)
-        return self._view[self._end:]
+        return self._view[self._end:] if self._end else self._view
 
     def buffer_updated(self, count: int) -> None:
         if self._sink is None:
