@@ -111,6 +111,8 @@ class BlockingConnection:
             count = receive(reader.get_buffer(0))
             if not count:
                 raise Disconnected("the other side has closed the connection")
+            if not until_s and (found := reader.only(count)) is not None:
+                return found
             reader.buffer_updated(count)
             if frames:
                 return frames.pop(0)

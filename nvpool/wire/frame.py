@@ -136,6 +136,19 @@ class FrameReader:
         """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
         self._begin = count
 
+    def only(self, count: int) -> tuple | None:
+        """What would be delivered for `count` more bytes, where they are one whole frame and nothing came before them: they
+        are taken then, and nobody is called. None: give them to `buffer_updated`. CorruptFrame."""
+        if self._end or self.stalled or self._sink is not None or count < HEADER_BYTES:
+            return None
+        found = read_head(self._buffer, 0, count, SMALL_PAYLOAD_BYTES)
+        if type(found) is int:
+            return None
+        at = HEADER_BYTES + len(found[4])
+        if at + found[5] != count:
+            return None
+        return *found[:5], memoryview(bytes(self._view[at:count]))
+
     def parse(self) -> None:
         """Deliver what is whole. Does nothing when called from within `deliver`."""
         if self._parsing:

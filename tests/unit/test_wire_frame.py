@@ -208,3 +208,37 @@ def test_the_compiled_module_reads_nothing_outside_of_its_buffer():
             frames_module._frame.read_head(buffer, begin, end, 65536)
     with pytest.raises(TypeError):
         frames_module._frame.read_head(bytes(buffer), 0, 32, 65536)
+
+
+def test_one_whole_frame_is_taken_without_a_call_and_nothing_else_is():
+    """As `buffer_updated` would deliver it; what is more or less stays for that."""
+    delivered = []
+
+    def reader_with(stream):
+        reader = FrameReader(lambda *frame: delivered.append(frame), lambda *_: None)
+        reader.get_buffer(-1)[:len(stream)] = stream
+        return reader
+
+    for message, payload in ((b"", b""), (b"m", b""), (b"", b"p"), (b"m" * 100, b"p" * 4096), (b"m" * 3000, b"p" * 65536)):
+        frame = packed((REPLY, 3, 7, 9, message, payload))
+        reader = reader_with(frame)
+        found = reader.only(len(frame))
+        reader_with(frame).buffer_updated(len(frame))
+        assert found == delivered.pop() == (REPLY, 3, 7, 9, message, payload) and not delivered
+        got = reader.get_buffer(-1)
+        got[:len(got)] = bytes(len(got))
+        assert found[5] == payload, "it is the receiver's to keep"
+        for length in {0, 1, 31, 32, len(frame) // 2, len(frame) - 1} - {len(frame)}:
+            assert reader_with(frame[:length]).only(length) is None
+        for more in (b"x", frame[:60_000]):
+            assert reader_with(frame + more).only(len(frame) + len(more)) is None
+        reader = reader_with(frame)
+        reader.buffer_updated(5)
+        assert reader.only(len(frame) - 5) is None
+        reader.buffer_updated(len(frame) - 5)
+        assert delivered.pop() == found
+    for at in range(40):
+        changed = bytearray(packed((REPLY, 3, 7, 9, b"message!", b"")))
+        changed[at] ^= 1
+        with pytest.raises(CorruptFrame):
+            reader_with(changed).only(len(changed))
