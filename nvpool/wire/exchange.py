@@ -314,6 +314,13 @@ class Answerer:
         self._overfull = False
         self._on_idle: Callable[[], None] | None = None
 
+    def _carried_by(self, transport: str) -> None:
+        """Its requests are those of that transport from now on, with those that are in work."""
+        count = len(self._in_work)
+        self._tally.begun -= count
+        self._tally = TALLY.over(transport)
+        self._tally.begun += count
+
     def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
         raise NotImplementedError
 

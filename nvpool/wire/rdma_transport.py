@@ -379,6 +379,7 @@ class RdmaServed(StreamServed):
         if flush.error:
             self._failed(flush.error)
         elif not self._ended:
+            self._carried_by(RdmaUnixTransport.scheme if self.peer.local else RdmaTransport.scheme)
             self._send(pack_head(HELLO, WORKS, 0, 0, b"", 0), (), 0, gather=False)
 
     def _failed(self, reason: str) -> None:
@@ -394,6 +395,8 @@ class RdmaServed(StreamServed):
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+            if not self._ended:
+                self._carried_by(RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme)
 
     # -- answers
 

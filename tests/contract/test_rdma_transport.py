@@ -10,6 +10,7 @@ import uvloop
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, Subject, echo, soon
 from nvpool.wire import ucx
 from nvpool.wire.rdma_transport import RdmaConnection, RdmaTransport, RdmaUnixTransport, Settings
+from nvpool.wire.tally import TALLY
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)
@@ -58,6 +59,33 @@ def run(main):
 @pytest.mark.parametrize("way", ["posix", "tcp"])
 def test_rdma_keeps_the_contract(way, check, tmp_path):
     run(check(made(way, tmp_path)))
+
+
+@pytest.mark.parametrize("way", ["posix", "tcp"])
+def test_its_requests_are_counted_as_those_of_rdma_and_after_a_fault_as_those_of_a_stream(way, tmp_path):
+    async def main():
+        subject = made(way, tmp_path)
+        rdma = subject.transport.scheme
+        stream = rdma.replace("rdma", "stream")
+
+        def answered():
+            return [TALLY.over(label).ended for label in (rdma, stream)]
+
+        listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
+        connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
+        before = answered()
+        for _ in range(3):
+            await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
+        assert answered() == [before[0] + 3, before[1]]
+        next(iter(listener.connections))._failed("for the test")
+        for _ in range(2):
+            await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
+        assert answered() == [before[0] + 3, before[1] + 2]
+        assert all(TALLY.over(label).begun - TALLY.over(label).ended - TALLY.over(label).given_up == 0 for label in (rdma, stream))
+        await connection.close()
+        await listener.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize("way", WAYS)
