@@ -179,8 +179,9 @@ class BridgeVolumes:
     async def create(self, name: str, options: Options | Mapping[str, Any] | None = None) -> Volume:
         """The volume is there and is as `options` say; made where it was not.
 
-        One that is there is changed in nothing but `sealed` and a subpath that it had not: what was not given is taken as it
-        is, and what differs is AlreadyExists, with what to do. InvalidRequest, NameTooLong: of names and options.
+        One that is there is taken as it is where nothing else was given, and what differs is AlreadyExists, with what to do.
+        An empty one still gets the seal and the subpath: whoever made it may have been interrupted before. InvalidRequest,
+        NameTooLong: of names and options.
         """
         name = checked_name(name)
         wanted = options if isinstance(options, Options) else parse_options(options)
@@ -198,8 +199,9 @@ class BridgeVolumes:
             _check_agrees(volume, wanted)
             if wanted.subpath:
                 stored = await self._subpath_of(name)
-                if stored not in ("", wanted.subpath):
-                    raise AlreadyExists(f"the volume {name} is there, with subpath {shown(stored)}; take another name")
+                if stored != wanted.subpath and (stored or volume.files_used):
+                    has = f"subpath {shown(stored)}" if stored else "files and no subpath"
+                    raise AlreadyExists(f"the volume {name} is there, with {has}; leave the option out, or take another name")
                 if not stored:
                     with our_errors():
                         await self._pool.setxattr(path_of(name), SUBPATH_ATTRIBUTE, wanted.subpath.encode())
@@ -448,6 +450,11 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
     if wanted.replicas and wanted.replicas != volume.replicas:
         raise AlreadyExists(f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
                             "take another name")
+    if wanted.sealed and not volume.sealed and volume.files_used:
+        raise AlreadyExists(f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal it "
+                            "with: nvpool volume seal")
+    if wanted.sealed is False and volume.sealed:
+        raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take another name")
 
 
 def _checked_target(target: Path) -> Path:

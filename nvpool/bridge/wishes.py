@@ -31,7 +31,7 @@ class Options(NamedTuple):
     bytes_max: int = 0
     files_max: int = 0
     replicas: int | None = None
-    sealed: bool = False
+    sealed: bool | None = None
     subpath: str = ""
 
 
@@ -87,7 +87,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
             raise InvalidRequest(f"the option {key} is {shown(value)}, and shall be text")
         given[key] = value.strip()
     return Options(_size(given.get("size", "")), _count("files", given.get("files", ""), 1 << 62),
-                   _count("replicas", given.get("replicas", ""), 3) or None, _truth("sealed", given.get("sealed", "no")),
+                   _count("replicas", given.get("replicas", ""), 3) or None, _truth("sealed", given["sealed"]) if "sealed" in given else None,
                    checked_subpath(given.get("subpath", "")))
 
 

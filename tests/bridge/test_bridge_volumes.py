@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import unicodedata
+from dataclasses import replace
 from pathlib import PurePath
 
 import pytest
@@ -145,6 +146,28 @@ def test_a_volume_that_is_there_with_other_options_is_not_changed(bridge, pool):
         with pytest.raises(AlreadyExists):
             do(bridge.create("v", other))
     assert do(bridge.create("v")).bytes_max == 1 << 20, "what was not asked for is taken as it is"
+
+
+def test_a_volume_with_files_is_neither_sealed_nor_led_elsewhere_by_a_repeated_create(bridge, pool):
+    do(bridge.create("v", {"size": "1M"}))
+    pool.there["v"] = replace(pool.there["v"], files_used=1)
+    for other, remedy in (({"sealed": "true"}, "nvpool volume seal"), ({"subpath": "a"}, "no subpath")):
+        with pytest.raises(AlreadyExists, match=remedy):
+            do(bridge.create("v", other))
+    assert not pool.there["v"].sealed and not pool.attributes
+    assert not do(bridge.create("v", {"sealed": "false"})).sealed
+    pool.there["v"] = replace(pool.there["v"], sealed=True)
+    assert do(bridge.create("v")).sealed and do(bridge.create("v", {"sealed": "true"})).sealed
+    with pytest.raises(AlreadyExists, match="sealed for ever"):
+        do(bridge.create("v", {"sealed": "false"}))
+
+
+def test_a_create_that_was_interrupted_before_the_seal_is_finished_by_the_next(bridge, pool):
+    pool.faults["seal"] = Unavailable("away")
+    with pytest.raises(Unavailable):
+        do(bridge.create("v", {"sealed": "true", "subpath": "a"}))
+    pool.faults.clear()
+    assert do(bridge.create("v", {"sealed": "true", "subpath": "a"})).sealed
 
 
 def test_a_volume_is_in_use_until_its_last_holder_has_gone(bridge, pool):

@@ -127,7 +127,7 @@ class Controller:
             reading.read_use(capability, "one of volume_capabilities")
         options = reading.read_parameters(request.parameters)
         elsewhere = request.HasField("accessible_topology") and not reading.reachable([request.accessible_topology], self._pool)
-        if elsewhere or reading.first_objection(request.volume_capabilities, sealed=options.sealed):
+        if elsewhere or reading.first_objection(request.volume_capabilities, sealed=bool(options.sealed)):
             return pb.GetCapacityResponse(available_capacity=0)
         return pb.GetCapacityResponse(available_capacity=await self._volumes.capacity(),
                                       maximum_volume_size=Int64Value(value=VOLUME_BYTES_MAX))
@@ -198,6 +198,6 @@ def _differs(volume: Volume, wanted: Options) -> str:
         return f"the volume takes {volume.files_max or 'any number of'} files"
     if wanted.replicas and wanted.replicas != volume.replicas:
         return f"the volume has {volume.replicas} replicas"
-    if wanted.sealed and not volume.sealed:
-        return "the volume is not sealed"
+    if wanted.sealed is not None and wanted.sealed != volume.sealed:
+        return f"the volume is {'' if volume.sealed else 'not '}sealed"
     return ""
