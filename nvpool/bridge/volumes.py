@@ -451,10 +451,11 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
         raise AlreadyExists(f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
                             "take another name")
     if wanted.sealed and not volume.sealed and volume.files_used:
-        raise AlreadyExists(f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal it "
-                            "with: nvpool volume seal")
+        raise AlreadyExists(f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal "
+                            "it with: nvpool volume seal")
     if wanted.sealed is False and volume.sealed:
-        raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take another name")
+        raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take "
+                            "another name")
 
 
 def _checked_target(target: Path) -> Path:

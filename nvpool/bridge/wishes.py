@@ -87,7 +87,8 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
             raise InvalidRequest(f"the option {key} is {shown(value)}, and shall be text")
         given[key] = value.strip()
     return Options(_size(given.get("size", "")), _count("files", given.get("files", ""), 1 << 62),
-                   _count("replicas", given.get("replicas", ""), 3) or None, _truth("sealed", given["sealed"]) if "sealed" in given else None,
+                   _count("replicas", given.get("replicas", ""), 3) or None,
+                   _truth("sealed", given["sealed"]) if "sealed" in given else None,
                    checked_subpath(given.get("subpath", "")))
 
 

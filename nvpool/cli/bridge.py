@@ -22,6 +22,7 @@ then:
   docker run -v scratch:/data …
 \b
 options of a volume: size=10G files=1000000 replicas=2 sealed=true subpath=train/2024
+Docker passes them on only for a volume that is not there yet; see and change one that is with nvpool volume show, resize, seal
 """)
 @pool_argument
 @click.option("--mountpoint", type=click.Path(file_okay=False), help="Where the whole pool is mounted; where nothing is, the "

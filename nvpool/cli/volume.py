@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NotFound
 from nvpool.base.units import format_bytes
 from nvpool.cli.dir import have_chains
 from nvpool.cli.drive import Size
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.logic.volumenames import member_named
 
 if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume
@@ -222,14 +224,18 @@ of the pool, which hold the bytes, always do. `nvpool volume set --access open` 
 examples:
   nvpool volume grant /srv/pool models trainer.9f31c2aa ro
   nvpool volume grant /srv/pool models client/writer.02b7d1c4 rw
+  nvpool volume grant /srv/pool models client/restored.02b7d1c4 ro --force
 """)
 @pool_argument
 @name_argument
 @click.argument("client")
 @click.argument("rights", type=click.Choice(["ro", "rw"]))
+@click.option("--force", is_flag=True, help="Although the pool has no such client, or does not say whether it has.")
 @json_option
-def grant(pool: str, name: str, client: str, rights: str, as_json: bool) -> None:
+def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: bool) -> None:
     """Let a client read a volume, or write it too."""
+    if not force:
+        _check_client(pool, client)
     _told(carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json)
 
 
@@ -243,6 +249,14 @@ example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
 def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
     """Take a client's right to a volume away. What it has open it can read for two minutes more at most."""
     _told(carry_out(pool, "volume revoke", lambda volumes: volumes.revoke(name, client)), as_json)
+
+
+def _check_client(pool: str, client: str) -> None:
+    """NotFound: it is no member of the pool. A grant to a name with a slip in it would shut out whom it is meant for."""
+    from nvpool.cli.reach import status_of
+    member = member_named(client)
+    if member not in asyncio.run(status_of(pool))["members"]:
+        raise NotFound(f"the pool has no client {member}; see which it has: nvpool client ls {pool} (or --force)")
 
 
 @volume.command("rm", epilog="""\b

@@ -52,6 +52,25 @@ def test_a_pool_starts_again_with_the_same_addresses(own):
     assert len(processes_of(own)) == 4
 
 
+def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_path):
+    nvpool("dev", "up", own, "--size", "128M")
+    nvpool("volume", "create", own, "v")
+    refused = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", code=1)
+    assert f"nvpool client ls {own}" in refused.stderr
+    shown = json.loads(nvpool("volume", "show", own, "v", "--json").stdout)
+    assert (shown["access"], shown["grants"]) == ("open", {}), "a slip in a name shuts nobody out"
+    for _ in range(2):
+        done = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", "--force", "--json")
+        assert json.loads(done.stdout)["grants"] == {"client/nobody.0a1b2c3d": "ro"}
+    token = json.loads(nvpool("client", "token", own, "--json").stdout)
+    nvpool("client", "join", token["address"].removeprefix("stream://"), tmp_path / "client", "--token", token["token"],
+           "--name", "reader")
+    member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
+    done = nvpool("volume", "grant", own, "v", member.removeprefix("client/"), "rw", "--json")
+    assert json.loads(done.stdout)["grants"][member] == "rw"
+    nvpool("dev", "down", own)
+
+
 @pytest.mark.parametrize("name", ["a b%20c #1?x=ü", "x" * 100])
 def test_any_directory_name_will_do(tmp_path, name):
     own = tmp_path / name / "pool"
