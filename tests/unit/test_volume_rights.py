@@ -66,6 +66,18 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
                 assert await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino) == told
             outside = pb.LookupRequest(session=session, parent=ROOT_INODE, name=b"volumes")
             assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
+            home = (await fs.stat("/volumes")).st_ino
+            for member in (STRANGER, GRANTED, NODE):
+                for method, request in ((wire.META_LIST, pb.ListDirRequest(session=session, inode=home, attrs=True)),
+                                        (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
+                                        (wire.META_VOLUME, pb.VolumeRequest(session=session, inode=made.inode,
+                                                                            wish=pb.VolumeRequest.SHOW))):
+                    assert await asked(meta, member, method, request) == "done", (member, method)
+            for method, request in ((wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
+                                    (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
+                                    (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True))):
+                assert await asked(meta, STRANGER, method, request) == "denied", method
+                assert await asked(meta, GRANTED, method, request) == "done", method
             await fs.volumes.revoke("secret", GRANTED)
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "denied"
             assert await asked(meta, GRANTED, wire.META_DUMP, pb.DumpRequest()) == "denied"
