@@ -3,9 +3,9 @@
     python -m nvpool.testing.sim.scenario 4711            one seed, with what went wrong
     python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first that violates something
 
-Judged: what the clients were told of blocks, names, sizes, appended records and locks (`sim/works`, `sim/naming`,
-`sim/listing`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions where they
-are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all the time.
+Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/works`, `sim/naming`, `sim/listing`)
+and volumes (`sim/quotas`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions
+where they are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all the time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.naming import Naming
 from nvpool.testing.sim.pool import SimPool
+from nvpool.testing.sim.quotas import Quotas
 from nvpool.testing.sim.wishes import Wishes
 from nvpool.testing.sim.works import Appends, Blocks, Locks, Sizes, Work, Worker
 
@@ -38,20 +39,24 @@ CHAINS = 32
 MOVING_SHARE = 0.5
 """Of the seeds: in these shards come and go."""
 ETCD_SHARE = 0.34
+VOLUMES_SHARE = 0.4
+"""Of the seeds: in these there are volumes, too. Drawn apart, so that the others go as they went before."""
 QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
 COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends", "locks", "unknown", "deaths", "stops",
-           "cuts", "power", "full", "rotten", "etcd", "shards", "moved", "terms")
+           "cuts", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed")
 
 
 class Scenario:
     """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
-    and go), `etcd` (whether it has the map), `only` (kinds of work): chosen by the seed where they are not given."""
+    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any): chosen by the seed where
+    they are not given."""
 
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 20.0, clients: int = 3, replicas: int | None = None,
                  standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
-                 kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = ()) -> None:
+                 kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = (),
+                 volumes: bool | None = None) -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
@@ -76,6 +81,10 @@ class Scenario:
         told = loop, self.done, self._pool.power_losses
         works = [Blocks(*told, cuts=chance.random() < 0.5),
                  Naming(*told, shards == 1 and not self._moving), Listings(*told), Sizes(*told), Appends(*told), Locks(*told)]
+        apart = random.Random(f"{seed} volumes")
+        if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
+            works.append(Quotas(*told, self._pool, apart.randint(1, 2),
+                                apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None))
         self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
