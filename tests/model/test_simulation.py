@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from nvpool.testing.sim.loop import Stuck, VirtualLoop
+from nvpool.testing.sim.quotas import Quotas
 from nvpool.testing.sim.scenario import simulate
 
 SEEDS = range(1, 13)
@@ -19,6 +20,12 @@ def test_nothing_is_violated(seed):
     problems, done = simulate(seed)
     assert not problems
     assert min(done["writes"], done["reads"], done["names"]) > 20 and done["deaths"] + done["cuts"] > 0
+
+
+def test_a_removed_volume_leaves_nothing_also_where_its_files_are_changed_meanwhile():
+    problems, done = simulate(4, volumes=True, only=(Quotas,))
+    assert not problems
+    assert done["volumes"] > 20 and done["quotas"] and done["removed"]
 
 
 def test_the_same_seed_does_the_same_in_another_process():

@@ -92,8 +92,9 @@ class Account:
         self.use = decode_use(raw) if raw is not None else Use()
         self.grown: tuple[int, int] | None = None
 
-    def effect(self) -> tuple[bytes, bytes]:
-        return self._use_key, encode_use(self.use)
+    def effect(self) -> tuple[bytes, bytes | None]:
+        """None where the volume is gone: files that outlive it, for whoever still has them, are counted nowhere."""
+        return self._use_key, encode_use(self.use) if self.record is not None else None
 
     def add_file(self) -> None:
         """One more inode. QuotaExceeded."""
