@@ -5,7 +5,8 @@
 
 Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/works`, `sim/naming`, `sim/listing`)
 and volumes (`sim/quotas`); what is there in the end; that fsck finds nothing, replicas are equal, chains whole and partitions
-where they are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all the time.
+where they are to be then; that nobody waits for ever, and no process met an error that is a bug; what `sim/truths` looks at all
+the time.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends"
 
 class Scenario:
     """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
-    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any): chosen by the seed where
-    they are not given."""
+    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any): chosen by the
+    seed where they are not given."""
 
     def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 20.0, clients: int = 3, replicas: int | None = None,
                  standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
