@@ -1,0 +1,117 @@
+"""The units on a machine that systemd boots, with what tools/install.sh puts there: an operator's day, from the pool's creation
+to the power switch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from nvpool.testing.booted import BootedMachine, missing, unified
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MOUNT = "nvpool-mount@mnt-pool.service"
+ASK = """
+import socket
+engine = socket.socket(socket.AF_UNIX)
+engine.connect("/run/docker/plugins/nvpool.sock")
+engine.sendall(b"POST /Plugin.Activate HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+while part := engine.recv(4096):
+    print(part.decode())
+"""
+REASON = missing()
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+if REASON is None and not PACKAGES.is_relative_to(CHECKOUT):
+    REASON = f"the environment of these tests, {PACKAGES}, is not in the checkout, from which the machine takes it"
+
+pytestmark = [pytest.mark.mount, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+
+def groups() -> set[str]:
+    above = unified()
+    return {path.name for path in above.glob("nvpool-boot-*")} if above else set()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    before = groups()
+    place = tmp_path_factory.mktemp("booted") / "machine"
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    try:
+        with BootedMachine(place, CHECKOUT, python, PACKAGES) as machine:
+            machine.run("chown", "nvpool:", "/srv/nvme0")
+            machine.run("runuser", "-u", "nvpool", "--", "nvpool", "pool", "create", "/var/lib/nvpool/pool", "--drive",
+                        "/srv/nvme0:2G")
+            machine.run("sh", "-c", "echo 'POOL=/var/lib/nvpool/pool\nOPTIONS=' > /etc/nvpool/mounts/mnt-pool.conf")
+            machine.run("sed", "-i", "s|^OPTIONS=.*|OPTIONS=--mountpoint=/mnt/pool|", "/etc/nvpool/bridge.conf")
+            for unit in ("nvpoold", MOUNT, "nvpool-bridge"):
+                machine.run("systemctl", "enable", "--now", unit)
+            yield machine
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    assert groups() <= before
+    assert str(place) not in Path("/proc/self/mounts").read_text()
+
+
+def until(true, within_s: float = 60.0) -> None:
+    ends = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+
+
+def serves_anew(machine: BootedMachine, old: str) -> bool:
+    return machine.show("nvpoold", "MainPID") not in (old, "0") and machine.show("nvpoold", "ActiveState") == "active"
+
+
+def test_all_services_are_there_and_the_pool_is_used(machine):
+    for unit in ("nvpoold.service", MOUNT, "nvpool-bridge.service"):
+        assert machine.show(unit, "ActiveState") == "active", unit
+    assert machine.show("nvpoold", "StatusText") == "serving, 2 processes"  # by sd_notify
+    assert machine.run("sh", "-c", "echo written > /mnt/pool/f && cat /mnt/pool/f").stdout == "written\n"
+    assert "VolumeDriver" in machine.run("/opt/nvpool/bin/python", "-c", ASK).stdout
+
+
+def test_a_reload_of_the_mount_is_an_upgrade_under_an_open_file(machine):
+    writer = machine.popen("sh", "-c", "exec 7> /mnt/pool/open; echo one >&7; echo opened; read word; echo two >&7; "
+                           "cat /mnt/pool/open", stdin=subprocess.PIPE,
+                           stdout=subprocess.PIPE)
+    assert writer.stdout.readline() == "opened\n"
+    pids = machine.run("sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs").stdout.split()
+    machine.run("systemctl", "reload", MOUNT)
+    now = machine.run("sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs").stdout.split()
+    assert set(now) - set(pids)  # other processes serve it
+    assert writer.communicate("go\n", timeout=60) == ("one\ntwo\n", None)
+
+
+def test_a_killed_daemon_is_started_again(machine):
+    old = machine.show("nvpoold", "MainPID")
+    machine.run("systemctl", "kill", "-s", "KILL", "nvpoold")
+    until(lambda: serves_anew(machine, old))
+    assert machine.run("sh", "-c", "echo after > /mnt/pool/killed && cat /mnt/pool/killed").stdout == "after\n"
+
+
+def test_a_daemon_that_stands_still_is_ended_by_the_watchdog(machine):
+    machine.run("mkdir", "-p", "/run/systemd/system/nvpoold.service.d")
+    machine.run("sh", "-c", "echo '[Service]\nWatchdogSec=5' > /run/systemd/system/nvpoold.service.d/soon.conf")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "restart", "nvpoold")
+    old = machine.show("nvpoold", "MainPID")
+    machine.run("kill", "-STOP", old)
+    until(lambda: serves_anew(machine, old))
+    assert "Watchdog timeout" in machine.run("journalctl", "--unit", "nvpoold", "--no-pager").stdout
+    assert machine.run("cat", "/mnt/pool/f").stdout == "written\n"
+
+
+def test_the_machine_goes_off_with_all_of_it_in_use(machine):
+    found = machine.run("journalctl", "--priority", "err", "--no-pager", "--output", "cat").stdout
+    assert [line for line in found.splitlines() if "nvpool" in line and "Failed with result" not in line] == []
+    began = time.monotonic()
+    assert machine.power_off()
+    assert time.monotonic() - began < 60, "a unit's stop was waited for to its limit"
