@@ -20,7 +20,7 @@ from nvpool.wire.v1 import meta_pb2
 
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
-_CHANGE, _TARGET, _FLAGS = map(records.Inode.__slots__.index, ("change", "target", "flags"))
+_CHANGE, _TARGET, _FLAGS, _VOLUME = map(records.Inode.__slots__.index, ("change", "target", "flags", "volume"))
 WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 
@@ -122,14 +122,18 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
 
 
 def attributes(view: View, request: meta_pb2.GetAttrManyRequest) -> meta_pb2.GetAttrManyReply:
-    """Of many inodes of this shard, for who has their names from another; without those that are gone."""
+    """Of many inodes of this shard, for who has their names from another; without those that are gone, or in a volume that the
+    asker has no right to."""
     numbers = codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
         raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for at once")
     for number in numbers:
         if view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"inode {number} belongs to another shard")
-    inodes = [fields for fields in _inodes(view, list(numbers)) if fields is not None]
+    may_see = view.access.may_see
+    inodes = [fields for fields in _inodes(view, list(numbers))
+              # of a volume's own directory its name tells, which is shown to all
+              if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))]
     lent = view.lend_all(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
     return meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)

@@ -12,6 +12,7 @@ from nvpool.sdk.asynchronous import AsyncFileSystem
 from nvpool.testing.meta_shard import PEER, DirectCall
 from nvpool.testing.pool import LocalPool
 from nvpool.wire import codec
+from nvpool.wire.entries import ENTRY
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -43,6 +44,16 @@ async def names_told(meta, member: str, directory: int, inode: int) -> list[byte
     return [one.name for one in pb.NamesReply.FromString(bytes((await call.wait())[0])).names]
 
 
+async def attributes_told(meta, member: str, session: int, inodes: list[int]) -> list[int]:
+    """Of which of these inodes somebody is told what `stat` shows, who needs to know their numbers only."""
+    call = DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(
+        session=session, inodes=codec.pack_inodes(inodes)).SerializeToString())
+    call.peer = PEER._replace(member=member)
+    meta.handle(call)
+    packed = pb.GetAttrManyReply.FromString(bytes((await call.wait())[0])).packed
+    return [ENTRY.unpack_from(packed, at)[1] for at in range(0, len(packed), ENTRY.size)]
+
+
 def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_has():
     async def main() -> None:
         async with LocalPool() as pool:
@@ -64,6 +75,9 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "done"
             for member, told in ((STRANGER, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
                 assert await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino) == told
+            inodes = [made.inode, (await fs.stat("/volumes/secret/f")).st_ino]
+            for member, told in ((STRANGER, inodes[:1]), (GRANTED, inodes), (NODE, inodes)):
+                assert await attributes_told(meta, member, session, inodes) == told
             outside = pb.LookupRequest(session=session, parent=ROOT_INODE, name=b"volumes")
             assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
             home = (await fs.stat("/volumes")).st_ino

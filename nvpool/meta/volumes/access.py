@@ -71,6 +71,15 @@ class Access:
         if record.flags & LISTED and self.asker and self._granted(record) is None:
             raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant")
 
+    def may_see(self, number: int) -> bool:
+        """Whether `check` lets the asker pass; 0 is what is in no volume."""
+        if number in self.restricted:
+            try:
+                self.check(number)
+            except (NotFound, AccessDenied):
+                return False
+        return True
+
     def check_change(self, number: int) -> None:
         """As `check`, for who changes something in it. ReadOnly: nobody may."""
         record = self.restricted.get(number)
