@@ -42,6 +42,9 @@ class _Call:
         self.method, self.message, self.payload = method, message, memoryview(payload)
         self.answer: tuple | None = None
 
+    def room(self, byte_count: int) -> None:
+        """None: the transport has no memory of the asker."""
+
     def reply(self, message=b"", payload=()) -> None:
         self.answer = message, payload
 

@@ -55,6 +55,7 @@ from nvpool.store.chunkstore import (
     MustWait,
     Placed,
     ReadBatch,
+    Room,
     ScrubStep,
     StoreOptions,
 )
@@ -179,10 +180,10 @@ class BlockChunkStore(WholeChunks):
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
         if self.fenced_because or self._closed:
             self._refuse()
-        batch = self.reader.begin(reads, owners, verify)
+        batch = self.reader.begin(reads, owners, verify, room)
         if batch.missed:
             batch.work.sequence = self.kv.sequence
         return batch

@@ -127,6 +127,9 @@ class HeldChunk(NamedTuple):
     requests: tuple[tuple[int, int, int], ...]
 
 
+Room = Callable[[int], memoryview | None]
+
+
 class ReadBatch:
     """The outcome of a batch. `results`, `checksums` and `payload` are as ReadReply in data.proto says, once nothing is
     missing: while `missed` is not empty, `begin_finish` or await `finish_read`."""
@@ -255,12 +258,13 @@ class ScrubStep(NamedTuple):
 
 
 class ChunkStore(Protocol):
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
         """Read a batch from memory as far as that goes. `reads`: 24 bytes each, see data.proto; `owners[grant]` is the inode
         that grant allows to read, NO_INODE for none, ALL_INODES for all.
 
         Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
-        and a bad one is remembered. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
+        and a bad one is remembered. `room` (Call.room): where the bytes may go when all of them are in memory and none is to
+        be checked; the payload is then that memory. Elsewhere it is the store's own. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
         """
 
     lender: Lender | None

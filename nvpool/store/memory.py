@@ -42,6 +42,7 @@ from nvpool.store.chunkstore import (
     InodeCut,
     Placed,
     ReadBatch,
+    Room,
     ScrubStep,
     VersionsStep,
     check_copy,
@@ -82,7 +83,7 @@ class MemoryChunkStore:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False) -> ReadBatch:
+    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
         self._refuse_when_fenced()
         if len(reads) % _READ.size:
             raise InvalidRequest("not whole read headers")

@@ -25,7 +25,7 @@ from nvpool.base.errors import (
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.drive.contract import Outcome
 from nvpool.kv.contract import Kv
-from nvpool.store.chunkstore import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch
+from nvpool.store.chunkstore import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch, Room
 from nvpool.store.device import Device
 from nvpool.store.index import Chunk, Index
 from nvpool.store.quarantine import Quarantine
@@ -98,7 +98,7 @@ class BatchReader:
         self.read_count = 0
         self.missed_count = 0
 
-    def begin(self, reads: bytes, owners, verify: bool) -> ReadBatch:
+    def begin(self, reads: bytes, owners, verify: bool, room: Room | None = None) -> ReadBatch:
         """See ChunkStore.read_now."""
         if len(reads) % READ.size:
             raise InvalidRequest(f"{len(reads)} bytes are not whole read headers")
@@ -175,11 +175,16 @@ class BatchReader:
         self.read_bytes += at
         into = _NOTHING
         if at:
-            into = self._device.buffer(at)
+            theirs = room(at) if room is not None and not verify and not checked else None
+            into = self._device.buffer(at) if theirs is None else theirs
             for begin, count in zeros:
                 into[begin:begin + count] = bytes(count)
             if offsets:
                 batch.missed = self._device.read_now(offsets, lengths, positions, into, _asker_keeps(reads))
+            if batch.missed and theirs is not None:  # who asked may have gone before the drive has answered
+                into = self._device.buffer(at)
+                if zeros or len(batch.missed) < len(offsets):
+                    into[:] = theirs
         if batch.missed or verify or checked:
             batch.work = _Work((offsets, lengths, positions), into, reads, crcs,
                                list(range(len(crcs))) if verify else checked, starts)

@@ -344,7 +344,7 @@ class StoreService(Telling):
 
     def _begin_read(self, call: Call, epoch: int, reads: bytes, whose: Owners, verify: bool) -> None:
         reads, lost = self.replica.losing.without_lost(reads, *whose)
-        batch = self.store.read_now(reads, whose[0], verify)
+        batch = self.store.read_now(reads, whose[0], verify, call.room)
         self.replica.losing.refuse(batch, lost)
         if batch.missed:
             self._check_room()

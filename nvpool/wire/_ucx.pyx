@@ -60,6 +60,7 @@ cdef extern from "_ucx_abi.h":
     void p_ucp_rkey_buffer_release(void *)
     int p_ucp_ep_create(void *, const nv_ep_params *, void **) nogil
     int p_ucp_ep_rkey_unpack(void *, const void *, void **)
+    int p_ucp_rkey_ptr(void *, uint64_t, void **)
     void p_ucp_rkey_destroy(void *)
     void *p_ucp_ep_close_nbx(void *, const nv_request_param *) nogil
     int p_ucp_request_check_status(void *) nogil
@@ -260,19 +261,55 @@ cdef class Key:
     cdef void *at
     cdef uint64_t base, length
     cdef Endpoint endpoint
+    cdef int windows
+    cdef bint dropped
 
     def __init__(self, Endpoint endpoint, bytes raw, uint64_t base, uint64_t length):
         self.endpoint, self.base, self.length = endpoint, base, length
         check(p_ucp_ep_rkey_unpack(endpoint.at, <const char *>raw, &self.at), "key")
 
+    def window(self, uint64_t offset, size_t length):
+        """That part of the memory, where this process can reach it by itself (shared memory); None where it can not."""
+        cdef void *here = NULL
+        cdef Window window
+        if self.at == NULL or self.dropped or not ours() or offset > self.length or length > self.length - offset:
+            return None
+        if p_ucp_rkey_ptr(self.at, self.base + offset, &here) or here == NULL:
+            return None
+        window = Window.__new__(Window)
+        window.base, window.length, window.key = <char *>here, length, self
+        self.windows += 1
+        return memoryview(window)
+
     def drop(self):
-        if self.at != NULL and ours():
+        """Nothing is written by it any more. The memory stays within reach for as long as somebody has a window on it."""
+        self.dropped = True
+        if self.at != NULL and not self.windows and self.endpoint.worker.at != NULL and ours():
             p_ucp_rkey_destroy(self.at)
             self.at = NULL
 
     def __dealloc__(self):
         if self.at != NULL and self.endpoint.at != NULL and self.endpoint.worker.at != NULL and ours():
             p_ucp_rkey_destroy(self.at)
+
+
+cdef class Window:
+    """Memory of the other side that this process can write to by itself. It outlives the other side, and its key being dropped:
+    what is then written there reaches nobody."""
+    cdef Key key
+    cdef char *base
+    cdef size_t length
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.base, self.length, 0, flags)
+
+    def __releasebuffer__(self, Py_buffer *view):
+        pass
+
+    def __del__(self):
+        self.key.windows -= 1
+        if self.key.dropped:
+            self.key.drop()
 
 
 cdef class Flush:
@@ -347,7 +384,7 @@ cdef class Endpoint:
                 at += 1
                 total += view.len
                 PyBuffer_Release(&view)
-            if self.at == NULL or key.at == NULL or key.endpoint is not self:
+            if self.at == NULL or key.at == NULL or key.dropped or key.endpoint is not self:
                 raise UcxError("the key is not valid any more")
             if self.status[0]:
                 raise UcxError(self.failed)

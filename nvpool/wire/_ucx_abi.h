@@ -91,6 +91,7 @@ enum { NV_OK = 0, NV_IN_PROGRESS = 1, NV_BUSY = -15, NV_ERROR_LAST = -100 };
     F(void, ucp_rkey_buffer_release, (void *)) \
     F(int, ucp_ep_create, (void *, const nv_ep_params *, void **)) \
     F(int, ucp_ep_rkey_unpack, (void *, const void *, void **)) \
+    F(int, ucp_rkey_ptr, (void *, uint64_t, void **)) \
     F(void, ucp_rkey_destroy, (void *)) \
     F(void *, ucp_put_nbx, (void *, const void *, size_t, uint64_t, void *, const nv_request_param *)) \
     F(void *, ucp_ep_flush_nbx, (void *, const nv_request_param *)) \

@@ -262,6 +262,10 @@ class InboundCall:
         self._bytes = len(payload)
         self._callback: Callable[[], None] | None = None
 
+    def room(self, byte_count: int) -> memoryview | None:
+        side = self._side
+        return None if side is None else side._answer_room(self._number, byte_count)
+
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
         side = self._side
         if side is None:
@@ -323,6 +327,10 @@ class Answerer:
 
     def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
         raise NotImplementedError
+
+    def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
+        """Call.room of that request."""
+        return None
 
     def _room(self) -> None:
         """The peer may be read from again."""

@@ -10,7 +10,8 @@ that it works. Otherwise the connection stays what it is, and the log says why.
 From then on a request may carry a place: (key, offset, length, method), 14 bytes in front of its message. The store writes the
 payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
 checksums over the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors,
-cancellation, draining) is the stream's. With a REPLY a place is over: the store writes nothing more there. So
+cancellation, draining) is the stream's. Where the store reaches the place by itself (shared memory), its handler may fill it
+before it answers (Call.room): the drive's pages are copied there, without a buffer and a put between. With a REPLY a place is over: the store writes nothing more there. So
 
 * a place whose request ended here (deadline, cancellation) is not used again before the store has answered for it, which it
   does also for what was cancelled; if it does not within QUARANTINE_S, the connection ends;
@@ -45,7 +46,14 @@ from nvpool.wire import ucx
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
 from nvpool.wire.rooms import PLACE_BYTES_MAX, Rooms
 from nvpool.wire.status import encode_error
-from nvpool.wire.stream_transport import StreamConnection, StreamListener, StreamServed, StreamTransport, UnixStreamTransport
+from nvpool.wire.stream_transport import (
+    GATHER_IN_FLIGHT,
+    StreamConnection,
+    StreamListener,
+    StreamServed,
+    StreamTransport,
+    UnixStreamTransport,
+)
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, Buffer, Connection, Greeting
 
 _log = logging.getLogger(__name__)
@@ -317,6 +325,7 @@ class RdmaServed(StreamServed):
         self._endpoint: Any = None
         self._keys: dict[int, Any] = {}
         self._places: dict[int, Sequence[int]] = {}
+        self._filled: dict[int, memoryview] = {}  # places that were handed to the handler itself
         self._writing_bytes = 0
 
     def _offers(self) -> Sequence[str]:
@@ -333,6 +342,7 @@ class RdmaServed(StreamServed):
                 self._places[number] = place
         elif kind == CANCEL and number in self._places:
             super()._deliver(kind, code, number, deadline_ms, message, payload)
+            self._filled.pop(number, None)
             if self._places.pop(number, None) is not None:  # the answer would have been the word that we write no more there
                 status, text = encode_error(Cancelled("given up"))
                 super()._send_answer(number, status, text, (), 0)
@@ -400,8 +410,17 @@ class RdmaServed(StreamServed):
 
     # -- answers
 
+    def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
+        place = self._places.get(number)
+        key = self._keys.get(place[0]) if place is not None and 0 < byte_count <= place[2] else None
+        window = key.window(place[1], byte_count) if key is not None else None
+        if window is not None:
+            self._filled[number] = window
+        return window
+
     def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
         place = self._places.pop(number, None) if self._places else None
+        filled = self._filled.pop(number, None) if self._filled else None
         if place is None or status or not payload_bytes or self._ended:
             super()._send_answer(number, status, message, payload, payload_bytes)
             return
@@ -413,6 +432,10 @@ class RdmaServed(StreamServed):
         try:
             if key is None:
                 raise ucx.Error("the key to the reader's memory is not valid any more")
+            if filled is not None and len(payload) == 1 and payload[0] is filled:
+                self._send(pack_head(REPLY, 0, number, payload_bytes, message, 0), (), 0,
+                           gather=len(self._in_work) >= GATHER_IN_FLIGHT)
+                return
             flush = self._write(key, offset, payload)
         except ucx.Error as error:
             self._could_not(number, str(error))
@@ -441,6 +464,7 @@ class RdmaServed(StreamServed):
     def _on_end(self, reason: str) -> None:
         self._unlink()
         self._places.clear()
+        self._filled.clear()
         super()._on_end(reason)
 
 

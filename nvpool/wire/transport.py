@@ -48,6 +48,12 @@ class Call(Protocol):
     cancelled: bool
     """The asker has gone or given up: the answer will be thrown away."""
 
+    def room(self, byte_count: int) -> memoryview | None:
+        """Memory of the asker for an answer's payload of that many bytes, where the transport can reach it (shared memory), to
+        save a copy; None: bring your own, as ever. To be filled on the spot, before anything else on the loop has a turn, and
+        then handed to `reply` as it is, as all of the payload; or left alone, whatever has been written there. The asker may
+        change it while you look: what you check, check elsewhere."""
+
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
         """Send the answer. `payload` buffers go out in order, without being joined; they must not change any more, since they
         may leave later. Never raises for a lost peer."""

@@ -108,3 +108,40 @@ def test_an_answer_is_written_right_into_memory_of_the_asker(way, count, tmp_pat
         await listener.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_handler_fills_memory_of_the_asker_where_the_transport_can_reach_it(way, tmp_path):
+    reached = []
+
+    def handler(call):
+        count = int(call.method) << 12
+        assert call.room(count + (1 << 20)) is None, "more than there is a place for"
+        room = call.room(count)
+        reached.append(room is not None)
+        content = bytes([call.method]) * count
+        if room is None:
+            call.reply(b"own", [content])
+        elif bytes(call.message) == b"fill":
+            room[:] = content
+            call.reply(b"filled", [room])
+        else:  # changes its mind
+            room[:] = b"!" * count
+            call.reply(b"own", [content[:5000], content[5000:]])
+        assert call.room(count) is None, "answered already"
+
+    async def main():
+        subject = made(way, tmp_path)
+        listener = await subject.transport.listen(subject.endpoint, SERVER, handler)
+        connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
+        for method, word in itertools.product((5, 60, 255), (b"fill", b"leave")):
+            into = memoryview(bytearray(method << 12))
+            asked = [connection.call(method, word, deadline_s=soon(), into=part) for part in (into, into[:])]
+            for reply in await asyncio.gather(*asked):
+                assert reply.message == (b"filled" if way != "tcp" and word == b"fill" else b"own")
+                assert reply.payload == bytes([method]) * (method << 12)
+        assert reached == [way != "tcp"] * 12 and connection.placed_bytes == 4 * (5 + 60 + 255 << 12)
+        await connection.close()
+        await listener.close()
+
+    run(main())

@@ -205,6 +205,44 @@ async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_
     await listener.close()
 
 
+@on_a_loop
+async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_nobody(tmp_path):
+    kept = Kept()
+    transport, endpoint, handler = pair("shm", tmp_path, kept)
+    listener = await transport.listen(endpoint, SERVER, handler)
+    connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
+    asked = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
+             for _ in range(4)]
+    filled, late, given_up, left = await kept.count(4)
+    rooms_there = [call.room(MIB) for call in (filled, given_up, left)]
+    assert all(room is not None for room in rooms_there)
+    asked[2].cancel()
+    await until(lambda: given_up.cancelled)
+    given_up.reply(b"", [rooms_there[1]])
+    connection.revoke_keys()
+    again = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
+    later = (await kept.count(5))[4]
+    assert late.room(MIB) is None, "the key has been taken back"
+    for room in rooms_there:
+        room[:] = b"x" * MIB  # still within reach
+    filled.reply(b"", [rooms_there[0]])
+    late.reply(b"", [b"x" * MIB])
+    for future in asked[:2]:
+        assert "key" in str(await refused(Unavailable, future))
+    room = later.room(MIB)
+    room[:] = b"b" * MIB
+    later.reply(b"", [room])
+    assert (await again).payload == b"b" * MIB and connection.placed_bytes == MIB
+    await connection.close()
+    await until(lambda: left.cancelled)
+    assert left.room(MIB) is None
+    rooms_there[2][:] = room[:] = b"y" * MIB  # whoever still fills it hurts nobody
+    left.reply(b"", [rooms_there[2]])
+    await refused(Disconnected, asked[3])
+    await listener.close()
+    del rooms_there, room  # after the worker has gone
+
+
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
 async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_memory_of_others(way, tmp_path, monkeypatch):

@@ -39,6 +39,9 @@ class FakeCall:
         self.message_out = self.payload_out = self.error = None
         self.answered = asyncio.Event()
 
+    def room(self, byte_count):
+        return None
+
     def reply(self, message=b"", payload=()):
         assert self.message_out is None and self.error is None, "answered twice"
         self.message_out, self.payload_out = message, b"".join(payload)
