@@ -264,7 +264,8 @@ class ChunkStore(Protocol):
 
         Never raises for a single read: its result has the status. `verify`: every block is checked before it is answered,
         and a bad one is remembered. `room` (Call.room): where the bytes may go when all of them are in memory and none is to
-        be checked; the payload is then that memory. Elsewhere it is the store's own. InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
+        be checked; the payload is then that memory. Elsewhere it is the store's own.
+        InvalidRequest for a batch that is no batch or asks for more than 32 MiB.
         """
 
     lender: Lender | None

@@ -11,7 +11,8 @@ From then on a request may carry a place: (key, offset, length, method), 14 byte
 payload of the whole batch there, waits until it has arrived (flush), and sends the answer's small frame with statuses and
 checksums over the stream; its deadline field has the number of bytes written. Everything else (requests, small answers, errors,
 cancellation, draining) is the stream's. Where the store reaches the place by itself (shared memory), its handler may fill it
-before it answers (Call.room): the drive's pages are copied there, without a buffer and a put between. With a REPLY a place is over: the store writes nothing more there. So
+before it answers (Call.room): the drive's pages are copied there, without a buffer and a put between. With a REPLY a place is
+over: the store writes nothing more there. So
 
 * a place whose request ended here (deadline, cancellation) is not used again before the store has answered for it, which it
   does also for what was cancelled; if it does not within QUARANTINE_S, the connection ends;
