@@ -73,6 +73,8 @@ def test_of_those_that_are_equally_near_the_one_with_fewer_reads_on_their_way():
     assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {1, 2}
     reader.lane(1).in_flight = BUSIER
     assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {2}
+    reader.lane(2).in_flight = 1  # what is chance is not worth reading the chunk from a second drive
+    assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {1, 2}
     near = Reader("host-1")
     near.lane(2).in_flight = BUSIER
     assert near.order(3, 2) == [2, 3]
