@@ -53,8 +53,7 @@ def machine(tmp_path_factory):
                         "/srv/nvme0:2G")
             machine.run("sh", "-c", "echo 'POOL=/var/lib/nvpool/pool\nOPTIONS=' > /etc/nvpool/mounts/mnt-pool.conf")
             machine.run("sed", "-i", "s|^OPTIONS=.*|OPTIONS=--mountpoint=/mnt/pool|", "/etc/nvpool/bridge.conf")
-            for unit in ("nvpoold", MOUNT, "nvpool-bridge"):
-                machine.run("systemctl", "enable", "--now", unit)
+            machine.run("systemctl", "enable", "--now", "nvpoold", MOUNT, "nvpool-bridge")  # each waits for the one before
             yield machine
     finally:
         shutil.rmtree(place, ignore_errors=True)
