@@ -364,7 +364,7 @@ async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_
         connection._say(word, said)
         await until(lambda: connection.closed)  # noqa: B023  awaited at once
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    connection._say(rdma_transport.KEY, rdma_transport._KEY.pack(77, 0, 4096, 4096) + os.urandom(40))
+    connection._say(rdma_transport.KEY, rdma_transport._KEY.pack(77, 0, 4096, 4096) + bytes(40))
     assert (await connection.call(1, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await connection.close()
     await listener.close()
