@@ -164,6 +164,7 @@ def test_the_pool_map_is_the_one_of_the_golden_file_and_places_chunks_as_ever():
     assert decode_map((GOLDEN / "poolmap-3.json").read_bytes().strip()) == a_map()  # and before nodes were revoked
     assert decode_map((GOLDEN / "poolmap-4.json").read_bytes().strip()) == a_map()  # and before it had targets' verifiers
     assert decode_map((GOLDEN / "poolmap-5.json").read_bytes().strip()) == a_map()  # and before chains began anew
+    assert decode_map((GOLDEN / "poolmap-6.json").read_bytes().strip()) == a_map()  # and before moves had an epoch
 
 
 def test_every_data_message_carries_the_epoch_of_the_map():
