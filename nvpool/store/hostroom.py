@@ -25,6 +25,9 @@ RESERVE_BYTES = MIB
 """256 cuts at once, before the first of them gives its old block back."""
 PIECE_BYTES = 32 * KIB
 """More than a block: the file system may need some for its own tables."""
+AGAIN_BYTES = 8 * MIB
+"""More than the largest write of a client with its tables: else one that is refused leaves room enough to say that there is
+some, and the next is refused too."""
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class HostRoom:
         self.path = path
         self._what = what
         self.full = False
-        """A write has found no room, and there has been none for the reserve since."""
+        """A write has found no room, and there has been none for the reserve and AGAIN_BYTES since."""
         self.missing = False
         """The reserve is not whole."""
         self.spending = False
@@ -93,7 +96,7 @@ class HostRoom:
             log.info("%s: there is room again on the file system below it", self._what)
 
     def keep(self) -> None:
-        """The reserve is whole, and there is as much room again while it is `full`. NoSpace: it holds what there was."""
+        """The reserve is whole, and there are AGAIN_BYTES beside it while it is `full`. NoSpace: it holds what there was."""
         if self.path is None:
             return
         self.missing = True
@@ -105,7 +108,7 @@ class HostRoom:
                 self.missing = os.fstat(fd).st_size < RESERVE_BYTES
                 if self.full and not self.missing:
                     try:
-                        os.posix_fallocate(fd, RESERVE_BYTES, RESERVE_BYTES)
+                        os.posix_fallocate(fd, RESERVE_BYTES, AGAIN_BYTES)
                     finally:
                         os.ftruncate(fd, RESERVE_BYTES)
             finally:
