@@ -317,6 +317,7 @@ class MetaClient(Releasing):
         """On return there is one, in which all that is open has been named."""
         if state.opening is None or state.opening.done():
             state.opening = asyncio.create_task(self._open_session(state, deadline_s))
+            state.opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
         await self._until(state.opening, deadline_s)
 
     async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:

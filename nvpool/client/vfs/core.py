@@ -93,6 +93,7 @@ class Core:
         rights |= file.grant_rights
         if file.renewal is None or file.renewal.done():
             file.renewal = asyncio.create_task(self._ask_attr(file, rights))
+            file.renewal.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
         await asyncio.shield(file.renewal)
         if rights & ~file.grant_rights:
             await self._ask_attr(file, rights)

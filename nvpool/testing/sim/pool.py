@@ -133,7 +133,9 @@ class SimPool:
     def _went_wrong(self, loop, context: dict) -> None:
         error = context.get("exception")
         if not is_death(error):
-            self.failures.append(f"{context.get('message')}: {error!r}")
+            work = context.get("task") or context.get("future")
+            of = f" of {work.get_coro().__qualname__}" if isinstance(work, asyncio.Task) else ""
+            self.failures.append(f"{context.get('message')}{of}: {error!r}")
 
     def new_clock(self, name: str) -> Clock:
         """A process that is started again draws other numbers; its node's clock is as wrong as before."""
