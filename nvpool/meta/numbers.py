@@ -51,7 +51,7 @@ class Numbers:
         """Return when the bounds are higher by RESERVED. All who wait share one sync."""
         if self._reserving is None or self._reserving.done():
             self._reserving = asyncio.ensure_future(self._raise(self.bounds))
-            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
+            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits meets it
         await asyncio.shield(self._reserving)
 
     async def raise_above(self, counter: int) -> None:

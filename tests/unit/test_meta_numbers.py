@@ -35,8 +35,7 @@ def test_all_who_wait_share_one_reservation_and_none_hears_of_it_after_giving_up
             alone = asyncio.ensure_future(numbers.more())
             await asyncio.sleep(0)
             alone.cancel()
-            while not numbers._reserving.done():
-                await asyncio.sleep(0.01)
+            await asyncio.wait([numbers._reserving])
             kv.sync_others = None
             await numbers.more()
             del waiting, alone
