@@ -407,6 +407,7 @@ class MetaClient(Releasing):
             state.slots.clear()
             state.released.clear()
             state.given_up.clear()
+            state.doubts.clear()
             state.wake_all()
 
     def _watch(self, state: ShardSession) -> None:
@@ -439,6 +440,7 @@ class MetaClient(Releasing):
                     await self.ensure_session(state, deadline_s)
                 else:
                     await self._renew(state, deadline_s)
+                    await self._look_at_held(state)
                 pause = state.lease_s / 3
             except StaleSession:
                 self._lost(state, state.session)
@@ -453,26 +455,18 @@ class MetaClient(Releasing):
             state.released.clear()  # of registrations that the shard has forgotten: said now, they would end those that follow
             state.untold.clear()
             state.arrived.clear()
-        released, state.released = state.released[:RENEW_INODES_MAX], state.released[RENEW_INODES_MAX:]
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
         for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
             request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch, identity=self._identity,
-                                                   released=codec.pack_inodes(released),
                                                    opened=codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]),
                                                    named=again and begin + RENEW_INODES_MAX >= len(opened))
-            try:
-                raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
-            except NvpoolError as error:
-                if not error.may_be_applied and state.session == session:
-                    state.released += released
-                raise
-            released = []
+            raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
         self.counters["renewals"] += 1
         if again and state.session == session:
             state.unnamed = False
         reply = decoded(meta_pb2.RenewSessionReply, raw)
-        state.lease_s = reply.lease_s or state.lease_s
+        state.lease_s, state.held = reply.lease_s or state.lease_s, reply.held
         if reply.map_epoch > self._view.map.epoch:
             await self._view.refresh()
         if reply.incarnation != state.incarnation:

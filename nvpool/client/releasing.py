@@ -1,11 +1,17 @@
 """How the metadata service hears of files that are closed: soon, in batches, and never twice.
 
+A message about it that may have been lost is not said again: said twice it could close what was opened since. Instead every
+renewal of the session tells what the service holds open for us, and what is not open here at all is given up then, with
+the number of handles that it told: where that is another by now, something was opened or closed meanwhile, and the service
+leaves it for the next time.
+
 A part of `client/metaclient`, which owns all that is used here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 
 from nvpool.base.errors import NvpoolError, StaleSession, WrongShard
 from nvpool.client.shardsession import ShardSession
@@ -14,6 +20,8 @@ from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 RENEW_INODES_MAX = 16384
 """In one message; the rest goes with the next, at once."""
+HELD = struct.Struct("<QI")
+"""Inode and handles, in RenewSessionReply.held and ReleaseRequest.gone."""
 
 
 class Releasing:
@@ -66,11 +74,10 @@ class Releasing:
         session = state.session
         request = meta_pb2.ReleaseRequest(session=session, map_epoch=self._view.map.epoch, inodes=codec.pack_inodes(released),
                                           slots=given_up)
+        state.leaving.append(released)
         try:
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)
         except NvpoolError as error:
-            # never repeated after it may have been applied: a second one could close what was opened since. What is lost so
-            # is given up with the session, or when the shard restarts.
             if state.session == session and not isinstance(error, StaleSession):
                 state.given_up += given_up  # may be said twice
             if isinstance(error, WrongShard):
@@ -80,3 +87,28 @@ class Releasing:
             elif not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
                 state.released.extend(released)
                 await asyncio.sleep(self._options.retry_last_s)
+        finally:
+            state.leaving.remove(released)
+
+    async def _look_at_held(self, state: ShardSession) -> None:
+        """Give up what the shard has just said that it holds open for us, and what is not open here."""
+        packed, state.held = state.held, b""
+        if len(packed) % HELD.size or state.early:  # the process before us may yet be answered that it has opened something
+            return
+        closing = set(state.released).union(*state.leaving)
+        held = {inode: count for inode, count in HELD.iter_unpack(packed)
+                if inode not in closing and not any(inode in other.open for other in self._shards.values())}
+        # A change that was under way then may have opened it, and its answer may yet come.
+        under_way = frozenset(range(state.slot_count)).difference(slot for slot, _ in state.slots)
+        doubts, state.doubts = state.doubts, {}
+        gone = b""
+        for inode, count in held.items():
+            known, slots = doubts.get(inode, (count, under_way))
+            slots = slots & under_way if known == count else under_way
+            if slots:
+                state.doubts[inode] = count, slots
+            else:
+                gone += HELD.pack(inode, count)
+        if gone:
+            request = meta_pb2.ReleaseRequest(session=state.session, map_epoch=self._view.map.epoch, gone=gone)
+            await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)

@@ -11,8 +11,9 @@ anything new. Owned by `vfs/core`; used by the operations that make files longer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import NotFound, NvpoolError, QuotaExceeded
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 class Room:
     """What this client is promised in one volume."""
 
-    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit")
+    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit",
+                 "told")
 
     def __init__(self, volume: int) -> None:
         self.volume = volume
@@ -46,6 +48,9 @@ class Room:
         """Until when a volume without a quota is believed to have none."""
         self.asking = asyncio.Lock()
         self.limit = 0
+        self.told = 0
+        """Bytes that files had taken and nobody had counted, as the service was told last: what it had counted already, or what
+        has been counted since, we may be promised twice. Unlimited while an answer has not come."""
 
     def outstanding(self) -> int:
         """Taken by files, and not known to the service as their size."""
@@ -82,10 +87,7 @@ class Rooms:
         where nothing of it fits. Errors as MetaClient.ask."""
         if end <= file.paid or self.cover(file, end):
             return end
-        room = self._rooms.get(file.volume)
-        if room is None:
-            room = self._rooms[file.volume] = Room(file.volume)
-        async with room.asking:
+        async with self._alone(file.volume) as room:
             for last in (False, True):
                 if self.cover(file, end):
                     return end
@@ -101,6 +103,18 @@ class Rooms:
             self.cover(file, reached)
             return reached
 
+    @contextlib.asynccontextmanager
+    async def _alone(self, volume: int) -> AsyncIterator[Room]:
+        """The only one who asks for the volume. Its room may have been forgotten while one waited: then it is another one."""
+        while True:
+            room = self._rooms.get(volume)
+            if room is None:
+                room = self._rooms[volume] = Room(volume)
+            async with room.asking:
+                if self._rooms.get(volume) is room:
+                    yield room
+                    return
+
     async def _wait_for_reports(self, room: Room) -> None:
         """What is on its way to be counted is, and what was removed and closed is not any more."""
         for file in list(room.files.values()):
@@ -114,10 +128,11 @@ class Rooms:
         taken, outstanding = room.taken, room.outstanding()
         wanted = outstanding + max(0, needed)
         request = meta_pb2.VolumeRoomRequest(inode=room.volume, bytes=wanted + ahead, needed=wanted, again=again)
+        room.told, room.used_s = UNLIMITED_BYTES, self._clock.boottime_s()
         reply = await self._meta.ask(room.volume, wire_pb2.META_VOLUME_ROOM, request, meta_pb2.VolumeRoomReply)
         self._shards[room.volume] = self._meta.shard_of(room.volume)
         now_s = self._clock.boottime_s()
-        room.used_s, room.limit = now_s, reply.bytes_max
+        room.used_s, room.limit, room.told = now_s, reply.bytes_max, outstanding
         if reply.unlimited:
             room.free, room.until_s = UNLIMITED_BYTES, now_s + reply.life_ms / 1000
         else:
@@ -152,30 +167,38 @@ class Rooms:
         """Give back what was promised and is not used."""
         idle_s = self._clock.boottime_s() - IDLE_S
         for room in list(self._rooms.values()):
-            if room.until_s and not room.files:
+            if room.asking.locked():
+                continue
+            if self._is_over(room):
                 self._forget(room)
-            elif room.free and not room.until_s and room.used_s < idle_s and not room.asking.locked():
+            elif (room.free and not room.until_s or room.outstanding() < room.told) and room.used_s < idle_s:
                 self._behind(self._give_back_quietly(room))
 
     async def _give_back(self, room: Room) -> None:
         async with room.asking:
-            await self._ask(room, 0, 0)
+            if self._rooms.get(room.volume) is room:
+                await self._ask(room, 0, 0)
 
     async def _give_back_quietly(self, room: Room) -> None:
         """What fails is given back a second later, or with the session."""
         try:
-            if not room.until_s:
-                await self._give_back(room)
-            if not room.files and (room.until_s or not room.free):
+            await self._give_back(room)
+            if self._is_over(room):
                 self._forget(room)
         except NotFound:
             self._forget(room)
         except NvpoolError as error:
             log.debug("what was promised in volume %d is given back later: %s", room.volume, error)
 
+    @staticmethod
+    def _is_over(room: Room) -> bool:
+        """Nothing is promised, and nobody asks for it."""
+        return not (room.files or room.told or room.asking.locked()) and (bool(room.until_s) or not room.free)
+
     def _forget(self, room: Room) -> None:
-        self._rooms.pop(room.volume, None)
-        self._shards.pop(room.volume, None)
+        if self._rooms.get(room.volume) is room:
+            del self._rooms[room.volume]
+            self._shards.pop(room.volume, None)
 
     def shard_restarted(self, shard: int) -> None:
         """It does not know what it has promised us, nor does one that has lost our session."""
@@ -202,7 +225,8 @@ class Rooms:
     async def _say_again(self, room: Room) -> None:
         try:
             async with room.asking:
-                await self._ask(room, 0 if room.until_s else room.free, 0, again=True)
+                if self._rooms.get(room.volume) is room:
+                    await self._ask(room, 0 if room.until_s else room.free, 0, again=True)
         except NvpoolError as error:
             log.info("what was promised in volume %d is not known to be so any more: %s", room.volume, error)
             room.free = 0

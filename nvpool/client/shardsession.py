@@ -23,6 +23,9 @@ class ShardSession:
         self.open: dict[int, int] = {}                   # inode -> registrations
         self.unnamed = False                             # the shard does not know all of `open`: a new session, a restart
         self.released: list[int] = []
+        self.leaving: list[list[int]] = []               # batches of those that are under way
+        self.held = b""                                  # what the shard has said last that is open here
+        self.doubts: dict[int, tuple[int, frozenset[int]]] = {}  # not open, and held by the shard: handles, slots in use then
         self.opening: asyncio.Task | None = None
         self.renewal: asyncio.Task | None = None
         self.releasing: asyncio.Task | None = None
@@ -39,7 +42,6 @@ class ShardSession:
         self.taken_up = -1                               # the generation in which it was
         self.early: dict[int, int] = {}                  # slot -> sequence, of requests that may come again
         self.given_up: list[int] = []                    # slots that were of those, and the shard is to be told
-
 
     @property
     def in_use(self) -> bool:

@@ -72,6 +72,8 @@ class Collector:
         self.grace_until_s = 0.0
         self.orphans: dict[int, float] = {}
         """Inode -> when it is ripe at the earliest, on boottime."""
+        self.kept: list[int] = []
+        """Ripe ones that somebody had open, when the last run looked."""
         self._queued: set[int] = set()
         """Partitions that may have entries in their collect queue."""
         self.collected = 0
@@ -131,8 +133,9 @@ class Collector:
         now_s = self._clock.boottime_s()
         if now_s < self.grace_until_s:
             return
-        ripe = [inode for inode, ripe_s in self.orphans.items()
-                if ripe_s <= now_s and self._may_go(inode)]
+        ripe = [inode for inode, ripe_s in self.orphans.items() if ripe_s <= now_s]
+        self.kept = [inode for inode in ripe if self._is_open(inode)]
+        ripe = [inode for inode in ripe if self._may_go(inode)]
         for at in range(0, len(ripe), APPLY_BATCH):
             while self._kv.full:
                 await self._kv.room()

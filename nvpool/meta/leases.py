@@ -11,6 +11,7 @@ import hmac
 import stat
 import struct
 from collections.abc import Callable, Container, Iterable
+from itertools import islice
 
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleSession, TooManyOpen
 from nvpool.base.ids import partition_of
@@ -22,6 +23,9 @@ from nvpool.wire.v1 import meta_pb2
 SESSIONS_MAX = 10_000
 OPEN_INODES_MAX = 1_000_000
 """Inodes that one session may hold open, and sessions of a shard: bounds for memory, far above what a node uses."""
+HELD_ALL_MAX, HELD_MAX = 256, 1024
+"""A session that has no more than so many inodes open is told all of them with each renewal, others so many nameless ones."""
+_HELD = struct.Struct("<QI")
 
 
 class Slot:
@@ -205,6 +209,20 @@ class Sessions:
             if slot is not None and slot.opened in inodes and not slot.awaited:
                 slot.opened = 0
 
+    def held(self, session: Session, nameless: Iterable[int]) -> bytes:
+        """What the session has open, with how many handles: of these inodes, and all where that is little. At most HELD_MAX."""
+        opens = session.opens
+        shown = opens if len(opens) <= HELD_ALL_MAX else islice((inode for inode in nameless if inode in opens), HELD_MAX)
+        return b"".join(_HELD.pack(inode, opens[inode]) for inode in shown)
+
+    def give_up_all(self, session: Session, gone: dict[int, int]) -> None:
+        """The client has none of these open, of which `held` told that it has so many handles. Where it is another number by
+        now, or the client may yet be answered that it has opened one, all stays as it is."""
+        awaited = {slot.opened for slot in session.slots if slot is not None and slot.awaited} if gone else ()
+        for inode, count in gone.items():
+            if session.opens.get(inode) == count and inode not in awaited:
+                self.release(session, (inode,) * count)
+
     def open(self, session: Session, inode: int) -> None:
         count = session.opens.get(inode, 0)
         if not count:
@@ -319,3 +337,10 @@ def inodes_of(packed: bytes) -> tuple[int, ...]:
     if len(packed) % 8:
         raise InvalidRequest("a list of inodes is 8 bytes for each")
     return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+
+def handles_of(packed: bytes) -> dict[int, int]:
+    """Handles by inode, of a message's list as RenewSessionReply.held."""
+    if len(packed) % _HELD.size or len(packed) > HELD_MAX * _HELD.size:
+        raise InvalidRequest(f"a list of inodes with handles is {_HELD.size} bytes for each, {HELD_MAX} of them at most")
+    return dict(_HELD.iter_unpack(packed))

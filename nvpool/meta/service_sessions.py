@@ -9,7 +9,7 @@ from nvpool.base.errors import InvalidRequest, WrongShard
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT, SLOTS_PER_SESSION
 from nvpool.meta import records
-from nvpool.meta.leases import Session, inodes_of
+from nvpool.meta.leases import Session, handles_of, inodes_of
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 
@@ -60,7 +60,8 @@ class SessionAnswers:
         self._sessions.name(session, inodes_of(request.opened), request.named)
         self._sessions.release(session, inodes_of(request.released))
         call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
-                                        map_epoch=self._map.epoch if self._map else 0).SerializeToString())
+                                        map_epoch=self._map.epoch if self._map else 0,
+                                        held=self._sessions.held(session, self._collector.kept)).SerializeToString())
 
     def _check_ours(self, *packed: bytes) -> None:
         """WrongShard where one of the inodes is another shard's by now: nothing of the message is done then."""
@@ -97,8 +98,10 @@ class SessionAnswers:
     def _release(self, call: Call) -> None:
         request = pb.ReleaseRequest.FromString(call.message)
         session = self._sessions.get(request.session)
-        self._check_ours(request.inodes)
+        gone = handles_of(request.gone)
+        self._check_ours(request.inodes, b"".join(inode.to_bytes(8, "little") for inode in gone))
         self._sessions.release(session, inodes_of(request.inodes))
+        self._sessions.give_up_all(session, gone)
         for index in request.slots:
             self._sessions.give_up(session, self._sessions.slot(session, index))
         call.reply(b"")

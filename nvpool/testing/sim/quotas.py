@@ -28,8 +28,8 @@ NAMES_EACH = 6
 KINDS = {"create": 8, "write": 10, "cut": 4, "rename": 3, "unlink": 4, "cross": 1, "resize": 2}
 REMOVED_S = 120
 """In which nothing is left of a removed volume, once nothing fails any more."""
-SETTLED_S = 12.0
-"""After which nobody holds room, or has anything open, once all is quiet."""
+SETTLED_S = 45.0
+"""After which nobody holds room, or has anything open, once all is quiet: two renewals of sessions, and a little."""
 
 
 async def told(work: Awaitable):

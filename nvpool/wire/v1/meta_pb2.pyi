@@ -166,14 +166,16 @@ class RenewSessionRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., released: _Optional[bytes] = ..., opened: _Optional[bytes] = ..., identity: _Optional[int] = ..., named: _Optional[bool] = ...) -> None: ...
 
 class RenewSessionReply(_message.Message):
-    __slots__ = ("lease_s", "map_epoch", "incarnation")
+    __slots__ = ("lease_s", "map_epoch", "incarnation", "held")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     map_epoch: int
     incarnation: int
-    def __init__(self, lease_s: _Optional[float] = ..., map_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    held: bytes
+    def __init__(self, lease_s: _Optional[float] = ..., map_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., held: _Optional[bytes] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -476,16 +478,18 @@ class OpenRequest(_message.Message):
     def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ..., truncate: _Optional[bool] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inodes", "slots")
+    __slots__ = ("session", "map_epoch", "inodes", "slots", "gone")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inodes: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    gone: bytes
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., gone: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()
