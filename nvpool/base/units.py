@@ -1,5 +1,7 @@
 """Sizes and limits that the whole pool agrees on. Changing one is a change of format."""
 
+import re
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -30,24 +32,24 @@ holds with the default chunk size, and `layout` checks the product for smaller c
 
 _SUFFIXES = {"": 1, "B": 1, "K": KIB, "KB": KIB, "KIB": KIB, "M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB,
              "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
+_SIZE = re.compile(r"([0-9]{0,30})(?:\.([0-9]{0,30}))? *([KMGT]?I?B?)")
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size as people write it: '4096', '64K', '1MiB', '1.5G'. Suffixes are binary (1K = 1024).
 
-    ValueError says what was wrong; nothing else is raised.
+    To the byte: what is beyond the last whole one is left out. A size above 0 is never taken for 0, which means "no limit" in
+    many places. ValueError says what was wrong; nothing else is raised.
     """
-    stripped = text.strip().upper()
-    digits = stripped.rstrip("KMGTIB")
-    suffix = stripped[len(digits):].strip()
-    try:
-        factor = _SUFFIXES[suffix]
-        amount = float(digits) * factor
-    except (KeyError, ValueError):
-        raise ValueError(f"{text!r} is not a size; write it like 4096, 64K, 1MiB or 1.5G") from None
-    if not 0 <= amount < 1 << 63 or amount != amount:
-        raise ValueError(f"{text!r} is out of range")
-    return int(amount)
+    found, shown = _SIZE.fullmatch(text.strip().upper()), repr(text) if len(text) <= 80 else f"{text[:40]!r}…"
+    digits = f"{found[1]}{found[2] or ''}" if found is not None else ""
+    if found is None or not digits or found[3] not in _SUFFIXES:
+        raise ValueError(f"{shown} is not a size; write it like 4096, 64K, 1MiB or 1.5G")
+    dividend, divisor = int(digits) * _SUFFIXES[found[3]], 10 ** len(found[2] or "")
+    amount = dividend // divisor
+    if amount >= 1 << 63 or not amount and dividend:
+        raise ValueError(f"{shown} is out of range: a size is 0, or from one byte on and less than 8 EiB")
+    return amount
 
 
 def format_bytes(count: float) -> str:
