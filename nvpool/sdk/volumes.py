@@ -153,8 +153,9 @@ class AsyncVolumes:
         with as_os_error(_place(name)):
             if access not in (None, OPEN, LISTED):
                 raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
-            for value in (trash_s, bytes_max, files_max):
+            for value in (bytes_max, files_max):
                 _check_size(value or 0)
+            _check_trash(trash_s or 0)
             return await self._tell(name, _Wish.SET, trash_s=trash_s, bytes_max=bytes_max, files_max=files_max,
                                     listed=None if access is None else access == LISTED)
 
@@ -398,13 +399,18 @@ def _check_size(value: int) -> None:
         raise InvalidRequest(f"{value!r} can be no quota: a whole number of bytes or files from 0 (none) on")
 
 
+def _check_trash(trash_s: int) -> None:
+    if not isinstance(trash_s, int) or not 0 <= trash_s < 1 << 32:
+        raise InvalidRequest(f"nothing removed can be kept for {trash_s!r} s: a whole number of seconds from 0 (not at all) "
+                             "on, and 136 years at most")
+
+
 def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,
           trash_s: int) -> pb.VolumeWish:
     check_volume_name(name)
-    for value in (bytes_max, files_max, trash_s):
+    for value in (bytes_max, files_max):
         _check_size(value)
-    if trash_s >= 1 << 32:
-        raise InvalidRequest("what is removed is kept for 136 years at most")
+    _check_trash(trash_s)
     wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s)
     if replicas is not None:
         if not 1 <= replicas <= 3:

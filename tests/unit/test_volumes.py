@@ -396,6 +396,42 @@ def test_the_trash_through_the_sdk():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70, "7d"])
+def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong):
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            with pytest.raises(OSError, match="136 years") as found:
+                await fs.volumes.create("v", trash_s=wrong)
+            refused(InvalidRequest, found)
+            made = await fs.volumes.create("v", trash_s=(1 << 32) - 1)
+            with pytest.raises(OSError, match="136 years") as found:
+                await fs.volumes.set("v", trash_s=wrong)
+            refused(InvalidRequest, found)
+            assert await fs.volumes.show("v") == made
+
+    asyncio.run(main())
+
+
+def test_a_tree_that_is_deeper_than_python_calls_itself_comes_back_from_the_trash():
+    depth = 1_500
+
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            volume = await fs.volumes.create("v", trash_s=60)
+            vfs, above = fs.vfs, [volume.inode]
+            for _ in range(depth):
+                above.append((await vfs.mkdir(above[-1], b"d", 0o755, ROOT)).inode)
+            for directory in above[-2::-1]:
+                await vfs.rmdir(directory, b"d", ROOT)
+            assert await fs.list("/volumes/v") == []
+            await fs.volumes.restore("v", above[-1])
+            for directory, inode in zip(above, above[1:], strict=False):
+                assert (await vfs.look(directory, b"d")).inode == inode
+            assert await fs.volumes.trash("v") == []
+
+    asyncio.run(main())
+
+
 def test_statfs_in_a_volume_shows_its_quota():
     async def main():
         async with pool_and_client() as (pool, fs):

@@ -66,27 +66,46 @@ def restored(view: View, request: pb.TrashRequest, now_ns: int) -> Draft:
     AlreadyExists  the name stands for something else
     """
     draft = Draft(view, now_ns)
-    place = (request.directory, request.name) if request.directory else None
-    draft.inodes[request.entry] = _put_back(draft, request.inode, request.entry, place, 0)
+    entry = _entry(view, request.inode, request.entry)
+    if request.directory:
+        _put_back(draft, request.inode, request.entry, request.directory, request.name)
+        return draft
+    way = [(request.entry, entry)]
+    while (above := _directory(draft, way[-1][1])).flags & TRASHED and len(way) <= DEPTH_MAX:
+        way.append((above.number, _entry(view, request.inode, above.number)))
+    for number, entry in reversed(way):
+        _put_back(draft, request.inode, number, entry.directory, entry.name)
     return draft
 
 
-def _put_back(draft: Draft, volume: int, number: int, place: tuple[int, bytes] | None, depth: int) -> Inode:
-    view, key = draft.view, trash_key(volume, number)
-    raw = view.get(key)
-    if raw is None or depth > DEPTH_MAX:
+def _entry(view: View, volume: int, number: int) -> Trashed:
+    raw = view.get(trash_key(volume, number))
+    if raw is None:
         raise NotFound(f"inode {number} is not in the trash of the volume")
-    entry = decode_trashed(raw)
+    return decode_trashed(raw)
+
+
+def _directory(draft: Draft, entry: Trashed) -> Inode:
+    """Where it was, in the trash by now or not."""
+    try:
+        return draft.directory(entry.directory)
+    except NotFound:
+        raise _gone(entry.name) from None
+
+
+def _gone(name: bytes) -> NotFound:
+    return NotFound(f"the directory in which {name!r} was is gone: say where it is to go, with --to")
+
+
+def _put_back(draft: Draft, volume: int, number: int, to: int, name: bytes) -> None:
+    view, key = draft.view, trash_key(volume, number)
     inode = draft.inode(number)
-    to, name = place or (entry.directory, entry.name)
     try:
         directory = draft.directory(to)
     except NotFound:
-        raise NotFound(f"the directory in which {entry.name!r} was is gone: say where it is to go, with --to") from None
-    if directory.flags & TRASHED and place is None:
-        directory = _put_back(draft, volume, to, None, depth + 1)
+        raise _gone(name) from None
     if not directory.links or directory.flags & TRASHED:
-        raise NotFound(f"the directory in which {entry.name!r} was is gone: say where it is to go, with --to")
+        raise _gone(name)
     if directory.volume != volume:
         raise CrossesVolumes("what was in a volume is put back into it")
     partition, _, name_key = view.place(directory, name)
@@ -102,7 +121,6 @@ def _put_back(draft: Draft, volume: int, number: int, place: tuple[int, bytes] |
         directory.links += 1
     draft.stamp(inode)
     draft.stamp(directory, content=True)
-    return inode
 
 
 def listed(view: View, request: pb.TrashRequest, limit: int) -> pb.TrashReply:
