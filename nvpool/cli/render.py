@@ -20,12 +20,23 @@ EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRU
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+def log_options(function):
+    """How a daemon that a command starts writes its log."""
+    function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
+                            help="The least that is logged. [level under [log] in node.toml, else info]")(function)
+    return click.option("--log-format", type=click.Choice(["text", "json"]),
+                        help="json: an object a line. [format under [log] in node.toml, else text]")(function)
+
+
 def pool_argument(function):
     """The argument POOL, which NVPOOL_POOL stands in for."""
     return click.argument("pool", envvar="NVPOOL_POOL", metavar="POOL")(function)
 
 
 def exit_code(error: BaseException) -> int:
+    """By the family; the SDK's errors are OSError, and their cause says which that is."""
+    if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError):
+        error = error.__cause__
     if isinstance(error, BadConfiguration):
         return EXIT_USAGE
     for families, code in (((Unavailable, Stale), EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG),

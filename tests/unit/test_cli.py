@@ -10,13 +10,27 @@ from pathlib import Path
 import click
 import pytest
 
-from nvpool.base.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Stale, Unavailable, every_error
+from nvpool.base.errors import (
+    BadConfiguration,
+    Bug,
+    CorruptRecord,
+    Damaged,
+    NotFound,
+    NvpoolError,
+    Refused,
+    Stale,
+    StaleEpoch,
+    Unavailable,
+    Unreachable,
+    every_error,
+)
 from nvpool.base.version import VERSION
 from nvpool.cli import main as cli_main
 from nvpool.cli.dev import default_sizes
 from nvpool.cli.pool import drive_of, name_of
 from nvpool.cli.reach import endpoints_of
 from nvpool.cli.render import ago, exit_code, print_table
+from nvpool.sdk.paths import as_os_error
 
 ROOT = Path(cli_main.__file__).parents[2]
 
@@ -91,6 +105,10 @@ def test_every_error_has_the_exit_code_of_its_family():
         assert exit_code(cls("x")) == expected, cls
     assert exit_code(ValueError()) == 70
     assert exit_code(FileNotFoundError(2, "x")) == 1
+    for cause in (Unreachable("x"), StaleEpoch("x"), CorruptRecord("x"), NotFound("x")):  # as the SDK raises them
+        with pytest.raises(OSError) as raised, as_os_error("/x"):
+            raise cause
+        assert exit_code(raised.value) == exit_code(cause)
     assert exit_code(KeyboardInterrupt()) == 130
 
 
