@@ -48,7 +48,7 @@ def start_log(name: str, level: str, path: Path | None, *, form: str = "text", n
     global _again
     _again = node_toml
     if path is not None:
-        kept: logging.Handler = logging.handlers.WatchedFileHandler(path)
+        kept: logging.Handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

@@ -200,6 +200,21 @@ def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
     scenario(run)
 
 
+def test_a_line_of_the_log_is_kept_whatever_is_in_it(tmp_path):
+    path = tmp_path / "meta-1.log"
+    code = f"""if True:
+        import os, sys
+        from nvpool.run.logs import start_log, log
+        from pathlib import Path
+        start_log("meta-1", "info", Path({str(path)!r}), form=sys.argv[1])
+        log.info("of the drive %s", os.fsdecode(b"/mnt/\\xff\\n"))
+    """
+    for form in ("text", "json"):
+        subprocess.run([sys.executable, "-c", code, form], check=True, env={**os.environ, "LC_ALL": "C"})
+    text, told = path.read_text().splitlines()[0], json.loads(path.read_text().splitlines()[-1])
+    assert "of the drive /mnt/\\udcff" in text and told["message"] == "of the drive " + os.fsdecode(b"/mnt/\xff\n")
+
+
 def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory):
     async def run(stopping, hurry):
         running = started(SERVES + "    signal.pause()", str(directory.path))
