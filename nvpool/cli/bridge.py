@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from nvpool.cli.render import json_option, pool_argument, print_json
+from nvpool.cli.render import json_option, log_options, pool_argument, print_json
 
 
 @click.command(epilog="""\b
@@ -40,11 +40,12 @@ Docker passes them on only for a volume that is not there yet; see and change on
               "whoever asks.")
 @click.option("--node", metavar="NAME", help="Under which this host uses volumes, the same after a reboot. [its host name]")
 @click.option("--log", type=click.Path(dir_okay=False), help="Where to write the log. [stderr]")
+@log_options
 @click.option("--check", is_flag=True, help="Do not start one: ask the one that runs, and show what it says.")
 @json_option
 def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: str | None, no_mount: bool, csi: str | None,
            csi_controller: bool, csi_node: bool, csi_pool: str | None, metrics: str | None, node: str | None, log: str | None,
-           check: bool, as_json: bool) -> None:
+           log_level: str | None, log_format: str | None, check: bool, as_json: bool) -> None:
     """Give containers volumes of a pool, in the foreground: Docker's (and Podman's) volume plugin, and Kubernetes' CSI.
 
     Ends on Ctrl-C or SIGTERM; containers go on meanwhile, and the next one takes over. Two with one state directory are
@@ -57,7 +58,7 @@ def bridge(pool: str, mountpoint: str | None, state: str | None, docker_socket: 
     directory = directory_of(pool)
     words = [str(directory.path) if directory is not None else pool]
     given = {"mountpoint": mountpoint, "state": state, "node": node, "log": log, "docker-socket": docker_socket, "csi": csi,
-             "csi-pool": csi_pool, "metrics": metrics}
+             "csi-pool": csi_pool, "metrics": metrics, "log-level": log_level, "log-format": log_format}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     words += [f"--{name}" for name, asked_for in (("no-mount", no_mount), ("csi-controller", csi_controller),
                                                   ("csi-node", csi_node)) if asked_for]

@@ -10,7 +10,7 @@ import click
 
 from nvpool.base import config as configuration
 from nvpool.cli.drive import Size
-from nvpool.cli.render import json_option, print_json, say
+from nvpool.cli.render import json_option, log_options, print_json, say
 
 
 @click.command(epilog="""\b
@@ -31,6 +31,7 @@ examples:
 @click.option("--foreground", is_flag=True, help="Stay in the foreground until the pool is unmounted.")
 @click.option("--log", type=click.Path(dir_okay=False),
               help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
+@log_options
 @click.option("--wait", "wait_s", type=click.FloatRange(1, 3600), default=60.0, show_default=True,
               help="Seconds until the pool must be there.")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
@@ -62,10 +63,11 @@ examples:
 @click.option("--no-short-cut", is_flag=True, help="Read through the stores also where their drives are in this node.")
 @click.option("-o", "options", multiple=True, metavar="OPTION", help="Of mount(8): noexec, suid, dev, …; repeat it.")
 @json_option
-def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s: float, read_only: bool, force: bool,
-          deadline_s: float | None, engine: str | None, writeback: bool, max_read: int | None, max_background: int | None,
-          congestion_threshold: int | None, holder: bool | None, workers: int | None, metrics: str | None,
-          transport: str | None, no_short_cut: bool, options: tuple[str, ...], as_json: bool) -> None:
+def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
+          wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
+          max_read: int | None, max_background: int | None, congestion_threshold: int | None, holder: bool | None,
+          workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, options: tuple[str, ...],
+          as_json: bool) -> None:
     """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
 
     Of a pool of which a part is mounted nothing else can be seen there, or named. Symbolic links in PATH are not followed.
@@ -96,7 +98,7 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, wait_s:
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
         ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers),
-        ("--metrics", metrics))
+        ("--metrics", metrics), ("--log-level", log_level), ("--log-format", log_format))
         if value is not None)
     if metrics:
         configuration.parse_address(metrics)

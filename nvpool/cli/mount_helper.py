@@ -30,9 +30,24 @@ DEFAULT_PORT = 17512
 """Of a HOST without one."""
 WAIT_S = 60.0
 
+
+def _one_of(*known: str):
+    def checked(value: str) -> str:
+        if value not in known:
+            raise ValueError
+        return value
+    return checked
+
+
+def _address(value: str) -> str:
+    configuration.parse_address(value)
+    return value
+
+
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut")
-VALUES = {"engine": str, "transport": str, "max-read": parse_bytes, "max-background": int, "congestion-threshold": int,
-          "deadline-s": float, "workers": int}
+VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "max-background": int,
+          "congestion-threshold": int, "deadline-s": float, "workers": int, "metrics": _address,
+          "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
 HERE = {"pool": str, "log": str, "wait": float}
 """These are for us; the others are passed on to the daemon."""
 FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),

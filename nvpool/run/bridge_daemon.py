@@ -88,7 +88,7 @@ def main(words: list[str]) -> int:
         arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
     except NvpoolError as error:
-        start_log("bridge", "info", arguments.log)
+        start_log("bridge", "info", arguments.log, form=arguments.log_format or config.log.format)
         log.error("%s", error)
         return exit_code(error)
     except OSError as error:

@@ -35,6 +35,14 @@ def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
     assert not (tmp_path / "x.sock").exists()
 
 
+@pytest.mark.parametrize("metrics", ["127.0.0.1:0", "nowhere"])
+def test_the_log_is_json_where_it_is_asked_for_also_without_a_node_toml(tmp_path, metrics):
+    done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", "--log-format", "json",
+                  "--metrics", metrics)
+    said = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode and said[-1]["level"] == "error" and said[-1]["process"] == "bridge"
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_does(tmp_path, as_json):
     words = ["anything", "--check", "--docker-socket", tmp_path / "plugins/nvpool.sock", *(["--json"] if as_json else [])]

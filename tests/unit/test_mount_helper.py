@@ -6,11 +6,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from nvpool.base.errors import InvalidRequest
 from nvpool.cli import mount_helper
+from nvpool.cli.mount import mount
 from nvpool.cli.mount_helper import main, parse
 from nvpool.fuse import attach
+from nvpool.run.mount_words import parse_words
 
 
 def parsed(source, *options, words=()):
@@ -54,9 +57,11 @@ def test_what_is_no_source_is_refused(source, capsys):
 
 def test_options_become_words_of_a_mount():
     found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "workers=4", "deadline-s=5", "no_short_cut", "holder",
-                   "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x")
+                   "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x", "metrics=127.0.0.1:9478",
+                   "log_format=json", "log-level=debug")
     assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--workers=4", "--deadline-s=5.0",
-                           "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel", '-ocontext="a:b,c"')
+                           "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel", '-ocontext="a:b,c"',
+                           "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug")
     assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
 
 
@@ -69,6 +74,7 @@ def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
 @pytest.mark.parametrize("option, said", [
     ("bogus", "'bogus' is no option of nvpool; there are pool="), ("workers", "needs a value"),
     ("workers=many", "is not a value"), ("max_read=-", "is not a value"), ("pool=", "needs a value"),
+    ("metrics=nowhere", "is not a value"), ("log-format=xml", "is not a value"), ("engine=steam", "is not a value"),
     ("writeback=1", "is no option")])
 def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
     assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
@@ -81,6 +87,16 @@ def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, sai
 def test_flags_are_those_that_a_mount_knows():
     assert mount_helper.FLAGS == attach._FLAGS and set(mount_helper.PASSED) == attach._WORDS
     assert mount_helper.PASSED_VALUES == attach._VALUES
+
+
+def test_words_about_the_log_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr("nvpool.cli.mounts.mount_pool", lambda pool, place, log, words, wait_s: given.extend(words) or 7)
+    done = CliRunner().invoke(mount, ["127.0.0.1:9", str(tmp_path), "--log", str(tmp_path / "log"), "--log-format", "json",
+                                      "--log-level", "debug"])
+    assert done.exit_code == 0, done.output
+    words = parse_words([str(tmp_path), str(tmp_path), *given])
+    assert (words.log_format, words.log_level) == ("json", "debug")
 
 
 def test_letters_of_mount_8():
