@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nvpool.base.units import GIB, format_bytes
-from nvpool.cli.checks import Check, all_of, bad, ok, warn
+from nvpool.cli.checks import OK, Check, all_of, bad, ok, warn
 
 KERNEL_MIN, RESEND_MIN = (5, 4), (6, 9)
 """Of the direct engine, and of mounts that outlive their process; see fuse/engine."""
@@ -234,6 +234,18 @@ def retransmits(root: Path) -> Check:
     return ok("retransmits", told)
 
 
+def rdma_devices(root: Path) -> Check:
+    """Which there are, and whether something stands in the way of using them; more is said by `nvpool doctor rdma`."""
+    from nvpool.cli.doctor_rdma import checks
+    found = list(checks(root))
+    seen = next(one.seen for one in found if one.name == "devices")
+    complaints = [one for one in found if one.state != OK]
+    if complaints:
+        told = ", ".join(f"{one.name} {one.state}" for one in complaints)
+        return warn("rdma", f"{seen}; {told}", "nvpool doctor rdma says what to change; other transports are used meanwhile")
+    return ok("rdma", seen)
+
+
 def own_name(name: str | None = None) -> Check:
     name = name or socket.gethostname()
     try:
@@ -254,5 +266,6 @@ def machine(root: Path = Path("/")) -> Iterator[Check]:
                        ("memory", lambda: memory(root)), ("swap", lambda: swap(root)),
                        ("overcommit", lambda: overcommit(root)), ("processors", lambda: governor(root)),
                        ("packet size", lambda: packet_sizes(root)), ("links", lambda: link_speeds(root)),
-                       ("retransmits", lambda: retransmits(root)), ("host name", own_name)):
+                       ("retransmits", lambda: retransmits(root)), ("rdma", lambda: rdma_devices(root)),
+                       ("host name", own_name)):
         yield from all_of(name, look)

@@ -141,6 +141,16 @@ def test_the_network(tmp_path):
         assert state(doctor_machine.retransmits(tmp_path)) == wanted
 
 
+def test_devices_for_rdma_are_named_and_what_stands_in_their_way(tmp_path):
+    bare = doctor_machine.rdma_devices(tmp_path)
+    assert state(bare) == OK and "no InfiniBand or RoCE device" in bare.seen
+    put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
+    put(tmp_path, "sys/class/infiniband/mlx5_0/fw_ver", "22.39.1002\n")
+    found = doctor_machine.rdma_devices(tmp_path)
+    assert state(found, ["nvpool doctor rdma"]) == WARN and "mlx5_0" in found.seen and "link mlx5_0:1 bad" in found.seen
+    assert any(one.name == "rdma" for one in doctor_machine.machine(tmp_path))
+
+
 def test_names_of_a_machine():
     assert state(doctor_machine.own_name("localhost")) == OK
     assert state(doctor_machine.own_name("no-such-name.invalid"), ["/etc/hosts"]) == WARN
