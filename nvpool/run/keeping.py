@@ -179,22 +179,33 @@ class MapKeeper:
     async def _look_around(self) -> None:
         """Unavailable where another node knows that our member was taken out while it was away: the others may have gone on
         without it, and with some that were lost too it could begin a second history."""
-        pool_map, own = self.relay.pool_map, self._keeping.own
+        try:
+            newer = await self._elsewhere()
+        except StaleIdentity:  # told in the status: run/etcd_keeper
+            newer = None
+        known = newer or self.relay.pool_map  # ours may be what an earlier look has found
+        if newer is not None and newer.etcd:
+            self.learn(newer)
+        if not self._is_counted_on(known):
+            raise Unavailable("this node's member of etcd was taken out while it was away")
+
+    async def _elsewhere(self) -> PoolMap | None:
+        """As of `newest_elsewhere`."""
+        pool_map = self.relay.pool_map
         identity = identity_in(self._directory.secret, pool_map.pool_id, self._config.network.plain_text)
         dialer = Dialer(Greeting("supervisor", pool_map.fingerprint, identity=identity), host_id=host_id())
         try:
-            newer = await newest_elsewhere(pool_map, own.node, dialer)
-        except StaleIdentity:  # told in the status: run/etcd_keeper
-            newer = None
+            return await newest_elsewhere(pool_map, self._directory.node, dialer)
         finally:
             await dialer.close()
-        known = newer or pool_map  # ours may be what an earlier look has found
-        if newer is not None and newer.etcd:
-            self.learn(newer)
-        if known.etcd and known.epoch > own.generation:  # else our member is of a later map (`recover`)
-            entry = of_node(known, own.node)
-            if entry is None or entry.generation != own.generation:
-                raise Unavailable("this node's member of etcd was taken out while it was away")
+
+    def _is_counted_on(self, known: PoolMap) -> bool:
+        """Whether our member is one of those that keep the map, by this one."""
+        own = self._keeping.own
+        if not known.etcd or known.epoch <= own.generation:  # then our member is of a later map (`recover`)
+            return True
+        entry = of_node(known, own.node)
+        return entry is not None and entry.generation == own.generation
 
     def write_revoked(self) -> None:
         """Have etcd read, from its next handshake on, who was removed. AccessDenied where that can not be."""
@@ -291,7 +302,7 @@ class MapKeeper:
         begun."""
         own = self._keeping.own
         if not self.is_in_etcd or own is None:
-            self._check_heir(lost)
+            self._check_heir(lost, self.relay.pool_map)
         if own is None or not own.alone:
             try:
                 await EtcdCoordinator.answers(self._keeping.members, self.certificates(), wait_s=_SURE_S)
@@ -300,6 +311,7 @@ class MapKeeper:
             else:
                 raise Refused("most members of etcd answer: there is nothing to recover, and those that are away are replaced "
                               "by themselves")
+            await self._check_not_left_behind(lost)
             if own is None:
                 own = await self.take_place(self.relay.pool_map.epoch)
             self._put(msgspec.structs.replace(self._keeping, own=msgspec.structs.replace(own, alone=True)))
@@ -315,9 +327,28 @@ class MapKeeper:
         self._going_on.result()
         return self.relay.pool_map
 
-    def _check_heir(self, lost: Collection[int]) -> None:
+    async def _check_not_left_behind(self, lost: Collection[int]) -> None:
+        """Refused where another node knows that this one, or its member of etcd, was taken out while it was away: the others
+        went on without it, and what it would make is a second history of the pool."""
+        try:
+            newer = await self._elsewhere()
+        except StaleIdentity:
+            raise Refused(f"this node was removed from the pool while it was away, so the map is not its to keep. Where other "
+                          f"nodes are to go on alone, say so there. To be a node again: nvpool pool destroy "
+                          f"{self._directory.path}   and then nvpool node join") from None
+        if newer is None:
+            return
+        self.learn(newer)
+        if self._keeping.own is None:
+            self._check_heir(lost, newer)
+        elif not self._is_counted_on(newer):
+            keeping = ", ".join(str(one.node) for one in newer.etcd)
+            raise Refused(f"this node's member of etcd was taken out while it was away; nodes that keep the map since: "
+                          f"{keeping}. Where most of them are lost for good, recover on one of them that is left")
+
+    def _check_heir(self, lost: Collection[int], known: PoolMap) -> None:
         """Refused unless this node, which has no member of etcd, can keep the map when all that have one are lost."""
-        keeping = sorted(one.node for one in self.relay.pool_map.etcd)
+        keeping = sorted(one.node for one in known.etcd)
         if self._keeping.kind != "etcd" or self._keeping.external or not keeping:
             raise Refused("this node has no member of etcd; nodes that have: none")
         told = ", ".join(map(str, keeping))

@@ -9,7 +9,7 @@ import pytest
 
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import load
-from nvpool.base.errors import Refused, StaleEpoch, Unavailable
+from nvpool.base.errors import Refused, StaleEpoch, StaleIdentity, Unavailable
 from nvpool.cluster.etcd import EtcdCoordinator
 from nvpool.logic.poolmap import EtcdMember, changed, decode_map, encode_map
 from nvpool.run import keeping
@@ -243,6 +243,32 @@ def test_a_member_that_has_lost_its_data_is_not_started_and_recovered_from_the_c
         await keeper.close(10.0, asyncio.Event(), stop=True)
         keeper = await _opened(made)
         await _rename(keeper, "later")
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(made, monkeypatch):
+    async def main():
+        keeper = await _opened(made)
+        await keeper.move()
+        pool_map = keeper.relay.pool_map
+        await keeper.close(10.0, asyncio.Event(), stop=True)
+        _lose_etcd(made)
+        keeper = await _opened(made)
+
+        async def others_say_that_it_was_removed(*_):
+            raise StaleIdentity("is not in the pool (any more)")
+
+        async def others_have_another_member(*_):
+            return changed(pool_map, etcd=(EtcdMember(7, "10.0.0.7:1", "10.0.0.7:2", generation=pool_map.epoch),))
+
+        for elsewhere, told in ((others_say_that_it_was_removed, "this node was removed from the pool"),
+                                (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7")):
+            monkeypatch.setattr(keeping, "newest_elsewhere", elsewhere)
+            with pytest.raises(Refused, match=told):
+                await keeper.recover()
+            assert not _etcd_pids(made) and not read_keeping(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
     asyncio.run(main())
