@@ -179,12 +179,14 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
     """Add the drive at PATH, a directory or a block device, to a running pool.
 
     Its target is made and its process started at once; then it gets its share of the chunks, by capacity, from the other
-    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down.
+    drives, while the pool is in use. `drive ls` shows how far that is, `pool rebalance` pauses and slows it down. May be
+    repeated.
     """
     from nvpool.cli.reach import change
     result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
     if not as_json:
-        click.echo(f"drive {result['drive']} added: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
+        what = "is in the pool already" if result.get("was_there") else "added"
+        click.echo(f"drive {result['drive']} {what}: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
                    f"{result['path']}")
         if not wait:
             say(f"note: {result['chains_to_come']} chains move to it now; look with: nvpool drive ls {pool}")
@@ -277,7 +279,7 @@ examples:
 @wait_option
 @json_option
 def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
-    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty."""
+    """Put the drive at PATH in the place of another one, which leaves the pool when it is empty. May be repeated."""
     from nvpool.cli.reach import change
     result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
                                                         "capacity_bytes": size, "force": force, "lost": lost}))

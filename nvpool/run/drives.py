@@ -57,7 +57,20 @@ class Drives:
     # -- adding ------------------------------------------------------------------------------------------------------------
 
     async def _add(self, arguments: dict) -> dict:
-        return await self._take_in(*_drive_of(arguments, "drive-add"), lambda pool_map: pool_map)
+        new_drive = _drive_of(arguments, "drive-add")
+        return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
+
+    def _taken_in(self, path: str) -> dict | None:
+        """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks."""
+        pool_map, place = self._leading.pool_map, os.path.realpath(path)
+        paths = {drive.id: drive.path for drive in pool_map.drives}
+        for target in pool_map.targets:
+            if target.node == self._node and target.state != "gone" and target.wish == "share" \
+                    and place in map(os.path.realpath, _places(paths[target.drive])):
+                return {"drive": target.drive, "target": target.id, "path": paths[target.drive],
+                        "capacity_bytes": target.capacity_bytes, "epoch": pool_map.epoch,
+                        "chains_to_come": coming(pool_map)[target.id], "was_there": True}
+        return None
 
     async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap]) -> dict:
         """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
@@ -82,7 +95,7 @@ class Drives:
             new = await self._leading.change(decide)
             self._start()
             return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
-                    "epoch": new.epoch, "chains_to_come": coming(new)[target_id]}
+                    "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
 
     async def _take_numbers(self) -> tuple[PoolMap, int, int]:
         """Numbers for a drive and a target that nobody else gets, on whatever node: they stand in the map as gone until there
@@ -175,8 +188,11 @@ class Drives:
     async def _replace(self, arguments: dict) -> dict:
         lost = bool(arguments.get("lost", False))
         new_drive = _drive_of(arguments, "drive-replace")
-        old = find(self._leading.pool_map, arguments, self._node)
-        if old.wish in ("remove", "lost"):
+        old = find(self._leading.pool_map, arguments, self._node, gone=True)
+        if old.state == "gone" or old.wish in ("remove", "lost"):
+            if (there := self._taken_in(new_drive[0])) is not None:
+                return there | {"replaces": old.drive}
+            find(self._leading.pool_map, arguments, self._node)
             raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive add")
         if lost:
             self._check_copies(self._leading.pool_map, old)

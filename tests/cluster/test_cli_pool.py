@@ -133,8 +133,8 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
 
     daemon = subprocess.Popen([sys.executable, "-m", "nvpool.cli.main", "serve", str(own)], stderr=subprocess.DEVNULL)
     all_serve(own)
-    for place, said in ((f"{tmp_path}/a", "in the pool already"), (f"{tmp_path}/nowhere", "does not exist")):
-        assert said in nvpool("drive", "add", own, place, code=None).stderr
+    assert "drive 1 is in the pool already" in nvpool("drive", "add", own, f"{tmp_path}/a").stdout
+    assert "does not exist" in nvpool("drive", "add", own, f"{tmp_path}/nowhere", code=None).stderr
     address = next(e for e in status(own)["processes"][0]["endpoints"] if e.startswith("stream://"))
     with pytest.raises(AccessDenied, match="unix socket"):
         asyncio.run(ask(address, wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{}"),

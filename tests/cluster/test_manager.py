@@ -193,10 +193,13 @@ def test_a_drive_is_replaced_by_a_larger_one(pool, tmp_path):
     written = fill(pool)
     (tmp_path / "new").mkdir()
     done = json.loads(nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout)
-    assert done["replaces"] == 1
+    assert (done["replaces"], done["was_there"]) == (1, False)
     full(pool)
     assert {t for table in pool.pool_map.tables for chain in table.chains for t in chain.targets} == {2, 3, 4}
     pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old one has left the pool")
+    again = json.loads(nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout)
+    assert (again["replaces"], again["drive"], again["was_there"]) == (1, done["drive"], True), "who was interrupted asks again"
+    assert "was removed" in nvpool(pool, "drive", "replace", 1, tmp_path, code=1).stderr
     all_is_there(pool, written)
 
 
