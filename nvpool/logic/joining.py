@@ -43,8 +43,9 @@ def token_for(pool_map: PoolMap, hash: str, kind: str, used_by: str, now_ms: int
 
 def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, now_ms: int,
            node: Callable[[int], Node] | None = None) -> PoolMap:
-    """With `member`, in exchange for the token; for a node also the Node that `node` makes of its number. The same map where
-    this key has joined with this token before: its answer was lost. AccessDenied as token_for."""
+    """With `member`, in exchange for the token; for a node also the Node that `node` makes of its number, which
+    no node with a drive ever had. The same map where this key has joined with this token before: its answer was lost.
+    AccessDenied as token_for."""
     token = token_for(pool_map, hash, kind, used_by, now_ms)
     if token.used_by:
         return pool_map
@@ -53,7 +54,8 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
     if node is not None:
         if len(nodes) >= NODES_MAX:
             raise InvalidRequest(f"the pool has {NODES_MAX} nodes already")
-        nodes = (*nodes, node(max((one.id for one in nodes), default=0) + 1))
+        taken = (*(one.id for one in nodes), *(target.node for target in pool_map.targets))  # those that are gone stay there
+        nodes = (*nodes, node(max(taken, default=0) + 1))
     return changed(pool_map, tokens=tokens, members=(*pool_map.members, member), nodes=nodes)
 
 

@@ -85,6 +85,14 @@ def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
             node_removed(after, number, 5)
 
 
+def test_the_number_of_a_node_that_had_drives_is_not_given_again():
+    pool_map = token_given(token_given(first_map(), JoinToken("h", "node", 1000), 0), JoinToken("i", "node", 1000), 0)
+    second = joined(pool_map, "h", "node", "k", "node/beta.2", 0, node)
+    second = replace(second, drives=(*second.drives, replace(second.drives[0], id=9, node=2)),
+                     targets=(*second.targets, replace(second.targets[0], id=9, drive=9, node=2, state="gone")))
+    assert joined(node_removed(second, 2, 5), "i", "node", "l", "node/beta.3", 6, node).nodes[-1].id == 3
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, MEMBER_S), st.floats(0, 1))
 def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour):
