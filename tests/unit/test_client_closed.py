@@ -28,7 +28,7 @@ def run(work) -> None:
 
 async def until(holds) -> None:
     async with asyncio.timeout(30):
-        while not await holds() if asyncio.iscoroutinefunction(holds) else not holds():
+        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110  (nothing tells of it)
             await asyncio.sleep(0.02)
 
 
