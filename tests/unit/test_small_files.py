@@ -193,7 +193,7 @@ def test_stat_of_ten_thousand_names_in_the_order_of_a_listing_is_a_few_messages(
 
 def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
     async def main() -> None:
-        async with Case(meta=MetaOptions()) as case:
+        async with Case(meta=MetaOptions(watch_s=30.0)) as case:  # none ends meanwhile, also where the machine is busy
             parent, names = await many(case, 3000)
 
             async def stat_all() -> int:
