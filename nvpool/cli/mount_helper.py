@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import getopt
+import math
 import os
 import re
 import sys
@@ -34,8 +35,20 @@ WAIT_S = 60.0
 def _one_of(*known: str):
     def checked(value: str) -> str:
         if value not in known:
-            raise ValueError
+            raise ValueError(f"it is one of {', '.join(known)}")
         return value
+    return checked
+
+
+def _between(kind, least: int, most: int):
+    def checked(value: str) -> float:
+        try:
+            number = kind(value)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise ValueError(f"it is {'a whole number' if kind is int else 'seconds'} from {least} to {most}")
+        return number
     return checked
 
 
@@ -45,10 +58,11 @@ def _address(value: str) -> str:
 
 
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut")
-VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "max-background": int,
-          "congestion-threshold": int, "deadline-s": float, "workers": int, "metrics": _address,
+VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes,
+          "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
+          "deadline-s": _between(float, 1, 86400), "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
           "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
-HERE = {"pool": str, "log": str, "wait": float}
+HERE = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
 """These are for us; the others are passed on to the daemon."""
 FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
          "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
@@ -139,8 +153,8 @@ def _split(text: str) -> list[str]:
 def _checked(name: str, value: str, kind):
     try:
         return kind(value)
-    except (ValueError, NvpoolError):
-        raise InvalidRequest(f"{name}={value}: {value!r} is not a value for it") from None
+    except (ValueError, NvpoolError) as error:
+        raise InvalidRequest(f"{name}={value}: {value!r} is not a value for it: {error}") from None
 
 
 def _where(source: str, directory: str) -> tuple[str, str]:

@@ -73,7 +73,10 @@ def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
 
 @pytest.mark.parametrize("option, said", [
     ("bogus", "'bogus' is no option of nvpool; there are pool="), ("workers", "needs a value"),
-    ("workers=many", "is not a value"), ("max_read=-", "is not a value"), ("pool=", "needs a value"),
+    ("workers=many", "is not a value"), ("workers=65", "is not a value for it: it is a whole number from 1 to 64"),
+    ("deadline-s=nan", "is not a value for it: it is seconds from 1 to 86400"), ("wait=-1", "is not a value for it"),
+    ("max-background=0", "is not a value for it: it is a whole number from 1 to"),
+    ("max_read=-", "is not a value"), ("pool=", "needs a value"),
     ("metrics=nowhere", "is not a value"), ("log-format=xml", "is not a value"), ("engine=steam", "is not a value"),
     ("writeback=1", "is no option")])
 def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
