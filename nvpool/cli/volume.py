@@ -61,9 +61,13 @@ class Span(click.ParamType):
         text = str(value).strip().lower()
         factor = self._FACTORS.get(text[-1:], 0)
         try:
-            return int(float(text[:-1]) * factor) if factor else int(text)
+            exact = float(text[:-1]) * factor if factor else int(text)
+            seconds = int(exact)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no time; write it like 3600, 90s, 30m, 12h or 7d", parameter, context)
+        if exact and not seconds:  # 0 means another thing: not at all
+            self.fail(f"{value!r} is less than a second", parameter, context)
+        return seconds
 
 
 def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Any]]) -> Any:
@@ -130,7 +134,9 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
     try:
         bits = int(mode, 8)
     except ValueError:
-        raise click.BadParameter(f"{mode!r} is no octal number of permissions, as 755", param_hint="--mode") from None
+        bits = -1
+    if not 0 <= bits <= 0o7777:
+        raise click.BadParameter(f"{mode!r} is no octal number of permissions, as 755", param_hint="--mode")
 
     async def make(volumes: AsyncVolumes) -> Volume:
         if replicas:

@@ -108,10 +108,12 @@ class AsyncVolumes:
 
         FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
                          differs
-        EINVAL           the name can be none, or a size makes no sense
+        EINVAL           the name can be none, or a size or the mode makes no sense
         """
         with as_os_error(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
+            if not isinstance(mode, int) or not 0 <= mode <= 0o7777:
+                raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
                 await self._vfs.view.refresh()
             for _ in range(_TRIES):
@@ -235,6 +237,7 @@ class AsyncVolumes:
         FileNotFoundError  it is not in the trash, or its directory is gone for good: say `to`
         """
         with as_os_error(_place(name)):
+            _check_entry(inode, 1)
             volume, place = await self._inode(name), None
             if to is not None:
                 place = await locate(self._vfs, to, follow=False)
@@ -247,6 +250,7 @@ class AsyncVolumes:
     async def purge(self, name: str, inode: int = 0) -> int:
         """Remove an entry of the trash for good, or (0) all of them; how many."""
         with as_os_error(_place(name)):
+            _check_entry(inode, 0)
             volume, purged = await self._inode(name), 0
             while True:
                 reply = await self._ask_trash(volume, pb.TrashRequest.PURGE, entry=inode)
@@ -403,6 +407,11 @@ def _check_trash(trash_s: int) -> None:
     if not isinstance(trash_s, int) or not 0 <= trash_s < 1 << 32:
         raise InvalidRequest(f"nothing removed can be kept for {trash_s!r} s: a whole number of seconds from 0 (not at all) "
                              "on, and 136 years at most")
+
+
+def _check_entry(inode: int, least: int) -> None:
+    if not isinstance(inode, int) or not least <= inode < 1 << 64:
+        raise InvalidRequest(f"{inode!r} is no number of an inode; the trash, when listed, shows those that it has")
 
 
 def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,

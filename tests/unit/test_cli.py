@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from nvpool.base.errors import (
     BadConfiguration,
@@ -30,6 +31,7 @@ from nvpool.cli.dev import default_sizes
 from nvpool.cli.pool import drive_of, name_of
 from nvpool.cli.reach import endpoints_of
 from nvpool.cli.render import ago, exit_code, print_table
+from nvpool.cli.volume import Span, create
 from nvpool.sdk.paths import as_os_error
 
 ROOT = Path(cli_main.__file__).parents[2]
@@ -208,3 +210,21 @@ def test_a_pool_gets_the_name_of_its_directory():
 
 def test_times_are_told_in_two_units():
     assert [ago(0, seconds * 1000) for seconds in (5, 65, 3700, 90000)] == ["5s", "1m 5s", "1h 1m", "1d 1h"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604_800), ("0s", 0),
+                                                ("2 w", 1_209_600)])
+def test_times_are_read_as_people_write_them(text, seconds):
+    assert Span().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["0.5s", "0.001m", "d", "", "soon", "1e999d", "nand", "1.5"])
+def test_a_time_that_makes_no_sense_is_refused_and_none_becomes_not_at_all(text):
+    with pytest.raises(click.BadParameter, match="time|second"):
+        Span().convert(text, None, None)
+
+
+@pytest.mark.parametrize("mode", ["-1", "10000", "777777777777", "rwx"])
+def test_a_mode_that_no_directory_has_is_refused_before_the_pool_is_asked(mode):
+    done = CliRunner().invoke(create, ["127.0.0.1:9", "v", f"--mode={mode}"])
+    assert done.exit_code == 2 and "octal" in done.output

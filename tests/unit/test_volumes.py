@@ -412,6 +412,22 @@ def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 64, 1 << 90, "7"])
+def test_numbers_that_no_inode_and_no_mode_has_are_refused(wrong):
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", trash_s=60, mode=0o7777)
+            await fs.write_bytes("/volumes/v/f", b"y")
+            await fs.remove("/volumes/v/f")
+            for call in (fs.volumes.restore("v", wrong), fs.volumes.purge("v", wrong), fs.volumes.create("w", mode=wrong)):
+                with pytest.raises(OSError) as found:
+                    await call
+                refused(InvalidRequest, found)
+            assert len(await fs.volumes.trash("v")) == 1 and [one.name for one in await fs.volumes.list()] == ["v"]
+
+    asyncio.run(main())
+
+
 def test_a_tree_that_is_deeper_than_python_calls_itself_comes_back_from_the_trash():
     depth = 1_500
 
