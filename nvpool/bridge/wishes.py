@@ -98,7 +98,7 @@ def _size(text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        raise InvalidRequest(f"the option size: {shown(str(error))}") from None
+        raise InvalidRequest(f"the option size: {error}") from None
     if not 0 < size < FILE_BYTES_MAX << 13:
         raise InvalidRequest(f"the option size is {shown(text)}; leave it out for a volume without a bound")
     return size
