@@ -66,6 +66,12 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """For the mount that the bridge makes: it logs as the bridge was told to."""
+    told = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
+    return tuple(f"{word}={value}" for word, value in told if value)
+
+
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
     # gRPC's handlers for fork end the children that make binds, before they begin (SIGSEGV in their place; gRPC 1.85).
@@ -109,7 +115,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
             options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False))
     try:
         name = pool.client.pool_map.name
-        mount = PoolMount(arguments.pool, name, place, make=not arguments.no_mount)
+        mount = PoolMount(arguments.pool, name, place, mount_words(arguments), make=not arguments.no_mount)
         volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
                                 settled_s=arguments.settled_s)
         await volumes.begin()

@@ -11,6 +11,9 @@ import sys
 import pytest
 from test_docker_face import scene
 
+from nvpool.cli.mount import mount
+from nvpool.run.bridge_daemon import mount_words, parse_words
+
 
 def bridge(*words):
     return subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", *map(str, words)], capture_output=True,
@@ -41,6 +44,13 @@ def test_the_log_is_json_where_it_is_asked_for_also_without_a_node_toml(tmp_path
                   "--metrics", metrics)
     said = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode and said[-1]["level"] == "error" and said[-1]["process"] == "bridge"
+
+
+def test_a_mount_that_the_bridge_makes_logs_as_the_bridge_was_told_to():
+    words = mount_words(parse_words(["pool", "--log-format=json", "--log-level=debug"]))
+    known = mount.make_context("mount", ["pool", "/place", *words]).params
+    assert (known["log_format"], known["log_level"]) == ("json", "debug")
+    assert mount_words(parse_words(["pool"])) == (), "else as node.toml says"
 
 
 @pytest.mark.parametrize("as_json", [False, True])
