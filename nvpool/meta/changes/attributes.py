@@ -100,8 +100,8 @@ def _hand_down(view: View, inode: Inode, request: meta_pb2.SetAttrRequest) -> No
         if request.replicas not in view.tables:
             if request.change.map_epoch > view.map_epoch:
                 raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
-            raise InvalidRequest(f"the pool has no chains of {request.replicas} replicas; on one of its nodes: nvpool dir set "
-                                 f"--replicas {request.replicas}")
+            raise InvalidRequest(f"the pool has no chains of {request.replicas} replicas; make them on one of its "
+                                 f"nodes: nvpool dir set POOL:/PATH --replicas {request.replicas}")
         inode.table = request.replicas
 
 

@@ -52,8 +52,8 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         if wish.table not in draft.view.tables:
             if request.change.map_epoch > draft.view.map_epoch:
                 raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
-            raise InvalidRequest(f"the pool has no chains of {wish.table} replicas; on one of its nodes: nvpool dir set "
-                                 f"--replicas {wish.table}")
+            raise InvalidRequest(f"the pool has no chains of {wish.table} replicas; make them on one of its "
+                                 f"nodes: nvpool volume create POOL {name} --replicas {wish.table}")
         root.table = wish.table
     if wish.chunk_bits:
         if not CHUNK_BYTES_MIN <= 1 << min(wish.chunk_bits, 63) <= CHUNK_BYTES_MAX:
