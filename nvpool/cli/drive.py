@@ -95,9 +95,10 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
 
 
 async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
-                        tell: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+                        tell: Callable[[dict[str, Any]], str],
+                        instead: Callable[[], dict[str, Any] | None] = lambda: None) -> dict[str, Any]:
     """The status in which nothing is `left` any more; until then how much was, and what `tell` says of it, is shown. The pool
-    may be away for a while; any error that is not of that kind ends it."""
+    may be away for a while (`instead`: as of `statuses`); any error that is not of that kind ends it."""
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     seen: dict[str, Any] = {}
@@ -105,7 +106,7 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
 
     async def watch() -> dict[str, Any]:
         nonlocal seen, most
-        async for seen in statuses(pool):
+        async for seen in statuses(pool, instead):
             most = max(most, left(seen))
             if not left(seen):
                 return seen

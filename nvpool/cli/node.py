@@ -222,10 +222,15 @@ def drain(pool: str, number: int, cancel: bool, stop: bool, wait: bool, as_json:
     for that one, which --wait tells. May be repeated; whatever is interrupted goes on.
     """
     from nvpool.cli.reach import change
-    done = asyncio.run(change(pool, "node-drain", {"node": number, "cancel": cancel, "stop": stop}))
+    ended = None if cancel else ended_drained(pool, number)
+    wanted = {"node": number, "cancel": cancel, "stop": stop}
+    done = ended["nodes"][0] if ended else asyncio.run(change(pool, "node-drain", wanted))
     if not as_json:
         if cancel:
             click.echo(f"node {number} holds its share of the pool again")
+        elif ended:
+            click.echo(f"node {number} is empty, and its processes have ended; remove it on another one with: nvpool node "
+                       f"remove POOL {number}")
         elif done["wish"] == "drained":
             click.echo(f"node {number} is empty; remove it with: nvpool node remove {pool} {number}")
         else:
@@ -245,7 +250,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str)
     if wait:
         done |= asyncio.run(_wait_until_done(pool, done["node"], title, as_json))
         if not as_json:
-            say(f"{title}: done")
+            say(f"{title}: done" + (", and its processes have ended" if done.get("state") == "stopped" else ""))
     if as_json:
         print_json(done)
 
@@ -274,7 +279,25 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         words = [_left(one), moving_on(seen, [*one["primaries"], *one["standbys"]])]
         return ", ".join(word for word in words if word)
 
-    return found(await wait_for_none(pool, title, quiet, left, tell))
+    return found(await wait_for_none(pool, title, quiet, left, tell, lambda: ended_drained(pool, number)))
+
+
+def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
+    """As a status, where `pool` is the directory of node `number`, whose processes have ended, as they were to, since nothing
+    was left on it. None: that is not so, or not known here."""
+    from nvpool.cli.reach import directory_of
+    from nvpool.logic.nodes import left_on
+    from nvpool.logic.poolmap import decode_map
+    directory = directory_of(pool)
+    if directory is None or directory.node != number or directory.supervisor() is not None:
+        return None
+    pool_map = decode_map(directory.poolmap.read_bytes())
+    one = pool_map.node_by_id.get(number)
+    if one is None or one.wish != "stop" or not left_on(pool_map, number).nothing:
+        return None
+    return {"nodes": [{"node": number, "name": one.name, "state": "stopped", "wish": "drained", "rack": one.rack, "chains": 0,
+                       "primaries": [], "standbys": [], "etcd": False, "leads": False}], "drives": [],
+            "chains": {"paused": False, "filling": 0, "to_copy": 0, "bytes_left": 0, "seconds_left": None}}
 
 
 @node.command(epilog="""\b

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,19 @@ async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     return json.loads(reply.status)
 
 
-async def statuses(pool: str) -> AsyncIterator[dict[str, Any]]:
-    """The status, again and again, until the caller breaks off. A pool that is away is told of and waited for; any error that
-    is not of that kind ends it."""
+async def statuses(pool: str, instead: Callable[[], dict[str, Any] | None] = lambda: None) -> AsyncIterator[dict[str, Any]]:
+    """The status, again and again, until the caller breaks off. A pool that is away is told of and waited for, unless there is
+    something to be told `instead`; any error that is not of that kind ends it."""
     while True:
+        asked = asyncio.ensure_future(status_of(pool, 30.0))
+        while not asked.done():
+            await asyncio.wait([asked], timeout=1.0)
+            if not asked.done() and (known := instead()) is not None:
+                asked.cancel()
+                yield known
+                return
         try:
-            seen = await status_of(pool, 30.0)
+            seen = asked.result()
         except Unavailable as error:
             say(f"the pool does not answer at the moment: {error}")
             await asyncio.sleep(1.0)

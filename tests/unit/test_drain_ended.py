@@ -1,0 +1,74 @@
+"""`nvpool node drain --stop` on the node that is drained: its daemons end, and with them who could say that it is done."""
+
+import asyncio
+import json
+import os
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+
+from nvpool.base.directory import PoolDirectory
+from nvpool.base.errors import Unreachable
+from nvpool.base.host import identity_of
+from nvpool.cli import reach
+from nvpool.cli.node import node
+from nvpool.logic.poolmap import Drive, Node, Target, encode_map
+from nvpool.testing.contracts.coordinator import first_map
+
+
+def write(directory: PoolDirectory, wish: str, chains: bool) -> None:
+    """The map of a pool whose second node is to hold nothing, and perhaps still does."""
+    first = first_map()
+    now = replace(first, nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=wish)),
+                  drives=(*first.drives, Drive(9, 2, "/mnt/b", 1 << 30)),
+                  targets=(*first.targets, Target(9, 9, 2, 1 << 30, (), wish="drain")))
+    if chains:
+        table = now.tables[0]
+        now = replace(now, tables=(replace(table, chains=(replace(table.chains[0], joining=(9,)), *table.chains[1:])),))
+    directory.poolmap.write_bytes(encode_map(now))
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Of node 2, where nobody answers."""
+    one = PoolDirectory(tmp_path)
+    one.format.write_text("nvpool pool 1\n")
+    one.node_json.write_bytes(msgspec.json.encode({"node": 2, "member": "node/beta.2"}))
+
+    async def status_of(pool, wait_s):
+        await asyncio.sleep(wait_s)
+        raise Unreachable("nobody")
+
+    async def change(pool, verb, arguments):
+        write(one, "stop", chains=False)
+        return {"node": 2, "wish": "draining", "chains": 3, "primaries": [], "standbys": [], "etcd": False, "leads": False,
+                "waits_for": []}
+
+    monkeypatch.setattr(reach, "status_of", status_of)
+    monkeypatch.setattr(reach, "change", change)
+    return one
+
+
+def drained(directory, *words):
+    return CliRunner().invoke(node, ["drain", str(directory.path), "2", *words])
+
+
+def test_who_waits_is_told_that_it_is_done_when_the_daemons_have_ended(directory):
+    write(directory, "share", chains=True)
+    done = drained(directory, "--stop", "--wait", "--json")
+    assert done.exit_code == 0, done.output
+    assert (told := json.loads(done.stdout))["wish"] == "drained" and told["state"] == "stopped"
+
+
+def test_asked_again_it_is_done_and_what_is_not_known_to_be_is_asked_for(directory):
+    write(directory, "stop", chains=False)
+    assert "its processes have ended" in drained(directory, "--stop", "--wait").stdout
+    for wish, chains in (("share", False), ("drain", False), ("stop", True)):
+        write(directory, wish, chains)
+        assert "3 chains to go" in drained(directory, "--stop").stdout
+    write(directory, "stop", chains=False)
+    me = identity_of(os.getpid())
+    directory.lock.write_text(f"{me.pid} {me.start} {me.boot}\n")
+    assert "3 chains to go" in drained(directory, "--stop").stdout, "its supervisor runs"
