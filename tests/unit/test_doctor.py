@@ -204,6 +204,19 @@ def test_direct_reads_are_tried(tmp_path):
     assert doctor_drive.direct(place).state in (OK, WARN) and set(os.listdir(place)) == before
 
 
+def test_what_can_be_no_drive_is_said_to_be_none_and_ends_no_doctor(tmp_path):
+    class Broken(type(tmp_path)):
+        def stat(self, **_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in ((tmp_path / "pipe", "neither"), (Path("/dev/null"), "neither"), (tmp_path / "none", "not there"),
+                       (Broken(tmp_path / "dead"), "Input/output error")):
+        first, last = doctor_drive.drives([path])
+        assert state(first) == BAD and said in first.seen and first.name == f"drive {path}" and first.remedy
+        assert state(last) == OK and "none" in last.seen
+
+
 def test_space_and_drives_that_share_a_device(tmp_path):
     assert [doctor_drive.space(tmp_path, "x", (free, 1000)).state for free in (500, 50, 5)] == [OK, WARN, BAD]
     assert state(doctor_drive.space(tmp_path, "x")) in (OK, WARN, BAD)
