@@ -240,9 +240,10 @@ class AsyncVolumes:
             _check_entry(inode, 1)
             volume, place = await self._inode(name), None
             if to is not None:
-                place = await locate(self._vfs, to, follow=False)
-                if place.attr is not None:
-                    raise AlreadyExists(f"{to} exists")
+                with as_os_error(to):
+                    place = await locate(self._vfs, to, follow=False)
+                    if place.attr is not None:
+                        raise AlreadyExists(f"{to} exists")
             await self._ask_trash(volume, pb.TrashRequest.RESTORE, entry=inode, directory=place.parent if place else 0,
                                   name=place.name if place else b"")
             self._vfs.cache.begin_anew(lambda inode: True)

@@ -390,6 +390,9 @@ def test_the_trash_through_the_sdk():
             assert await fs.read_bytes("/volumes/v/back") == b"y"
             with pytest.raises(FileNotFoundError):
                 await fs.volumes.restore("v", 12345)
+            with pytest.raises(FileNotFoundError) as found:
+                await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to="/none/here")
+            assert found.value.filename == "/none/here"
             await fs.remove("/volumes/v/back")
             assert await fs.volumes.purge("v") == 1 and await fs.volumes.trash("v") == []
 
