@@ -138,11 +138,14 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
     for path in paths:
         try:
             mode = path.stat().st_mode
+        except PermissionError:
+            yield warn(f"drive {path}", "this user may not look at it", "run this as root, or as the daemons' user")
+            continue
         except (OSError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
             seen = "it is not there" if gone else f"it can not be looked at: {getattr(error, 'strerror', None) or error}"
-            yield bad(f"drive {path}", seen, "run this as root" if isinstance(error, PermissionError) else "put it in and "
-                      "mount it; nvpool drive replace, or remove --lost, when it will not come back")
+            yield bad(f"drive {path}", seen, "put it in and mount it; nvpool drive replace, or remove --lost, when it will not "
+                                             "come back")
             continue
         if not stat.S_ISDIR(mode) and not stat.S_ISBLK(mode):
             yield bad(f"drive {path}", "it is neither a directory nor a block device", "name one of these")
