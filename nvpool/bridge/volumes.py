@@ -216,7 +216,7 @@ class BridgeVolumes:
         name = checked_name(name)
         async with self._turn(name):
             if held := self._references.of(name):
-                raise InUse(f"the volume {name} is in use on this host, {len(held)} times (by {', '.join(sorted(held)[:3])}); "
+                raise InUse(f"the volume {name} is in use on this host, by {', '.join(sorted(held)[:3])} ({len(held)} in all); "
                             "stop the containers that use it first")
             for left, holder in self._references.ended():
                 if left == name:

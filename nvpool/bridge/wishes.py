@@ -108,7 +108,7 @@ def _count(name: str, text: str, most: int) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most):
-        raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be a whole number above 0")
+        raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be a whole number from 1 to {most}")
     return int(text)
 
 

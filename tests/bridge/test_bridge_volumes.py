@@ -119,6 +119,8 @@ def test_options_as_people_write_them():
     for size, said in (("0.5", "'0.5' is out of range: .* 8 EiB$"), ("ten", "'ten' is not a size; write it like .*1.5G$")):
         with pytest.raises(InvalidRequest, match=f"the option size: {said}"):
             parse_options({"size": size})
+    with pytest.raises(InvalidRequest, match="replicas is '9', and shall be a whole number from 1 to 3"):
+        parse_options({"replicas": "9"})
 
 
 # -- repeatable ------------------------------------------------------------------------------------------------------
