@@ -276,16 +276,27 @@ examples:
 @pool_argument
 @name_argument
 @click.option("--force", is_flag=True, help="Although somebody says that he is attached.")
-@click.option("--wait", is_flag=True, help="Return when all of it is gone. Interrupted, the removal goes on.")
+@click.option("--wait", is_flag=True, help="Return when all of it is gone. Interrupted, the removal goes on; the same command "
+                                            "waits again.")
 @json_option
 def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None:
     """Remove a volume and all that is in it. It has no name any more at once; the rest goes in the background.
 
     A volume that is attached, or of which files are open, is not removed.
     """
+    begun = False
+
     async def run(volumes: AsyncVolumes) -> Volume | None:
-        left = await volumes.remove(name, force=force)
-        told_s = SYSTEM_CLOCK.boottime_s()
+        nonlocal begun
+        try:
+            going = [await volumes.remove(name, force=force)]
+        except FileNotFoundError:
+            # the same command again, after an interruption
+            going = [one for one in await volumes.list(removing=True) if one.name == name and one.state == "removing"]
+            if not wait or not going:
+                raise
+        begun = True
+        left, told_s = going[-1], SYSTEM_CLOCK.boottime_s()
         while wait and left is not None:
             await asyncio.sleep(_STEP_S)
             left = await volumes.removing(left.inode)
@@ -294,7 +305,13 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
                 say(f"{left.files_used} of {left.files_removing} files left")
         return left
 
-    left = carry_out(pool, "volume rm", run)
+    try:
+        left = carry_out(pool, "volume rm", run)
+    except KeyboardInterrupt:
+        if begun:
+            say(f"{name} has no name any more, and its removal goes on; the same command waits for it again, and nvpool volume "
+                "ls --all shows how far it is")
+        raise
     if as_json:
         print_json({"name": name, "removed": left is None, "files_left": left.files_used if left is not None else 0})
     elif left is not None:

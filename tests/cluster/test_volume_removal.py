@@ -1,0 +1,88 @@
+"""`nvpool volume rm --wait` on a real pool, as its user sees it: interrupted by Ctrl-C, and given again."""
+
+import json
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.testing.real_pool import RealPool
+
+DIRECTORIES = 4000
+"""Each is a step or two of the removal, which takes some seconds for them."""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    with RealPool(tmp_path_factory.mktemp("removal") / "pool") as made:
+        made.make()
+        made.start()
+        yield made
+
+
+@pytest.fixture
+def large(pool):
+    files = pool.connect()
+    files.volumes.create("large")
+    for number in range(DIRECTORIES):
+        files.mkdir(f"/volumes/large/{number}")
+    return files.volumes
+
+
+def command(pool, *words):
+    return [sys.executable, "-P", "-m", "nvpool.cli.main", "volume", words[0], str(pool.path), *words[1:]]
+
+
+def nvpool(pool, *words, code=0):
+    done = subprocess.run(command(pool, *words), capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    assert done.returncode == code, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def shown(pool):
+    return {one["name"]: one for one in json.loads(nvpool(pool, "ls", "--all", "--json").stdout)}
+
+
+def until(holds, wait_s=60.0):
+    deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    while not holds():
+        assert SYSTEM_CLOCK.boottime_s() < deadline_s
+        select.select([], [], [], 0.02)
+
+
+def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, large):
+    waiting = subprocess.Popen(command(pool, "rm", "large", "--wait"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: large.list(removing=True) and not large.list())
+        told = waiting.stderr.readline()  # a second later
+        assert f"of {DIRECTORIES} files left" in told
+        waiting.send_signal(signal.SIGINT)
+        out, said = waiting.communicate(timeout=30)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert waiting.returncode == 130 and not out
+    assert "its removal goes on" in said and "the same command waits" in said and said.endswith("interrupted\n")
+    assert "Traceback" not in said
+    left, = large.list(removing=True)
+    assert left.state == "removing" and left.name == "large"
+    until(lambda: large.removing(left.inode) is None or large.removing(left.inode).files_used < left.files_used)
+    assert shown(pool)["large"]["state"] == "removing"
+    again = nvpool(pool, "rm", "large", "--wait", "--json")
+    assert json.loads(again.stdout) == {"name": "large", "removed": True, "files_left": 0}
+    assert large.list(removing=True) == []
+    assert "there is no volume large" in nvpool(pool, "rm", "large", "--wait", code=1).stderr
+
+
+def test_without_waiting_again_and_with_a_new_volume_of_the_name_nothing_is_mistaken(pool, large):
+    nvpool(pool, "rm", "large")
+    first, = large.list(removing=True)
+    assert "there is no volume large" in nvpool(pool, "rm", "large", code=1).stderr
+    made = large.create("large")
+    assert json.loads(nvpool(pool, "rm", "large", "--wait", "--json").stdout)["removed"]
+    assert large.list() == [] and large.removing(made.inode) is None  # the one that had the name
+    until(lambda: large.removing(first.inode) is None)
