@@ -92,6 +92,20 @@ def test_a_reload_of_the_mount_is_an_upgrade_under_an_open_file(machine):
     assert writer.communicate("go\n", timeout=60) == ("one\ntwo\n", None)
 
 
+def test_a_line_of_fstab_is_mounted_by_systemd_when_somebody_comes(machine):
+    machine.run("sh", "-c", "mkdir /mnt/pool/part && echo of it > /mnt/pool/part/f")
+    machine.run("sh", "-c", "echo '/var/lib/nvpool/pool:/part /mnt/auto nvpool _netdev,x-systemd.automount 0 0' > /etc/fstab")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "mnt-auto.automount")
+    assert machine.show("mnt-auto.mount", "ActiveState") == "inactive"
+    assert machine.run("timeout", "90", "cat", "/mnt/auto/f").stdout == "of it\n"
+    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == ["autofs", "fuse.nvpool"]
+    assert machine.show("mnt-auto.mount", "ActiveState") == "active"
+    machine.run("systemctl", "stop", "mnt-auto.mount")  # as its idle-timeout does
+    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == ["autofs"]
+    assert machine.run("timeout", "90", "cat", "/mnt/auto/f").stdout == "of it\n"  # and again
+
+
 def test_a_killed_daemon_is_started_again(machine):
     old = machine.show("nvpoold", "MainPID")
     machine.run("systemctl", "kill", "-s", "KILL", "nvpoold")
