@@ -178,6 +178,23 @@ def ports(served: dict[str, str], own: Iterable[str], connect: Callable[[str, in
     yield ok("ports", f"{well} can be reached")
 
 
+def paths(status: dict[str, Any]) -> Iterator[Check]:
+    """Whether large packets arrive at the nodes that serve."""
+    from nvpool.cli import doctor_path
+    there = [endpoint for one in status["nodes"] if one["state"] == "serving" for endpoint in one.get("endpoints") or ()]
+    found = {parse_endpoint(one).host for one in there} - {""}
+    away = {host for host in found if not _is_known_here(host)}
+    return doctor_path.paths(one for one in there if parse_endpoint(one).host in away)
+
+
+def _is_known_here(host: str) -> bool:
+    """Or not found at all, which `names` tells."""
+    try:
+        return _host_is_here(host)
+    except OSError:
+        return True
+
+
 def meta_space(directory: PoolDirectory) -> Check:
     return doctor_drive.space(directory.path, f"metadata and logs ({directory.path})")
 
@@ -240,7 +257,8 @@ def pool_checks(pool: str, can_be_held: bool) -> Iterator[Check]:
     for name, look in (("nodes", lambda: nodes(status)), ("map", lambda: etcd(status)), ("copies", lambda: chains(status)),
                        ("pool", lambda: list(problems(status))), ("mounts", lambda: list(mounts(status, can_be_held))),
                        ("versions", lambda: versions(software)), ("clocks", lambda: skews(ahead)),
-                       ("addresses", lambda: list(names(served, ours))), ("ports", lambda: list(ports(served, ours)))):
+                       ("addresses", lambda: list(names(served, ours))), ("ports", lambda: list(ports(served, ours))),
+                       ("paths", lambda: list(paths(status)))):
         yield from all_of(name, look)
     if node:
         yield from doctor_drive.drives([Path(one["path"]) for one in status["drives"] if one["node"] == node])

@@ -110,6 +110,12 @@ class Machines:
         self._machines[number - 1].run("tc", "qdisc", "replace", "dev", "eth0", *bucket)
         self._switch.run("tc", "qdisc", "replace", "dev", f"to{number}", *bucket)
 
+    def packets(self, number: int, machine_bytes: int, switch_bytes: int) -> None:
+        """Let the machine send packets of so many bytes, and its port of the switch take packets of so many: larger ones are
+        lost without a word, as a switch does it; from 1."""
+        self._machines[number - 1].run("ip", "link", "set", "eth0", "mtu", str(machine_bytes))
+        self._switch.run("ip", "link", "set", f"to{number}", "mtu", str(switch_bytes))
+
     def delay(self, number: int, to_s: float, from_s: float) -> None:
         """Let what is sent to the machine arrive so much later, and what it sends; both 0: at once again. From 1. Connections
         stay. The cable carries some tens of MiB/s then, at the cost of a processor (see delays)."""

@@ -13,7 +13,7 @@ import pytest
 from nvpool.base.authority import Authority
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.mounts import Mount
-from nvpool.cli import doctor_drive, doctor_machine, doctor_pool
+from nvpool.cli import doctor_drive, doctor_machine, doctor_path, doctor_pool
 from nvpool.cli.checks import BAD, OK, WARN, all_of
 
 
@@ -296,6 +296,21 @@ def test_ports_that_are_closed_and_ports_of_strangers():
         assert states(doctor_pool.ports({away: "serving", "stream+unix:///x": "serving"}, []))[0] == (
             f"port 127.0.0.1:{closed}", BAD)
         assert states(doctor_pool.ports({away: "silent"}, [])) == [("ports", OK)]  # told as a process that is
+
+
+@pytest.mark.parametrize(("interface", "agreed", "answers", "arrives", "wanted"), [
+    (9000, 9000, True, True, OK), (9000, 9000, True, False, BAD), (9000, 1500, True, True, WARN),
+    (9000, 1500, True, False, BAD),
+    (9000, 1500, False, False, WARN), (1500, 1500, False, False, OK)])
+def test_packets_that_do_not_arrive(interface, agreed, answers, arrives, wanted):
+    found = doctor_path.judge(doctor_path.Path("h", interface, agreed, answers, arrives))
+    assert state(found, ["MTU"] if wanted != OK else []) == wanted
+    assert ("not known" in found.seen) == (wanted == OK and not answers)
+
+
+def test_paths_lead_to_other_machines_only():
+    node = {"state": "serving", "endpoints": ["stream://127.0.0.1:9", "stream://no-such-name.invalid:9"]}
+    assert list(doctor_pool.paths({"nodes": [node]})) == []
 
 
 # -- the command -------------------------------------------------------------------------------------------------------------

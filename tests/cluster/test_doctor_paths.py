@@ -1,0 +1,78 @@
+"""`nvpool doctor` between machines whose interfaces and switch take packets of different sizes."""
+
+import json
+import sys
+
+import pytest
+
+from nvpool.cli.checks import BAD, OK, WARN
+from nvpool.testing.machines import Machines, missing
+
+WHY_NOT = missing()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+
+PORT = 7000
+SERVE = """
+import signal, socket, sys
+there = socket.create_server(("10.77.0.2", int(sys.argv[1])))
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("10.77.0.2", int(sys.argv[1]) + 1))
+other = socket.create_server(("10.77.0.2", int(sys.argv[1]) + 1))
+print("up", flush=True)
+signal.pause()
+"""
+LOOK = """
+import json, sys
+from nvpool.cli.doctor_path import paths
+print(json.dumps(list(paths(sys.argv[1:]))))
+"""
+
+
+@pytest.fixture(scope="module")
+def cable(tmp_path_factory):
+    made = Machines(2, tmp_path_factory.mktemp("paths"))
+    with made as (one, other):
+        serving = other.popen(sys.executable, "-P", "-c", SERVE, str(PORT), stdout=-1, text=True)
+        try:
+            assert serving.stdout.readline() == "up\n"
+            yield made, one
+        finally:
+            serving.kill()
+            serving.wait()
+            serving.stdout.close()
+
+
+def found(cable, port=PORT):
+    _, one = cable
+    told = one.run(sys.executable, "-P", "-c", LOOK, f"stream://10.77.0.2:{port}", "stream://10.77.0.2:9").stdout
+    (name, state, seen, _remedy), = json.loads(told)
+    assert name == "path to 10.77.0.2"
+    return state, seen
+
+
+def sizes(cable, ours, theirs, switch):
+    machines, _ = cable
+    machines.packets(1, ours, switch)
+    machines.packets(2, theirs, switch)
+
+
+def test_large_packets_arrive_where_all_take_them(cable):
+    for size in (1500, 9000):
+        sizes(cable, size, size, size)
+        assert found(cable) == (OK, f"packets of {size} bytes arrive")
+
+
+def test_a_switch_that_loses_large_packets_without_a_word_is_bad(cable):
+    sizes(cable, 9000, 9000, 1500)
+    assert found(cable) == (BAD, "packets of 9000 bytes do not arrive, and small ones do")
+
+
+def test_two_ends_of_different_sizes_are_to_be_looked_at(cable):
+    sizes(cable, 9000, 1500, 9000)
+    assert found(cable) == (WARN, "this machine would send packets of 9000 bytes, and TCP agrees on 1500 at most")
+
+
+def test_a_host_that_answers_no_datagram_is_not_judged_by_that(cable):
+    sizes(cable, 9000, 9000, 1500)
+    state, seen = found(cable, PORT + 1)
+    assert state == OK and "not known" in seen
