@@ -319,9 +319,13 @@ class EtcdCoordinator:
             if leader is not None:
                 compare.append(follows(self._root, leader.revision))
             writes = _writes(self._root, new)
-            await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
-            # Also where it is said to have failed: the first of two tries may have been carried out.
-            await self._look()
+            try:
+                await self._calls.transact(rpc.TxnRequest(compare=compare, success=writes), CHANGE_S)
+                # Also where it is said to have failed: the first of two tries may have been carried out.
+                await self._look()
+            except Unavailable:
+                if self.pool_map != new:  # else the watch has told of it: a member of etcd may end for what the map says
+                    raise
             if self.pool_map == new or self.pool_map.epoch > new.epoch and await self._was_made(new):
                 return
             if self.pool_map.epoch >= new.epoch:

@@ -135,6 +135,36 @@ def test_a_map_that_was_made_is_not_stale_where_another_followed_at_once(one):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("lost", ["transact", "ranges"])
+def test_a_map_that_the_watch_has_told_of_is_made_though_etcd_is_silent_from_then_on(one, lost):
+    async def run():
+        mine, other = await pair(one)
+        calls, asked = mine._calls, getattr(mine._calls, lost)
+        told = []
+
+        async def silent(*arguments):
+            if lost == "transact":
+                await asked(*arguments)
+            told.append(await mine.watch(1, 60))
+            raise Unavailable("etcd does not answer")
+
+        setattr(calls, lost, silent)
+        await mine.replace(changed(mine.pool_map, name="made"))
+        assert told[0] is mine.pool_map and mine.pool_map.name == "made"
+
+        async def refused(*arguments):
+            raise Unavailable("etcd does not answer")
+
+        calls.transact = refused
+        with pytest.raises(Unavailable):
+            await mine.replace(changed(mine.pool_map, name="not made"))
+        await mine.close()
+        assert await other.watch(1, 60) and other.pool_map.name == "made"
+        await other.close()
+
+    asyncio.run(run())
+
+
 def test_what_hangs_on_a_lease_that_has_ended_meanwhile_is_not_said_and_may_be_tried_again(one, monkeypatch):
     async def run():
         mine, other = await pair(one)
