@@ -327,6 +327,10 @@ class MetaClient(Releasing):
                 await asyncio.shield(asked)
         except TimeoutError:
             raise DeadlineExceeded("the shard has not told yet who it is", may_be_applied=False) from None
+        except asyncio.CancelledError:
+            if not asked.cancelled() or asyncio.current_task().cancelling():
+                raise
+            raise WrongShard("the shard has left the pool meanwhile") from None
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
         request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)

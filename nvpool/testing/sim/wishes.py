@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 from msgspec.structs import replace
 
+from nvpool.base.errors import InvalidRequest
 from nvpool.logic import moves
 from nvpool.logic.poolmap import PoolMap
 from nvpool.testing.sim.managing import until_changed
@@ -48,8 +50,9 @@ class Wishes:
         """Any of them but the last that stays."""
         staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
         if len(staying) > 1:
-            await self._wish(self._chance.choice(staying), "remove")
-            self._done["shards"] += 1
+            with suppress(InvalidRequest):  # who leads no more, and does not know it yet, may know of one only
+                await self._wish(self._chance.choice(staying), "remove")
+                self._done["shards"] += 1
 
     async def _stay(self) -> None:
         leaving = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "remove"]
