@@ -79,6 +79,9 @@ KEYS_MAX = 256
 KEY_BYTES_MAX = 4096
 WRITING_BYTES_MAX = 64 << 20
 """Under way to one peer; above it nothing more is read from it."""
+TURN_BYTES = 1 << 20
+"""After so many bytes written to a peer's memory it is told of them, before more of what it has asked for is read: it looks at
+these while we copy those. Answers of a stream are that long by themselves."""
 _TURNS = 256
 """Of UCX at once, before others on this loop get theirs."""
 _SPINS_A_US = 10
@@ -328,6 +331,7 @@ class RdmaServed(StreamServed):
         self._places: dict[int, Sequence[int]] = {}
         self._filled: dict[int, memoryview] = {}  # places that were handed to the handler itself
         self._writing_bytes = 0
+        self._turn_bytes = 0
 
     def _offers(self) -> Sequence[str]:
         transports = self._listener.offered(self._transport)
@@ -436,6 +440,7 @@ class RdmaServed(StreamServed):
             if filled is not None and len(payload) == 1 and payload[0] is filled:
                 self._send(pack_head(REPLY, 0, number, payload_bytes, message, 0), (), 0,
                            gather=len(self._in_work) >= GATHER_IN_FLIGHT)
+                self._end_turn(payload_bytes)
                 return
             flush = self._write(key, offset, payload)
         except ucx.Error as error:
@@ -445,6 +450,13 @@ class RdmaServed(StreamServed):
         if self._writing_bytes > WRITING_BYTES_MAX and not flush.ended():
             self.pause_writing()
         self._listener.turning.wait(flush, lambda flush: self._written(flush, number, message, payload_bytes))
+
+    def _end_turn(self, byte_count: int) -> None:
+        self._turn_bytes += byte_count
+        if self._turn_bytes >= TURN_BYTES and self._reading and not self._reader.stalled:
+            self._turn_bytes = 0
+            self._stop_reading()
+            self._stream_loop.call_soon(self._room)
 
     def _write(self, key: Any, offset: int, payload: Sequence[Buffer]) -> Any:
         return self._endpoint.put(key, offset, payload)

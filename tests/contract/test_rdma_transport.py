@@ -145,3 +145,31 @@ def test_a_handler_fills_memory_of_the_asker_where_the_transport_can_reach_it(wa
         await listener.close()
 
     run(main())
+
+
+def test_an_asker_has_its_first_answers_while_the_next_ones_are_made(tmp_path):
+    """Though all of its questions have come at once, and what they are answered with does not go through the stream."""
+    come, made_after = [], []
+
+    def handler(call):
+        made_after.append(len(come))
+        room = call.room(1 << 20)
+        room[:] = bytes([call.method]) * (1 << 20)
+        call.reply(b"", [room])
+
+    async def main():
+        subject = made("posix", tmp_path)
+        listener = await subject.transport.listen(subject.endpoint, SERVER, handler)
+        connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
+
+        async def ask(number):
+            reply = await connection.call(number, b"", deadline_s=soon(), into=memoryview(bytearray(1 << 20)))
+            come.append(number)
+            assert reply.payload == bytes([number]) * (1 << 20)
+        await asyncio.gather(*map(ask, range(1, 17)))
+        assert come == list(range(1, 17))
+        assert made_after[-1] > 8, made_after
+        await connection.close()
+        await listener.close()
+
+    run(main())
