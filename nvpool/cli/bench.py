@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from nvpool.cli.drive import Size
-from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
 
 
 @click.command(epilog="""
@@ -30,7 +30,7 @@ examples:
 @click.option("--mount", "mountpoint", type=click.Path(exists=True, file_okay=False),
               help="A mount of the pool; default: the first that its status names.")
 @click.option("--size", type=Size(), default="128M", show_default=True, help="Of the file that is written and read.")
-@click.option("--seconds", type=click.FloatRange(0.1, 600), default=2.0, show_default=True, help="Of each random load.")
+@click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Of each random load.")
 @json_option
 def bench(pool: str, local_directory: str | None, mountpoint: str | None, size: int, seconds: float, as_json: bool) -> None:
     """Measure a pool beside the local drive: throughput, and latency at the median and the 99th percentile.

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.cli.node import entered, make_token
-from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
 
 
 @click.group(epilog="""\b
@@ -24,7 +24,7 @@ def client() -> None:
 
 @client.command(epilog="example: nvpool client token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=click.FloatRange(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
+@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
 @json_option
 def token(pool: str, hours: float, as_json: bool) -> None:
     """Print a command with which another machine gets a certificate. The token in it works once."""

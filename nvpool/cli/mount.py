@@ -10,7 +10,7 @@ import click
 
 from nvpool.base import config as configuration
 from nvpool.cli.drive import Size
-from nvpool.cli.render import json_option, log_options, print_json, say
+from nvpool.cli.render import Number, json_option, log_options, print_json, say
 
 
 @click.command(epilog="""\b
@@ -32,11 +32,11 @@ examples:
 @click.option("--log", type=click.Path(dir_okay=False),
               help="Where the daemon writes what it has to say; default: log/ of a local pool directory, else /var/log/nvpool.")
 @log_options
-@click.option("--wait", "wait_s", type=click.FloatRange(1, 3600), default=60.0, show_default=True,
+@click.option("--wait", "wait_s", type=Number(1, 3600), default=60.0, show_default=True,
               help="Seconds until the pool must be there.")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--force", is_flag=True, help="Clean up a dead mount that is in the way first.")
-@click.option("--deadline-s", type=click.FloatRange(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
+@click.option("--deadline-s", type=Number(1, 86400), help="How long a call waits for a daemon that is gone. [60]")
 @click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
               help="kernel: speak to /dev/fuse directly; pyfuse3: through libfuse; auto: kernel on Linux 5.4 and newer. "
                    "[engine under [client] in node.toml, else auto]")
@@ -147,7 +147,7 @@ examples:
 """)
 @click.argument("mountpoint", metavar="MOUNTPOINT")
 @click.option("--lazy", is_flag=True, help="Take it out of sight even while files are open in it.")
-@click.option("--wait", "wait_s", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
+@click.option("--wait", "wait_s", type=Number(0, 3600), default=60.0, show_default=True,
               help="Seconds that the daemon may take to store what was written.")
 @json_option
 def umount(mountpoint: str, lazy: bool, wait_s: float, as_json: bool) -> None:

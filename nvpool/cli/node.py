@@ -15,7 +15,7 @@ from nvpool.base.errors import NotFound
 from nvpool.base.units import format_bytes
 from nvpool.cli.drive import say_what_waits, wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
-from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.render import Number, json_option, pool_argument, print_json, print_table, say
 
 _DIRECTORY = "/srv/nvpool"
 
@@ -58,7 +58,7 @@ def entered(kind: str, address: str, directory: str, token: str, config: configu
 
 @node.command(epilog="example: nvpool node token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=click.FloatRange(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
+@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long it is good.")
 @json_option
 def token(pool: str, hours: float, as_json: bool) -> None:
     """Print a command with which another machine joins the pool. The token in it works once."""

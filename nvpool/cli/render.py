@@ -20,6 +20,16 @@ EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRU
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+class Number(click.FloatRange):
+    """A number within bounds; click takes nan for one within any."""
+
+    def convert(self, value, parameter, context):
+        number = super().convert(value, parameter, context)
+        if number != number:
+            self.fail(f"{value!r} is not a number", parameter, context)
+        return number
+
+
 def log_options(function):
     """How a daemon that a command starts writes its log."""
     function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),

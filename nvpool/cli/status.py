@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from nvpool.base.units import format_bytes
-from nvpool.cli.render import ago, json_option, print_json, print_table, say
+from nvpool.cli.render import Number, ago, json_option, print_json, print_table, say
 
 
 @click.command(epilog="""\b
@@ -37,7 +37,7 @@ examples:
   nvpool status /srv/pool --check || echo something is wrong
 """)
 @click.argument("pool", envvar="NVPOOL_POOL", required=False)
-@click.option("--wait", "wait_s", type=click.FloatRange(0.1, 600), default=5.0, show_default=True,
+@click.option("--wait", "wait_s", type=Number(0.1, 600), default=5.0, show_default=True,
               help="Seconds to wait for an answer.")
 @click.option("--check", is_flag=True, help="Exit with 3 unless every process serves and there is no problem.")
 @json_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvpool.base.units import format_bytes
-from nvpool.cli.render import json_option, on_terminal, print_json, print_table, say
+from nvpool.cli.render import Number, json_option, on_terminal, print_json, print_table, say
 
 if TYPE_CHECKING:
     from nvpool.sdk.use import Rates, Seen
@@ -38,7 +38,7 @@ examples:
 @click.option("--by", type=click.Choice(["client", "volume", "target"]), default="client", show_default=True,
               help="What a row is.")
 @click.option("--sort", type=click.Choice(["bytes", "ops"]), default="bytes", show_default=True, help="What comes first.")
-@click.option("--interval", "interval_s", type=click.FloatRange(0.2, 60), default=2.0, show_default=True,
+@click.option("--interval", "interval_s", type=Number(0.2, 60), default=2.0, show_default=True,
               help="Seconds between two looks.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Rows shown.")
 @click.option("--once", is_flag=True, help="Look twice, print once, end.")

@@ -228,3 +228,22 @@ def test_a_time_that_makes_no_sense_is_refused_and_none_becomes_not_at_all(text)
 def test_a_mode_that_no_directory_has_is_refused_before_the_pool_is_asked(mode):
     done = CliRunner().invoke(create, ["127.0.0.1:9", "v", f"--mode={mode}"])
     assert done.exit_code == 2 and "octal" in done.output
+
+
+def numbers(command, words=()):
+    """Every option within bounds, behind the words of its command."""
+    for parameter in command.params:
+        if isinstance(parameter.type, click.FloatRange):
+            yield *words, parameter
+    for name, one in getattr(command, "commands", {}).items():
+        yield from numbers(one, (*words, name))
+
+
+def test_what_is_no_number_is_within_no_bounds():
+    context = click.Context(cli_main.cli)
+    found = [one for name in cli_main.COMMANDS for one in numbers(cli_main.cli.get_command(context, name), (name,))]
+    assert {words[-1] for *words, _ in found} >= {"mount", "umount", "rebalance", "top", "status"}
+    for *words, option in found:
+        assert option.type.convert("1.5", option, None) == 1.5, words
+        with pytest.raises(click.BadParameter, match="'nan' is not a number"):
+            option.type.convert("nan", option, None)
