@@ -223,7 +223,7 @@ def test_what_is_lost_on_either_side_is_repaired(docker, bridge, pool, volume):
     bridge.ask("/Plugin.Activate")
     bridge.until(lambda: "the reference was lost" in bridge.said(), "the bridge looks what is in use")
     status, reply = bridge.ask("/VolumeDriver.Remove", Name=name)
-    assert status == 409 and "2 times" in reply["Err"], "a volume that a container sees is in use, whoever has forgotten it"
+    assert status == 409 and "2 in all" in reply["Err"], "a volume that a container sees is in use, whoever has forgotten it"
     docker.run("rm", "--force", running)
     assert held not in attachments(pool, name)
     time.sleep(SETTLED_S)
