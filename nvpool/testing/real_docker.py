@@ -45,6 +45,11 @@ def why_no_docker() -> str:
     for program in ("dockerd", "containerd", "runc", "docker"):
         if _program(program) is None:
             return f"{program} is not installed (Debian: docker.io; make setup installs it)"
+    return why_no_image()
+
+
+def why_no_image() -> str:
+    """Empty where `root_file_system` can be packed here."""
     if not BUSYBOX.exists() or b"/ld-linux" in BUSYBOX.read_bytes()[:4096]:
         return "/bin/busybox is not there, or not static (Debian: busybox-static; make setup installs it)"
     return ""
@@ -216,18 +221,23 @@ class RealDocker:
         return kept | {"DOCKER_HOST": f"unix://{self.place}/s", "DOCKER_CONFIG": f"{self.place}/config"}
 
     def _import_image(self) -> None:
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            for name in ("bin", "data", "tmp", "etc"):
-                folder = tarfile.TarInfo(name)
-                folder.type, folder.mode = tarfile.DIRTYPE, 0o755
-                tar.addfile(folder)
-            tar.add(BUSYBOX.resolve(), "bin/busybox")
-            for name in _PROGRAMS:
-                link = tarfile.TarInfo(f"bin/{name}")
-                link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-                tar.addfile(link)
-        self.run("import", "-", IMAGE, stdin=packed.getvalue())
+        self.run("import", "-", IMAGE, stdin=root_file_system())
+
+
+def root_file_system() -> bytes:
+    """What an image is made of: a shell and some programs, packed by tar, with an empty /data."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name in ("bin", "data", "tmp", "etc"):
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(folder)
+        tar.add(BUSYBOX.resolve(), "bin/busybox")
+        for name in _PROGRAMS:
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(link)
+    return packed.getvalue()
 
 
 def _listens(path: Path) -> bool:
