@@ -316,14 +316,14 @@ def remove(pool: str, number: int, lost: bool, give_up: bool, wait: bool, as_jso
     """Take a node out of the pool: its certificate is worth nothing from then on.
 
     Refused while anything of the pool is on it (drain it first), and with --lost while it answers, or has the only copy of
-    anything. A lost node is listed until what it held has been made again.
+    anything. A lost node is listed until what it held has been made again. May be repeated.
     """
     from nvpool.cli.reach import change
     if give_up and not lost:
         raise click.UsageError("--give-up goes with --lost")
     done = asyncio.run(change(pool, "node-remove", {"node": number, "lost": lost, "give_up": give_up}))
     if not as_json:
-        if lost:
+        if lost and done["wish"] != "removed":
             click.echo(f"node {number} is given up; what it held is made again from other copies")
         else:
             click.echo(f"node {number} is not in the pool any more")

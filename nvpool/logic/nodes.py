@@ -42,6 +42,11 @@ def node_of(pool_map: PoolMap, number: int) -> Node:
     return node
 
 
+def has_left(pool_map: PoolMap, number: int) -> bool:
+    """There was such a node, with a drive, and it was removed."""
+    return number not in pool_map.node_by_id and any(target.node == number for target in pool_map.targets)
+
+
 def targets_of(pool_map: PoolMap, number: int) -> list[Target]:
     """Those that are in the pool."""
     return [target for target in transitions.remaining(pool_map) if target.node == number]

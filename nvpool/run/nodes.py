@@ -85,6 +85,8 @@ class Nodes:
 
     async def _remove(self, arguments: dict) -> dict:
         number, give_up = _number(arguments, "node-remove"), bool(arguments.get("give_up", False))
+        if nodes.has_left(self._leading.pool_map, number):
+            return self._told(self._leading.pool_map, number)
         if not arguments.get("lost", False):
             nodes.check_empty(self._leading.pool_map, number)
             if self._etcd is not None:

@@ -174,6 +174,8 @@ def test_a_node_is_lost_and_what_it_held_is_made_again(pool):
         load.goes_on()
         third.kill_all()
         first.nvpool("node", "remove", str(first.path), "3", "--lost", "--wait")
+        again = first.nvpool("node", "remove", str(first.path), "3", "--lost", "--wait")
+        assert "node 3 is not in the pool any more" in again.stdout
         load.goes_on()
         pool.until_copied(first)
         assert chains_of(pool, 3) == 0

@@ -87,6 +87,7 @@ def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not
     assert check_map(gone) == [] and decode_map(encode_map(gone)) == gone
     assert [node.id for node in gone.nodes] == [2, 3] and gone.members == ("node/2", "node/3")
     assert [(target.id, target.state) for target in gone.targets] == [(1, "gone"), (2, "up"), (3, "up")]
+    assert [nodes.has_left(gone, number) for number in (1, 2, 4)] == [True, False, False]
 
 
 def test_draining_can_be_taken_back():
