@@ -1,8 +1,8 @@
 """RealPodman: Podman with storage, state and configuration of its own, beside any that is there.
 
-All is in a directory of its own below /tmp; containers have no network and need none. Podman has no daemon: what lives on is a
-monitor (conmon) for each container. Leaving the `with` block ends containers and monitors, each by its pid, and takes its mounts
-away. Needs root, podman, conmon and runc or crun (Debian: podman). Called by tests; never by the product.
+All is in a directory of its own below /tmp; containers have no network and need none. Podman has no daemon: what lives on is
+a monitor (conmon) for each container. Leaving the `with` block ends containers and monitors, each by its pid, and takes its
+mounts away. Needs root, podman, conmon and runc or crun (Debian: podman). Called by tests; never by the product.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ image_copy_tmp_dir = "{place}/tmp"
 [engine.volume_plugins]
 {driver} = "{socket}"
 """
-"""default_ulimits: what Podman asks for by itself is more than a machine may grant. lock_type: the other one is in shared memory that all of the
-machine's Podman have."""
+"""default_ulimits: what Podman asks for by itself is more than some machines grant. lock_type: the other is in shared memory
+that all of the machine's Podman have."""
 
 
 def why_no_podman() -> str:
@@ -85,7 +85,7 @@ class RealPodman:
         try:
             self.run("rm", "--all", "--force", "--time=0", check=False)
         finally:
-            for pid in self._processes():  # monitors, the last of them first: what is in a container ends with its first process
+            for pid in self._processes():  # monitors; what is in a container ends with its first process
                 for child in _children(pid):
                     end_process(child, 9)
                 end_process(pid, 9)
@@ -145,7 +145,8 @@ class RealPodman:
     def _environment(self) -> dict[str, str]:
         dropped = ("DOCKER_", "NOTIFY_", "CONTAINER", "XDG_", "REGISTRY_", "LISTEN_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-        return kept | {"CONTAINERS_CONF": f"{self.place}/containers.conf", "CONTAINERS_STORAGE_CONF": f"{self.place}/storage.conf",
+        return kept | {"CONTAINERS_CONF": f"{self.place}/containers.conf",
+                       "CONTAINERS_STORAGE_CONF": f"{self.place}/storage.conf",
                        "CONTAINERS_REGISTRIES_CONF": f"{self.place}/registries.conf", "TMPDIR": f"{self.place}/tmp"}
 
 
