@@ -4,8 +4,10 @@
 
 A pool of its own below DIRECTORY (the current one), a bridge with its mount, and a Docker Engine of its own; root. One program
 without libraries (random_reads.c) reads 4 KiB at random past the kernel's pages: on the host, and in a container, which sees
-the file through the bind mount that Docker makes of the volume's. Medians of the rounds and of the shares of each round; a read
-that fails ends it. `--write` puts the table into bench/results/docker.md.
+the file through the bind mount that Docker makes of the volume's. Beside it the floor: the same program on a FUSE mount that
+answers from memory (fuse_floor.py), on the host and bound into the same container; what that loses is the container's price,
+not the pool's. Medians of the rounds and of the shares of each round; a read that fails ends it. `--write` puts the table into
+bench/results/docker.md.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from report import machine
+from subjects.local import FuseFromMemory
 
 from nvpool.base.units import MIB
 from nvpool.testing.real_bridge import RealBridge
@@ -28,6 +31,9 @@ FILE_BYTES = 256 * MIB
 THREADS = (1, 16)
 GOAL = 0.97
 PLAIN, CONTAINER = "plain mount", "container"
+POOL, FLOOR = "Docker volume", "floor: FUSE from memory"
+Results = dict[tuple[str, int], dict[str, list[float]]]
+"""(what, threads) -> where -> reads a second, of each measurement."""
 
 
 def rate(said: str) -> float:
@@ -37,50 +43,59 @@ def rate(said: str) -> float:
     return int(reads) / float(seconds)
 
 
-def measure(options: argparse.Namespace, directory: Path) -> dict[int, dict[str, list[float]]]:
-    """Threads -> where -> reads a second, of each round."""
+def measure(options: argparse.Namespace, directory: Path) -> Results:
     program = directory / "random_reads"
     subprocess.run(["cc", "-O2", "-static", "-pthread", HERE / "random_reads.c", "-o", program], check=True)
-    results: dict[int, dict[str, list[float]]] = {threads: {PLAIN: [], CONTAINER: []} for threads in THREADS}
-    with RealPool(directory / "pool", sizes=(2 * FILE_BYTES,)) as pool:
-        pool.make()
-        pool.start()
-        with RealBridge(pool.path, directory / "bridge") as bridge, RealDocker() as docker:
-            docker.run("volume", "create", "--driver", bridge.driver, "bench")
-            place = bridge.mountpoint / "volumes" / "bench" / "data"
-            subprocess.run(["dd", "if=/dev/urandom", f"of={place}", "bs=1M", f"count={FILE_BYTES // MIB}", "conv=fsync",
-                            "status=none"], check=True)
-            container = docker.begin("while true; do sleep 1; done", "-v", "bench:/data", "-v", f"{program}:/random_reads:ro")
+    results: Results = {(what, threads): {PLAIN: [], CONTAINER: []} for what in (POOL, FLOOR) for threads in THREADS}
+    floor = FuseFromMemory()
+    try:
+        with RealPool(directory / "pool", sizes=(2 * FILE_BYTES,)) as pool:
+            pool.make()
+            pool.start()
+            with RealBridge(pool.path, directory / "bridge") as bridge, RealDocker() as docker:
+                docker.run("volume", "create", "--driver", bridge.driver, "bench")
+                places = {POOL: bridge.mountpoint / "volumes" / "bench" / "data",
+                          FLOOR: floor.start(directory / "floor") / "data"}
+                for place in places.values():
+                    subprocess.run(["dd", "if=/dev/urandom", f"of={place}", "bs=1M", f"count={FILE_BYTES // MIB}", "conv=fsync",
+                                    "status=none"], check=True)
+                container = docker.begin("while true; do sleep 1; done", "-v", "bench:/pool", "-v", f"{floor.mount}:/floor",
+                                         "-v", f"{program}:/random_reads:ro")
+                inside = {POOL: "/pool/data", FLOOR: "/floor/data"}
 
-            def read(where: str, threads: int) -> float:
-                words = [str(options.seconds), str(threads)]
-                if where == CONTAINER:
-                    return rate(docker.run("exec", container, "/random_reads", "/data/data", *words).stdout)
-                return rate(subprocess.run([program, place, *words], check=True, capture_output=True, text=True).stdout)
+                def read(what: str, threads: int, where: str) -> float:
+                    words = [str(options.seconds), str(threads)]
+                    if where == CONTAINER:
+                        return rate(docker.run("exec", container, "/random_reads", inside[what], *words).stdout)
+                    command = [program, places[what], *words]
+                    return rate(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-            for threads in THREADS:  # both ways are warm
-                read(PLAIN, threads), read(CONTAINER, threads)
-            for turn in range(options.rounds):
-                for threads in THREADS:
-                    for where in (PLAIN, CONTAINER, CONTAINER, PLAIN) if turn % 2 else (CONTAINER, PLAIN, PLAIN, CONTAINER):
-                        results[threads][where].append(read(where, threads))
-                print(f"round {turn + 1} of {options.rounds}", flush=True)
+                for what, threads in results:  # both ways are warm
+                    read(what, threads, PLAIN), read(what, threads, CONTAINER)
+                for turn in range(options.rounds):
+                    for (what, threads), found in results.items():
+                        for where in (PLAIN, CONTAINER, CONTAINER, PLAIN) if turn % 2 else (CONTAINER, PLAIN, PLAIN, CONTAINER):
+                            found[where].append(read(what, threads, where))
+                    print(f"round {turn + 1} of {options.rounds}", flush=True)
+    finally:
+        floor.stop()
     return results
 
 
-def table(results: dict[int, dict[str, list[float]]]) -> str:
+def table(results: Results) -> str:
     lines = ["| 4 KiB at random | plain mount | container | share | goal |", "|---|---:|---:|---:|---:|"]
-    for threads, found in results.items():
+    for (what, threads), found in results.items():
         shares = [container / plain for container, plain in zip(found[CONTAINER], found[PLAIN], strict=True)]
-        lines.append(f"| {threads} thread{'s' * (threads > 1)} | {statistics.median(found[PLAIN]):,.0f}/s | "
-                     f"{statistics.median(found[CONTAINER]):,.0f}/s | {statistics.median(shares):.3f} | {GOAL} |")
+        lines.append(f"| {what}, {threads} thread{'s' * (threads > 1)} | {statistics.median(found[PLAIN]):,.0f}/s | "
+                     f"{statistics.median(found[CONTAINER]):,.0f}/s | {statistics.median(shares):.3f} | "
+                     f"{GOAL if what == POOL else ''} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", default=".", type=Path)
-    parser.add_argument("--rounds", type=int, default=5, help="each measures both twice")
+    parser.add_argument("--rounds", type=int, default=5, help="each measures all twice")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--write", action="store_true", help="put the table into bench/results/docker.md")
     options = parser.parse_args()
