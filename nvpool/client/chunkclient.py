@@ -66,6 +66,10 @@ GATHER_READS = 256
 GATHER_BYTES = 2 * MIB
 _ALONE_BYTES = 256 * KIB
 """From this size a read travels alone: gathering saves nothing, and its reply need not wait for others."""
+HALVED_READS = 8
+PART_BYTES = 512 * KIB
+"""So many gathered reads, or more bytes than this, travel in parts: while we answer the first the store is at the next. In one
+message drive, store, we and who reads take turns: 16 readers of 128 KiB got 245 MiB/s in place of 400, over TCP and cold."""
 _LANES_PER_FILE = 65536
 
 
@@ -204,8 +208,12 @@ class ChunkClient:
             self._send_pending(lane)
 
     def _send_pending(self, lane: Lane) -> None:
-        jobs, lane.pending, lane.pending_bytes = lane.pending, [], 0
-        self.send(lane, jobs)
+        jobs, lane.pending = lane.pending, []
+        size, lane.pending_bytes = lane.pending_bytes, 0
+        parts = max(-(-size // PART_BYTES), 1 + (len(jobs) >= HALVED_READS))
+        each = -(-len(jobs) // parts)
+        for at in range(0, len(jobs), each):
+            self.send(lane, jobs[at:at + each])
 
     def send(self, lane: Lane, jobs: list[Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
