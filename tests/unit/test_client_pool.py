@@ -89,16 +89,18 @@ def test_reads_of_one_turn_for_one_target_travel_in_one_message():
     run(main())
 
 
-def test_reads_that_are_held_travel_in_one_message_for_each_target_when_they_are_let_go():
+@pytest.mark.parametrize(("count", "each", "messages"), [(7, 4 * KIB, [7]), (64, 4 * KIB, [32, 32]), (7, 128 * KIB, [4, 3]),
+                                                        (16, 64 * KIB, [8, 8])])
+def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_are_let_go(count, each, messages):
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(MIB)
             handle = await case.file(content)
             for store in case.stores:
                 store.reads_per_call.clear()
-            places = [number * 16 * KIB for number in range(63, -1, -1)]
+            places = [number * MIB // count // each * each for number in range(count - 1, -1, -1)]
             case.vfs.hold_reads()
-            steps = [case.vfs.read(handle, place, 4 * KIB) for place in places]
+            steps = [case.vfs.read(handle, place, each) for place in places]
             futures = [step.send(None) for step in steps]  # as an engine drives them
             for future in futures:
                 future._asyncio_future_blocking = False
@@ -106,9 +108,9 @@ def test_reads_that_are_held_travel_in_one_message_for_each_target_when_they_are
             case.vfs.send_reads()
             await asyncio.wait(futures)
             for step, place, future in zip(steps, places, futures, strict=True):
-                assert bytes(future.result()) == content[place:place + 4 * KIB]
+                assert bytes(future.result()) == content[place:place + each]
                 step.close()
-            assert [len(store.reads_per_call) for store in case.stores if store.reads_per_call] == [1]
+            assert [calls for store in case.stores if (calls := list(store.reads_per_call))] == [messages]
     run(main())
 
 
