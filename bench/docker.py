@@ -13,12 +13,14 @@ bench/results/docker.md.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import tempfile
 from pathlib import Path
 
 from report import machine
+from subjects.contract import OWNER
 from subjects.local import FuseFromMemory
 
 from nvpool.base.units import MIB
@@ -102,7 +104,9 @@ def main() -> None:
     if why := why_no_docker():
         raise SystemExit(why)
     with tempfile.TemporaryDirectory(prefix="docker-bench-", dir=options.directory) as name:
-        found = table(measure(options, Path(name).resolve()))
+        directory = Path(name).resolve()
+        (directory / OWNER).write_text(str(os.getpid()))
+        found = table(measure(options, directory))
     print(found, end="")
     if options.write:
         (HERE / "results" / "docker.md").write_text(
