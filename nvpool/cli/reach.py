@@ -106,8 +106,9 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
                 reply = await dialer.call(endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
                 return decoded(reply_type, reply.message)
             except Unavailable as error:
-                nobody = nobody or isinstance(error, Unreachable)
-                if isinstance(error, DeadlineExceeded) or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
+                late = isinstance(error, DeadlineExceeded)
+                nobody = nobody or isinstance(error, Unreachable) or late and not error.may_be_applied
+                if late or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
                     if nobody:
                         raise Unreachable(f"nobody answers for the pool {pool}{_remedy(pool)}") from error
                     raise

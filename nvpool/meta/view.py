@@ -206,7 +206,7 @@ class View:
         """The directory, for who only looks for a name in it: where it is `spread` only what is needed for that.
         SpreadDirectory: it is, and others have the name's partition."""
         if spread:
-            return Inode(number, 0o040000, flags=WIDE)
+            return _spread_directory(number)
         found = self.directory(number)
         if self.owners and found.flags & WIDE and self.is_elsewhere(
                 partition_of_name(number, True, self.name_hash(number, name))):
@@ -217,7 +217,7 @@ class View:
         """As `searched`, for a listing from that hash on."""
         if spread:
             self._check_owner(partition_of_name(number, True, from_hash))
-            return Inode(number, 0o040000, flags=WIDE)
+            return _spread_directory(number)
         found = self.directory(number)
         if self.owners and found.flags & WIDE and self.is_elsewhere(partition_of_name(number, True, from_hash)):
             raise SpreadDirectory(f"directory {number} is wide")
@@ -261,6 +261,13 @@ def _directory(find: Callable[[int], Inode], number: int) -> Inode:
     if not found.is_directory:
         raise NotADirectory(f"inode {number} is not a directory")
     return found
+
+
+def _spread_directory(number: int) -> Inode:
+    """As its asker says; whether there is one only its own shard knows."""
+    if not 0 < number < 1 << 63:
+        raise DirectoryGone(f"there is no directory {number} any more")
+    return Inode(number, 0o040000, flags=WIDE)
 
 
 class Draft:

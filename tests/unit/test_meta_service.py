@@ -970,6 +970,11 @@ async def test_nonsense_is_refused_and_changes_nothing(shard, client):
     for inode in (0, 1 << 63, (1 << 64) - 1, 12345):
         with pytest.raises(errors.NotFound):
             await client.getattr(inode)
+    for inode in (0, 1 << 63, (1 << 64) - 1):  # who says that it is spread is believed: its own shard alone knows it
+        for method, request in (("LIST", pb.ListDirRequest(session=client.session, inode=inode, cursor=1 << 62, spread=True)),
+                                ("LOOKUP", pb.LookupRequest(session=client.session, parent=inode, name=b"a", spread=True))):
+            with pytest.raises(errors.NotFound):
+                await client.ask(method, request)
     assert shard.kv.sequence == before
 
 
