@@ -164,7 +164,7 @@ class Fuzzer:
             pass
 
     def is_in_the_name_of_another(self, raw):
-        """Sessions are numbered one after the other: a bit may make ours the load's, which suffers by it as any client would."""
+        """Sessions are numbered one after the other: a bit may make ours the load's, which suffers as any client would."""
         return any(found[0] != self.session.to_bytes(8, "little") for found in re.finditer(rb"(?s).\0\0\0\0\0\1\0", raw))
 
     # -- noise ---------------------------------------------------------------------------------------------------------------
