@@ -1,6 +1,6 @@
 """Random reads in a container on a Docker volume, beside the same through the plain mount of the pool, in turns.
 
-    python bench/docker.py [--rounds 5] [--seconds 3] [--write] [DIRECTORY]
+    python bench/docker.py [--rounds 13] [--seconds 2] [--write] [DIRECTORY]
 
 A pool of its own below DIRECTORY (the current one), a bridge with its mount, and a Docker Engine of its own; root. One program
 without libraries (random_reads.c) reads 4 KiB at random past the kernel's pages: on the host, and in a container, which sees
@@ -97,8 +97,8 @@ def table(results: Results) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", default=".", type=Path)
-    parser.add_argument("--rounds", type=int, default=5, help="each measures all twice")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=13, help="each measures all twice")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--write", action="store_true", help="put the table into bench/results/docker.md")
     options = parser.parse_args()
     if why := why_no_docker():

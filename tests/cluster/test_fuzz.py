@@ -165,7 +165,8 @@ class Fuzzer:
 
     def is_in_the_name_of_another(self, raw):
         """Sessions are numbered one after the other: a bit may make ours the load's, which suffers as any client would."""
-        return any(found[0] != self.session.to_bytes(8, "little") for found in re.finditer(rb"(?s).\0\0\0\0\0\1\0", raw))
+        ours = self.session.to_bytes(8, "little")
+        return any(found[0] != ours for found in re.finditer(rb"(?s)." + re.escape(ours[1:]), raw))
 
     # -- noise ---------------------------------------------------------------------------------------------------------------
 
