@@ -24,8 +24,9 @@ from subjects.contract import OWNER
 from subjects.local import FuseFromMemory
 
 from nvpool.base.units import MIB
+from nvpool.testing.containers import IMAGE
 from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_docker import IMAGE, RealDocker, why_no_docker
+from nvpool.testing.real_docker import RealDocker, why_no_docker
 from nvpool.testing.real_pool import RealPool
 
 HERE = Path(__file__).resolve().parent

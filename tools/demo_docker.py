@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from nvpool.base.units import MIB
+from nvpool.testing.containers import IMAGE
 from nvpool.testing.real_bridge import HOLDING, RealBridge
-from nvpool.testing.real_docker import IMAGE, RealDocker, why_no_docker
+from nvpool.testing.real_docker import RealDocker, why_no_docker
 from nvpool.testing.real_pool import RealPool
 
 KILLS = 3

@@ -1,38 +1,26 @@
 """RealDocker: a throw-away Docker Engine of its own, beside any that is there.
 
-Data, state, socket and pid file are in a directory of its own below /tmp (sockets have short paths), containers have no network
-and need none, and nothing of the machine's is changed but two empty directories below /run. An image is made of Debian's
-busybox-static. However it ends, leaving the `with` block ends its containers, shims and daemons, each by its pid, and takes its
-mounts away. Needs root, dockerd and runc (Debian: docker.io). Called by tests, by the demonstration and by the bench; never by
-the product.
+Data, state, socket and pid file are in a directory of its own below /tmp, containers have no network and need none, and nothing
+of the machine's is changed but two empty directories below /run. However it ends, leaving the `with` block ends its containers,
+shims and daemons, each by its pid, and takes mounts away. Needs root, dockerd and runc (Debian: docker.io). Called by tests,
+by the demonstration and by the bench; never by the product.
 """
 
 from __future__ import annotations
 
-import ctypes
-import io
 import os
-import select
 import shutil
-import signal
 import socket
 import subprocess
-import tarfile
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.mounts import mounts_below
+from nvpool.testing.containers import IMAGE, PATH, Containers, root_file_system, why_no_image
+from nvpool.testing.real_pool import end_process
 
 PLUGINS = Path("/run/docker/plugins")
 """Where every engine looks for plugins."""
 _SHIMS = Path("/run/containerd/s")
 """Where shims of every containerd have their sockets."""
-IMAGE = "nvpool-test"
-BUSYBOX = Path("/bin/busybox")
-_PROGRAMS = ("sh", "cat", "dd", "df", "echo", "ln", "ls", "mkdir", "mv", "rm", "sleep", "stat", "sync", "touch", "true", "wc",
-             "md5sum", "cut", "date", "kill", "readlink")
 _START_S = 60.0
 _DRIVERS = ("overlay2", "vfs")
 """For images; the second one works on any file system."""
@@ -48,20 +36,13 @@ def why_no_docker() -> str:
     return why_no_image()
 
 
-def why_no_image() -> str:
-    """Empty where `root_file_system` can be packed here."""
-    if not BUSYBOX.exists() or b"/ld-linux" in BUSYBOX.read_bytes()[:4096]:
-        return "/bin/busybox is not there, or not static (Debian: busybox-static; make setup installs it)"
-    return ""
-
-
 def _program(name: str) -> str | None:
-    return shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin")
+    return shutil.which(name, path=PATH)
 
 
-class RealDocker:
+class RealDocker(Containers):
     def __init__(self) -> None:
-        self.place = Path(tempfile.mkdtemp(prefix="nvd-", dir="/tmp"))
+        super().__init__("nvd-")
         self.log = self.place / "dockerd.log"
         self._daemon: subprocess.Popen | None = None
         self._made: list[Path] = []
@@ -70,7 +51,7 @@ class RealDocker:
     def __enter__(self) -> RealDocker:
         try:
             self.start()
-            self._import_image()
+            self.run("import", "-", IMAGE, stdin=root_file_system())
         except BaseException:
             self.__exit__()
             raise
@@ -85,9 +66,7 @@ class RealDocker:
             self.stop()
         finally:
             self._end_all()
-            for mount in mounts_below(self.place):
-                ctypes.CDLL(None).umount2(os.fsencode(mount.point), 2)  # MNT_DETACH
-            shutil.rmtree(self.place, ignore_errors=True)
+            self.remove_place()
             for path in _SHIMS.glob("*") if _SHIMS.exists() else ():
                 if not _listens(path):  # a shim that was killed has left it
                     path.unlink(missing_ok=True)
@@ -146,8 +125,8 @@ class RealDocker:
         self._daemon.kill()
         self._daemon.wait(60)
         self._daemon = None
-        for pid in self._processes(("containerd",)):  # not before: it would be started again
-            _kill(pid)
+        for pid in self.processes(("containerd",)):  # not before: it would be started again
+            end_process(pid)
         for name in ("containerd.pid", "containerd.sock"):  # one that nobody has reaped would pass for alive
             (self.place / "x/containerd" / name).unlink(missing_ok=True)
 
@@ -160,25 +139,7 @@ class RealDocker:
     def _end_all(self) -> None:
         """What an engine that was killed has left."""
         for programs in (("dockerd",), ("containerd-shim-runc-v2", "containerd-shim"), ("containerd",)):
-            for pid in self._processes(programs):
-                for child in _children(pid):
-                    _kill(child)
-                _kill(pid)
-
-    def _processes(self, programs: tuple[str, ...]) -> list[int]:
-        """Those of ours: our place is in their command line."""
-        found = []
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit():
-                continue
-            try:
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if os.path.basename(words[0]) in map(os.fsencode, programs) and any(
-                    os.fsencode(str(self.place)) in word for word in words):
-                found.append(int(entry))
-        return found
+            self.end_with_children(programs)
 
     # -- use -------------------------------------------------------------------------------------------------------------
 
@@ -193,23 +154,6 @@ class RealDocker:
         assert not check or not told.returncode, f"docker {' '.join(words)}: {told.stdout} {told.stderr}\n{self.said()}"
         return told
 
-    def sh(self, script: str, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """A container that runs the script, and is gone on return."""
-        return self.run("run", "--rm", "--network=none", *options, IMAGE, "/bin/sh", "-c", script, check=check)
-
-    def begin(self, script: str, *options: str) -> str:
-        """A container that goes on; its id."""
-        return self.run("run", "--detach", "--network=none", *options, IMAGE, "/bin/sh", "-c", script).stdout
-
-    def inside(self, container: str, script: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return self.run("exec", container, "/bin/sh", "-c", script, check=check)
-
-    def until(self, holds: Callable[[], object], what: str, wait_s: float = 60.0) -> None:
-        deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
-        while not holds():
-            assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s:.0f} s: {what}\n{self.said()}"
-            select.select([], [], [], 0.1)
-
     def said(self, lines: int = 15) -> str:
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -219,25 +163,6 @@ class RealDocker:
     def _environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DOCKER_", "NOTIFY_"))}
         return kept | {"DOCKER_HOST": f"unix://{self.place}/s", "DOCKER_CONFIG": f"{self.place}/config"}
-
-    def _import_image(self) -> None:
-        self.run("import", "-", IMAGE, stdin=root_file_system())
-
-
-def root_file_system() -> bytes:
-    """What an image is made of: a shell and some programs, packed by tar, with an empty /data."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in ("bin", "data", "tmp", "etc"):
-            folder = tarfile.TarInfo(name)
-            folder.type, folder.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(folder)
-        tar.add(BUSYBOX.resolve(), "bin/busybox")
-        for name in _PROGRAMS:
-            link = tarfile.TarInfo(f"bin/{name}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            tar.addfile(link)
-    return packed.getvalue()
 
 
 def _listens(path: Path) -> bool:
@@ -250,25 +175,3 @@ def _listens(path: Path) -> bool:
         except OSError:
             pass
     return True
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _kill(pid: int) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], 30)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)
-

@@ -9,7 +9,7 @@ import pytest
 from nvpool.base.mounts import mounts_below
 from nvpool.base.units import MIB
 from nvpool.testing.real_bridge import RealBridge
-from nvpool.testing.real_podman import RealPodman, why_no_podman
+from nvpool.testing.real_podman import PROGRAMS, RealPodman, why_no_podman
 from nvpool.testing.real_pool import RealPool
 
 WHY_NOT = why_no_podman() or ("" if os.path.exists("/dev/fuse") else "there is no /dev/fuse")
@@ -35,7 +35,7 @@ def bridge(pool, tmp_path_factory):
 def podman(bridge):
     with RealPodman(bridge.driver, bridge.socket) as made:
         yield made
-    assert not mounts_below(made.place) and not made._processes() and not made.place.exists()
+    assert not mounts_below(made.place) and not made.processes(PROGRAMS) and not made.place.exists()
 
 
 @pytest.fixture
