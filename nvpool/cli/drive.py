@@ -80,8 +80,14 @@ def state_of(one: dict[str, Any]) -> str:
 
 def moving_of(one: dict[str, Any]) -> str:
     """What is on its way, in chains."""
-    return ", ".join(text for count, text in ((one["chains_to_come"], f"{one['chains_to_come']} to come"),
-                                              (one["chains_to_go"], f"{one['chains_to_go']} to go")) if count)
+    return ", ".join(text for count, text in (
+        (one["chains_to_come"], f"{one['chains_to_come']} to come"), (one["chains_to_go"], f"{one['chains_to_go']} to go"),
+        (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go")) if count)
+
+
+def members_to_go(one: dict[str, Any]) -> int:
+    """Of shards, that lie on the drive and shall not."""
+    return len(one["metadata"]) if one["wish"] in ("draining", "removing") else 0
 
 
 async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None = None) -> dict[str, Any]:
@@ -89,7 +95,8 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     drained. As `wait_for_none`."""
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
-        return sum(one["chains_to_come"] + one["chains_to_go"] for one in here) + (drive is not None and is_emptied(here))
+        return sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here) + (
+            drive is not None and is_emptied(here))
 
     return await wait_for_none(pool, title, quiet, left, moving_on)
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from nvpool.base.errors import AccessDenied, InvalidRequest
 from nvpool.base.identities import DAY_S, MEMBER_DAYS
+from nvpool.logic.moves import not_wanted
 from nvpool.logic.poolmap import JoinToken, Node, PoolMap, Revoked, changed
 
 TOKENS_MAX = 1000
@@ -83,11 +84,15 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
 
 def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     """Without the node, whose certificate is worth nothing from then on. InvalidRequest while anything of the pool is on it, a
-    member of etcd with a vote too (run/etcd_keeper has it leave; one that is on its way, perhaps just again, goes along)."""
+    member of etcd with a vote too (run/etcd_keeper has it leave; one that is on its way, perhaps just again, goes along).
+    Shards that it was to begin are not wanted any more."""
     check_removable(pool_map, number)
     if any(one.node == number and one.state in ("up", "leaving") for one in pool_map.etcd):
         raise InvalidRequest(f"node {number} keeps the pool map (etcd), which has to move first")
     pool_map = node_revoked(pool_map, number, now_ms)
+    for wanted in pool_map.shards_wanted:
+        if wanted.node == number:  # nobody else would begin it
+            pool_map = not_wanted(pool_map, wanted.id)
     return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
                    etcd=tuple(one for one in pool_map.etcd if one.node != number))
 

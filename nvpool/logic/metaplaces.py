@@ -37,6 +37,19 @@ def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
     return Place(node, 0)
 
 
+def beside(pool_map: PoolMap, drive: int) -> list[int]:
+    """Shards of which a member lies on the drive."""
+    return [shard.id for shard in pool_map.shards
+            if any(place_of(pool_map, shard, member).drive == drive for member in members(shard))]
+
+
+def only_beside(pool_map: PoolMap, drive: int) -> list[int]:
+    """Shards of which no member that has everything lies anywhere else."""
+    return [shard.id for shard in pool_map.shards if all(
+        place_of(pool_map, shard, member).drive == drive
+        for member in (shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")))]
+
+
 def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> list[Place]:
     """Drives beside which a standby may be made: of nodes that stay, their target up and, where that is known, serving."""
     stays = {node.id for node in pool_map.nodes if node.wish == "share"}

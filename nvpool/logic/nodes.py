@@ -81,7 +81,7 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
                              f"token")
     wish: NodeWish = "stop" if stop else "drain"
     wanted = _with(pool_map, number, wish=wish)
-    sharing = [target for target in targets_of(pool_map, number) if target.wish == "share"]
+    sharing = [target for target in targets_of(pool_map, number) if target.wish in ("share", "away")]
     wanted = _wished(wanted, sharing, "drain")
     if sharing:
         check_room(wanted, used_bytes)

@@ -59,11 +59,13 @@ def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:
 def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_max: int = JOINING_OF_TARGET_MAX,
                serving: frozenset[int] | None = None) -> PoolMap:
     """The map in which more chains are joined by who shall hold them, as far as the bounds go: at most `joining_max` in the
-    pool, and of each target at most `of_target_max`. While moving is paused, only chains that want for a copy. Only targets
-    that are up, and among `serving` where that is known, join or are joined."""
-    joining = Counter(target for table in pool_map.tables for chain in table.chains for target in chain.joining)
-    left = joining_max - joining.total()
+    pool, and of each target at most `of_target_max`, not counting those that nobody who is up could fill: else they would keep
+    all others waiting. While moving is paused, only chains that want for a copy. Only targets that are up, and among `serving`
+    where that is known, join or are joined."""
     up = {target.id for target in pool_map.targets if target.state == "up" and (serving is None or target.id in serving)}
+    joining = Counter(target for table in pool_map.tables for chain in table.chains if not up.isdisjoint(chain.targets)
+                      for target in chain.joining)
+    left = joining_max - joining.total()
     waiting = []
     for table in pool_map.tables:
         for number, chain in enumerate(table.chains):

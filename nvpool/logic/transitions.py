@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec.structs import replace
 
 from nvpool.base.errors import InvalidRequest
+from nvpool.logic.metaplaces import beside
 from nvpool.logic.poolmap import Chain, PoolMap, Target, check_map
 
 ChainName = tuple[int, int]
@@ -195,8 +196,10 @@ def named(pool_map: PoolMap) -> frozenset[int]:
 
 
 def retired(pool_map: PoolMap) -> PoolMap:
-    """Targets that are to leave the pool and that no chain names are gone."""
-    wanted = {target.id for target in pool_map.targets if target.wish in ("remove", "lost") and target.state != "gone"}
+    """Targets that are to leave the pool and that no chain names are gone; not while metadata lies beside them that can still
+    be read, as one does of a drive that is not lost."""
+    wanted = {target.id for target in pool_map.targets if target.state != "gone" and (
+        target.wish == "lost" or target.wish == "remove" and not beside(pool_map, target.drive))}
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 
 

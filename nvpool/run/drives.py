@@ -21,6 +21,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.logic.metaplaces import beside, check_places, only_beside
 from nvpool.logic.poolmap import Drive, PoolMap, Target
 from nvpool.logic.rebalance import check_room, standing, with_goals
 from nvpool.logic.tables import with_table
@@ -58,7 +59,8 @@ class Drives:
 
     async def _add(self, arguments: dict) -> dict:
         new_drive = _drive_of(arguments, "drive-add")
-        return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
+        async with self._adding:  # who was interrupted and asks again is told of what the first request does
+            return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
 
     def _taken_in(self, path: str) -> dict | None:
         """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks."""
@@ -74,28 +76,28 @@ class Drives:
 
     async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap]) -> dict:
         """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
-        it one after the other, each with its chunks. `also`: what else is changed in the same map."""
-        async with self._adding:
-            pool_map = self._leading.pool_map
-            _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
-            make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
-            await asyncio.to_thread(make, "check", 0, pool_map)
-            pool_map, drive_id, target_id = await self._take_numbers()
-            made = await asyncio.to_thread(make, "store", target_id, pool_map)
-            endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
-                                      free_ports(2, self._config.network, used_ports(pool_map)))
-            drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
-            target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
+        it one after the other, each with its chunks. `also`: what else is changed in the same map. With `_adding`."""
+        pool_map = self._leading.pool_map
+        _check_stays(pool_map, self._node)
+        _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
+        make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
+        await asyncio.to_thread(make, "check", 0, pool_map)
+        pool_map, drive_id, target_id = await self._take_numbers()
+        made = await asyncio.to_thread(make, "store", target_id, pool_map)
+        endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
+                                  free_ports(2, self._config.network, used_ports(pool_map)))
+        drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
+        target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
 
-            def decide(newest: PoolMap) -> PoolMap:
-                return with_goals(also(msgspec.structs.replace(
-                    newest, drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
-                    targets=tuple(target if one.id == target_id else one for one in newest.targets))))
+        def decide(newest: PoolMap) -> PoolMap:
+            return with_goals(also(msgspec.structs.replace(
+                newest, drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
+                targets=tuple(target if one.id == target_id else one for one in newest.targets))))
 
-            new = await self._leading.change(decide)
-            self._start()
-            return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
-                    "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
+        new = await self._leading.change(decide)
+        self._start()
+        return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
+                "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
 
     async def _take_numbers(self) -> tuple[PoolMap, int, int]:
         """Numbers for a drive and a target that nobody else gets, on whatever node: they stand in the map as gone until there
@@ -123,11 +125,15 @@ class Drives:
             if target.wish == "lost":
                 raise InvalidRequest(f"drive {target.drive} is lost; it is being taken out of the pool")
             if cancel:
-                return newest if target.wish == "share" else with_goals(wished(newest, target.id, "share"))
+                if target.wish == "share":
+                    return newest
+                _check_stays(newest, target.node)
+                return with_goals(wished(newest, target.id, "share"))
             if target.wish in ("drain", "remove"):
                 return newest
             wanted = wished(newest, target.id, "drain")
             check_room(wanted, used)
+            check_places(wanted)
             return with_goals(wanted)
 
         return self._told(await self._leading.change(decide), arguments)
@@ -143,6 +149,9 @@ class Drives:
             if target.id in named(newest):
                 raise InUse(f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
                             f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove --lost")
+            if there := beside(newest, target.drive):
+                raise InUse(f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
+                            f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait")
             return retired(wished(newest, target.id, "remove"))
 
         return self._told(await self._leading.change(decide), arguments)
@@ -167,12 +176,20 @@ class Drives:
     def _without(self, newest: PoolMap, target: Target, used: Mapping[int, int], give_up: bool) -> PoolMap:
         """The map in which the target is lost. InvalidRequest where that would give up what is stored, unless that is wished:
         chains that only it has stay with it, and are not served."""
+        self._check_metadata(newest, target)
         left = died(newest, {target.id}) if target.node == self._node else newest
         if not give_up:
             self._check_copies(newest, target)
         wanted = wished(left, target.id, "lost")
         check_room(wanted, {one: count for one, count in used.items() if one != target.id})
         return retired(with_goals(wanted))
+
+    @staticmethod
+    def _check_metadata(newest: PoolMap, target: Target) -> None:
+        if only := only_beside(newest, target.drive):
+            raise InvalidRequest(f"drive {target.drive} has the only whole copy of the metadata of shard "
+                                 f"{', '.join(map(str, only))}; bring it back, wait until a standby has it (nvpool shard "
+                                 f"ls), or load a dump into a new pool")
 
     @staticmethod
     def _check_copies(newest: PoolMap, target: Target) -> None:
@@ -195,6 +212,7 @@ class Drives:
             find(self._leading.pool_map, arguments, self._node)
             raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive add")
         if lost:
+            self._check_metadata(self._leading.pool_map, old)
             self._check_copies(self._leading.pool_map, old)
         if lost and old.node == self._node:
             await self._end(old.id)
@@ -206,7 +224,8 @@ class Drives:
             return wished(newest, target.id, "lost" if lost else "remove")
 
         try:
-            made = await self._take_in(*new_drive, also)
+            async with self._adding:
+                made = await self._take_in(*new_drive, also)
         finally:
             self._start()
         return made | {"replaces": old.drive}
@@ -325,7 +344,7 @@ def state_of(pool_map: PoolMap, target: Target) -> str:
         return ""
     if target.wish in ("lost", "away"):
         return target.wish
-    if target.id in named(pool_map):
+    if target.id in named(pool_map) or beside(pool_map, target.drive):
         return "draining" if target.wish == "drain" else "removing"
     return "drained"
 
@@ -345,7 +364,7 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                      "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
                      "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
                      "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
-                     "chains_to_go": go[target.id]})
+                     "chains_to_go": go[target.id], "metadata": beside(pool_map, drive.id)})
     return told
 
 
@@ -375,6 +394,12 @@ def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -
 def _places(path: str) -> tuple[str, ...]:
     """What a drive is called by: the path of its store, and the directory on it that the operator named."""
     return (path, os.path.dirname(path)) if os.path.basename(path).startswith("nvpool-") else (path,)
+
+
+def _check_stays(pool_map: PoolMap, node: int) -> None:
+    """InvalidRequest where the node is to hold nothing: what came to it would have to go again."""
+    if node in pool_map.node_by_id and pool_map.node_by_id[node].wish != "share":
+        raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
 
 
 def _check_count(pool_map: PoolMap) -> None:

@@ -15,12 +15,14 @@ from nvpool.logic.poolmap import (
     PoolMap,
     Settings,
     Shard,
+    ShardWanted,
     Standby,
     Target,
     check_map,
     decode_map,
     encode_map,
 )
+from nvpool.logic.rebalance import given_up, next_steps, taken_back
 from nvpool.run.drives import waits_for
 
 BIG = 1 << 30
@@ -53,7 +55,6 @@ def moved(pool_map):
 
 
 def nodes_step(pool_map, serving):
-    from nvpool.logic.rebalance import next_steps
     lost = {target.id for target in pool_map.targets if target.wish == "lost"}
     pool_map = next_steps(transitions.died(pool_map, lost), serving=serving, joining_max=4096, of_target_max=4096)
     for target in serving:
@@ -96,6 +97,19 @@ def test_draining_can_be_taken_back():
     again = nodes.shares_again(wished, 2)
     assert [target.wish for target in again.targets] == ["share"] * 3 and again.node_by_id[2].wish == "share"
     assert not any(chain.goal for table in moved(again).tables for chain in table.chains)
+
+
+def test_a_drive_that_is_away_does_not_fill_a_node_that_is_drained_when_it_returns():
+    away = given_up(transitions.died(a_map(4), {2}), {2}, {})
+    assert away.target_by_id[2].wish == "away"
+    back = taken_back(transitions.returned(nodes.drained(away, 2, {}), {2}), {2})
+    assert back.target_by_id[2].wish == "drain" and not nodes.left_on(moved(back), 2).chains
+
+
+def test_a_shard_that_a_removed_node_was_to_begin_is_not_wanted_any_more():
+    wanted = replace(a_map(), shards_wanted=(ShardWanted(2, 2), ShardWanted(3, 3)))
+    gone = nodes.removed(moved(nodes.drained(wanted, 2, {})), 2, 1000)
+    assert gone.shards_wanted == (ShardWanted(3, 3),) and gone.shards_given == 3 and check_map(gone) == []
 
 
 def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():

@@ -11,6 +11,7 @@ from nvpool.base.errors import InvalidRequest
 from nvpool.logic import metaplaces, shards
 from nvpool.logic.metaplaces import Place
 from nvpool.logic.poolmap import MAP_FORMAT, Drive, Node, PoolMap, Settings, Shard, Standby, Target, check_map
+from nvpool.logic.transitions import retired, wished
 
 BIG = 1 << 30
 
@@ -100,6 +101,21 @@ def test_a_standby_on_a_drained_or_lost_drive_moves():
     for wish in ("drain", "remove", "lost"):
         targets = tuple(replace(one, wish=wish) if one.id == 2 else one for one in there.targets)
         assert where(played(replace(there, targets=targets))) == [(1, 0), (2, 3)]
+
+
+def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
+    there = a_map(1, 2, standbys=(standby(1, 2, 2),))
+    there = shards.primary_lost(there, 1)
+    assert where(there)[0] == (2, 2) and metaplaces.beside(there, 2) == [1] and metaplaces.only_beside(there, 2) == [1]
+    removed = wished(there, 2, "remove")
+    assert retired(removed) is removed, "who pulls it would pull the only copy"
+    done = played(removed)
+    assert metaplaces.beside(done, 2) == [] and retired(done).target_by_id[2].state == "gone"
+    whole = shards.standby_added(there, 1, standby(3, 2, 3))
+    assert metaplaces.only_beside(whole, 2) == [1], "it has not all of it yet"
+    whole = shards.standby_up(whole, 1, 3, whole.shards[0].term, whole.shards[0].epoch)
+    assert metaplaces.only_beside(whole, 2) == []
+    assert retired(wished(whole, 2, "lost")).target_by_id[2].state == "gone", "nobody reads it any more"
 
 
 def test_a_wish_without_room_is_refused_with_the_remedy():

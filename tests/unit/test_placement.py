@@ -205,6 +205,20 @@ def test_nobody_joins_a_chain_that_nobody_serves_nor_does_who_is_down():
         assert joined == (set() if down == 3 else {((2,), (3,))})
 
 
+def test_chains_that_nobody_can_fill_for_now_keep_no_others_waiting():
+    """Of a drained target that died meanwhile: what it alone has waits for it, and copies that others have are made."""
+    pool_map = next_steps(with_goals(wished(a_pool((4, 4, 4, 4), 2), 2, "drain")), joining_max=64)
+    pool_map = died(pool_map, {2, 1})
+    stuck = {(t.id, n) for t in pool_map.tables for n, c in enumerate(t.chains) if c.joining and not {3, 4} & {*c.targets}}
+    assert stuck and len(stuck) <= 64
+    serving = frozenset({3, 4})
+    for bound in (len(stuck), 64):
+        step = next_steps(given_up(pool_map, {1}, {}), joining_max=bound, of_target_max=bound, serving=serving)
+        joining = {(t.id, n) for t in step.tables for n, c in enumerate(t.chains) if c.joining and {3, 4} & {*c.targets}}
+        assert len(joining) == bound
+        assert next_steps(step, joining_max=bound, of_target_max=bound, serving=serving) is step
+
+
 def test_the_standing_of_chains_counts_each_once():
     pool_map = a_pool((4, 4, 4), 2)
     assert standing(pool_map, frozenset({1, 2, 3}), 2) == (1024, 1024, 0, 0, 0, 0)

@@ -131,6 +131,22 @@ def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monke
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
+def test_a_drained_node_takes_no_drive_before_it_shares_again(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        def draining(now):
+            first = msgspec.structs.replace(now.nodes[0], wish="drain")
+            targets = (msgspec.structs.replace(now.targets[0], wish="drain"), *now.targets[1:])
+            return msgspec.structs.replace(now, nodes=(first, *now.nodes[1:]), targets=targets)
+
+        before = await supervisor.leading.change(draining)
+        for verb, arguments in (("drive-add", {"path": str(tmp_path), "capacity_bytes": CAPACITY_BYTES_MIN}),
+                                ("drive-drain", {"drive": str(before.targets[0].drive), "cancel": True})):
+            with pytest.raises(InvalidRequest, match="nvpool node drain POOL 1 --cancel"):
+                await change(supervisor, verb, **arguments)
+        assert supervisor._coordinator.pool_map == before
+    scenario(tmp_path / "pool", monkeypatch, run)
+
+
 def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
