@@ -52,7 +52,7 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
 
     Unavailable         the pool is not mounted at `root`
     NotFound, NotADirectory, TooManySymlinks   of the path, which must be a directory and reached without symbolic links
-    InUse               something that is not ours is mounted at `target`
+    InUse               something is mounted at `target`, or over it, that is no bind of a volume
     """
     whole = _uppermost(root)
     if whole is None or not whole.ours:
@@ -92,16 +92,23 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
 def unbind(target: str, remove: bool = False) -> bool:
     """Nothing of ours is mounted at `target` any more; `remove`: nor is there a directory. False where nothing was.
 
-    Lazily: nothing hangs, and who has something open there keeps it. InUse where it is not ours.
+    Lazily: nothing hangs, and who has something open there keeps it. InUse where it is no bind of ours, or lies under another
+    mount.
     """
     done = False
     while (there := _uppermost(target)) is not None:
         if not there.ours:
             raise InUse(f"{target} has {there.source} ({there.type}) mounted on it, which is not of nvpool; unmount that first")
+        if there.root == Path("/"):  # a bind shows a directory: this is somebody's mount of the pool
+            raise InUse(f"{target} is a mount of the pool {there.source} itself, and no volume's; end it with: nvpool umount "
+                        f"{target}")
         if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW):
             number = ctypes.get_errno()
             if number not in (errno.EINVAL, errno.ENOENT):  # somebody was quicker
                 raise _error(number, f"unmount {target}")
+            if _uppermost(target) == there:
+                raise InUse(f"what is mounted at {target} can not be reached: another mount lies over the path; unmount that "
+                            f"first")
         done = True
     if remove:
         try:
@@ -156,7 +163,7 @@ def _error(number: int, doing: str) -> NvpoolError:
     match number:
         case errno.ENOENT:
             return NotFound(f"{text}; make it first")
-        case errno.ENOTDIR:
+        case errno.ENOTDIR | errno.EEXIST:
             return NotADirectory(text)
         case errno.ELOOP:
             return TooManySymlinks(f"{doing}: there is a symbolic link in it, and those are not followed out of a container's "

@@ -88,6 +88,10 @@ class References:
     def publication(self, target: str) -> Publication | None:
         return self._state.publications.get(target)
 
+    def published(self) -> list[str]:
+        """Places at which any volume is."""
+        return list(self._state.publications)
+
     def publications_of(self, name: str) -> dict[str, Publication]:
         return {target: found for target, found in self._state.publications.items() if found.name == name}
 

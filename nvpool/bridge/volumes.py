@@ -357,7 +357,7 @@ class BridgeVolumes:
 
     async def publication(self, target: Path) -> str | None:
         """The volume that is published at `target`."""
-        there = self._references.publication(str(_checked_target(target)))
+        there = self._references.publication(str(self._checked_target(target)))
         return there.name if there is not None else None
 
     async def publish(self, name: str, holder: str, target: Path, read_only: bool = False) -> None:
@@ -365,7 +365,7 @@ class BridgeVolumes:
 
         NotFound: the holder has not staged it. AlreadyExists: something else is published there, or in another way.
         """
-        name, holder, target = checked_name(name), checked_holder(holder), _checked_target(target)
+        name, holder, target = checked_name(name), checked_holder(holder), self._checked_target(target)
         async with self._turn(name):
             staged = self._references.of(name).get(holder)
             if staged is None:
@@ -376,6 +376,10 @@ class BridgeVolumes:
                 raise AlreadyExists(f"the volume {there.name} is published at {target}"
                                     f"{', read-only' if there.read_only else ''}; unpublish it there first")
             if there is None:
+                for other in map(Path, self._references.published()):
+                    if other.is_relative_to(target) or target.is_relative_to(other):
+                        raise AlreadyExists(f"a volume is published at {other}, and {target} would lie "
+                                            f"{'over' if other.is_relative_to(target) else 'in'} it; unpublish it there first")
                 self._references.publish(str(target), wanted)
             try:
                 await self._bind(name, Reference(read_only=wanted.read_only, subpath=wanted.subpath), target)
@@ -387,7 +391,7 @@ class BridgeVolumes:
     async def unpublish(self, target: Path) -> None:
         """Nothing of the pool is seen at `target`, and no empty directory is left there. InUse: what is mounted there is not
         ours."""
-        target = _checked_target(target)
+        target = self._checked_target(target)
         there = self._references.publication(str(target))
         async with self._turn(there.name if there is not None else ""):
             await self._binds.unbind(target)
@@ -402,6 +406,16 @@ class BridgeVolumes:
             self._turns[name] = lock = asyncio.Lock()
         async with lock:
             yield
+
+    def _checked_target(self, target: Path) -> Path:
+        text = os.fspath(target)
+        if not text.startswith("/") or "\0" in text or ".." in Path(text).parts or len(text) >= 4096:
+            raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; it takes an absolute path without ..")
+        target = Path(os.path.normpath(text))
+        for own in (self._mountpoint, self._state):
+            if target.is_relative_to(own) or own.is_relative_to(target):
+                raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; {own} is the bridge's own")
+        return target
 
     def _attachment(self, holder: str) -> str:
         return f"{self.node}/{holder}"
@@ -456,11 +470,3 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
     if wanted.sealed is False and volume.sealed:
         raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take "
                             "another name")
-
-
-def _checked_target(target: Path) -> Path:
-    text = os.fspath(target)
-    if not text.startswith("/") or "\0" in text or ".." in Path(text).parts or len(text) >= 4096:
-        raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; it takes an absolute path without ..")
-    return Path(os.path.normpath(text))
-

@@ -7,6 +7,7 @@ by tests, by the demonstration and by the bench; never by the product.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -58,7 +59,7 @@ class RealBridge:
         for mount in mounts_below(self.place / "state" / "mounts"):
             unbind(str(mount.point))
         if mount_at(self.mountpoint) is not None:
-            unbind(str(self.mountpoint))
+            ctypes.CDLL(None).umount2(os.fsencode(self.mountpoint), 2)  # MNT_DETACH
         for pid in self.mount_processes(HOLDING):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -356,6 +356,46 @@ class CsiBridge(RealBridge):
 
 
 @needs_mount
+def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of(tmp_path):
+    whole, pods = tmp_path / "whole", tmp_path / "pods"
+    wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+    with RealPool(tmp_path / "pool", sizes=(256 * MIB,)) as pool:
+        pool.make()
+        pool.start()
+        bridge = CsiBridge(pool.path, tmp_path / "b")
+        bridge.metrics_port = free_ports(1)[0]
+        with bridge:
+            try:
+                made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
+                assert made.code == "OK", made
+                assert bridge.csi("NodeStageVolume", **wish).code == "OK"
+                own = next(mount.point for mount in mounts_below(tmp_path / "b") if mount.root == Path("/"))
+                assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(own)).code == "INVALID_ARGUMENT"
+                whole.mkdir()
+                subprocess.run(["mount", "--bind", own, whole], check=True)  # as a mount of the whole pool looks
+                for call in ("NodeUnpublishVolume", "NodePublishVolume"):
+                    fields = wish if call == "NodePublishVolume" else {"volume_id": "v"}
+                    assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", call
+                assert (whole / "volumes/v").is_dir()
+                (tmp_path / "file").write_text("somebody's")
+                done = bridge.csi("NodePublishVolume", **wish, target_path=str(tmp_path / "file"))
+                assert done.code == "INVALID_ARGUMENT", done
+                pods.mkdir()
+                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a")).code == "OK"
+                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a/b")).code == "ALREADY_EXISTS"
+                subprocess.run(["mount", "-t", "tmpfs", "none", pods], check=True)
+                done = bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pods / "a"))
+                assert done.code == "FAILED_PRECONDITION" and "another mount lies over" in done.text, done
+                subprocess.run(["umount", pods], check=True)
+                assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pods / "a")).code == "OK"
+                unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
+                assert unstaged.code == "OK", unstaged
+            finally:
+                for mount in [*mounts_below(pods), *mounts_below(whole)]:
+                    subprocess.run(["umount", "--lazy", mount.point], check=True)
+
+
+@needs_mount
 def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path):
     place, pod = tmp_path / "b", tmp_path / "pod"
     wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
