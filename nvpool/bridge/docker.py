@@ -65,6 +65,13 @@ class Request(msgspec.Struct, rename="pascal"):
     opts: dict[str, Any] | None = None
 
 
+def _given(asked: Request) -> str:
+    """By what the engine tells its containers apart."""
+    if not asked.id:
+        raise InvalidRequest("there is no ID in the request; the engine gives each use of a volume one")
+    return asked.id
+
+
 def status_of(error: NvpoolError) -> int:
     """The status of HTTP for an error, by family and, where Docker makes a difference, by class."""
     for classes, status in ((NotFound, 404), ((AlreadyExists, InUse), 409), ((AccessDenied, NotPermitted), 403), (TooBig, 413),
@@ -198,10 +205,10 @@ class DockerFace:
         return {"Err": ""}
 
     async def _mount(self, asked: Request) -> dict[str, Any]:
-        return {"Mountpoint": str(await self._volumes.stage(asked.name, FACE + asked.id)), "Err": ""}
+        return {"Mountpoint": str(await self._volumes.stage(asked.name, FACE + _given(asked))), "Err": ""}
 
     async def _unmount(self, asked: Request) -> dict[str, Any]:
-        await self._volumes.unstage(asked.name, FACE + asked.id)
+        await self._volumes.unstage(asked.name, FACE + _given(asked))
         return {"Err": ""}
 
     async def _path(self, asked: Request) -> dict[str, Any]:

@@ -143,6 +143,8 @@ def _check_member(directory: PoolDirectory, address: str) -> None:
     from nvpool.cli.reach import REACH_S, ask
     from nvpool.logic.poolmap import decode_map
     from nvpool.wire.v1 import pool_pb2, wire_pb2
+    if not directory.node:
+        raise InvalidRequest(f"{directory.path} is a client's directory of this pool, no node's; name another one with --dir")
     where = address if "://" in address else f"stream://{address}"
     try:
         reply = asyncio.run(ask(str(directory.path), wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply,

@@ -17,8 +17,8 @@ from nvpool.cli.render import Number, ago, json_option, print_json, print_table,
   processes   role (supervisor, meta, store, mount, reader, holder; of other nodes only meta and store), node, pid (0: it does
               not run; null: of another node), state (starting, serving,
               restarting, draining, fenced, silent: it runs but does not answer, stopped, dead: a mount whose process is gone,
-              to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect and,
-              where it has standbys, member and in_map (primary; up: has everything; syncing: has not); of a target
+              to be unmounted), restarts, since_ms, endpoints, counters; of a shard inodes, sessions, to_collect,
+              member and in_map (primary; up: has everything; syncing: has not); of a target
               drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);

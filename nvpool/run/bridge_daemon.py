@@ -119,17 +119,18 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
                                 settled_s=arguments.settled_s)
         await volumes.begin()
-        if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
-            try:
-                await mount.ensure()
-            except Unavailable as error:
-                log.warning("%s; it is tried again with the first volume that is used", error)
         counts = Counts()
         docker = DockerFace(volumes, counts=counts) if arguments.docker_socket else None
         if docker is not None:
             await docker.start(Path(arguments.docker_socket))
             log.info("volumes of the pool %s for Docker at %s, as %s", name, arguments.docker_socket, node)
         try:
+            # who could not listen leaves no mount behind
+            if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
+                try:
+                    await mount.ensure()
+                except Unavailable as error:
+                    log.warning("%s; it is tried again with the first volume that is used", error)
             async with asyncio.TaskGroup() as tasks:
                 upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
                 if arguments.metrics:

@@ -253,7 +253,7 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
             go[owners[partition]] += 1
     told = []
     for shard in pool_map.shards:
-        seen = {process.get("member", 0): process for process in processes if process.get("shard") == shard.id}
+        seen = {process["member"]: process for process in processes if process.get("shard") == shard.id}
         primary = seen.get(shard.member, {})
         told.append({"shard": shard.id, "node": shard.node, "state": primary.get("state", "unknown"), "wish": state_of(shard),
                      "partitions": held[shard.id], "partitions_to_come": come[shard.id], "partitions_to_go": go[shard.id],

@@ -522,10 +522,8 @@ class Supervisor:
 
     async def _shard_status(self, shard: Shard, member: int) -> dict:
         seen = self._seen(process_name(shard.id, member), "meta", endpoints_of(shard, member), node_and_path(shard, member)[0])
-        seen["shard"] = shard.id
-        if shard.standbys:
-            state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
-            seen |= {"member": member, "in_map": state}
+        state = next((standby.state for standby in shard.standbys if standby.member == member), "primary")
+        seen |= {"shard": shard.id, "member": member, "in_map": state}
         reply = await self._ask(seen, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply)
         if reply is not None:
             if reply.state not in ("standby", "filling"):  # it does what it is there for

@@ -92,6 +92,8 @@ def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):
         assert (await asked.told("/VolumeDriver.Path", Name="v")) == {"Mountpoint": "", "Err": ""}
         place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         assert place == str(tmp_path / "state/mounts/v/rw")
+        for verb in ("Mount", "Unmount"):
+            assert (await asked.ask(f"/VolumeDriver.{verb}", b'{"Name": "v", "ID": ""}'))[0] == 400, "nobody could end it"
         found = (await asked.told("/VolumeDriver.Get", Name="v"))["Volume"]
         assert found["Name"] == "v" and found["Mountpoint"] == place and found["CreatedAt"] == "2020-01-01T00:00:00Z"
         assert found["Status"]["size"] == "1.00 GiB" and found["Status"]["used by"] == ["here/docker/1"]

@@ -54,6 +54,13 @@ def test_a_node_that_was_removed_is_told_how_to_begin_anew_and_keeps_its_token(d
         _check_member(directory, "10.0.0.1:17512")
 
 
+def test_a_clients_directory_becomes_no_node_and_is_not_said_to_be_of_one(tmp_path):
+    client = PoolDirectory(tmp_path)
+    client.node_json.write_bytes(msgspec.json.encode({"node": 0, "member": "client/beta"}))
+    with pytest.raises(InvalidRequest, match="a client's directory of this pool, no node's; name another one with --dir"):
+        _check_member(client, "10.0.0.1:17512")
+
+
 @pytest.mark.parametrize("answer", [pool_of("node/beta.2"), Unreachable("nobody")], ids=["in", "nobody answers"])
 def test_a_node_that_is_in_the_pool_or_may_be_goes_on(directory, answers, answer):
     answers.append(answer)
