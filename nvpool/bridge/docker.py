@@ -29,6 +29,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import (
     AccessDenied,
     AlreadyExists,
+    BadConfiguration,
     Busy,
     DeadlineExceeded,
     InUse,
@@ -45,6 +46,7 @@ from nvpool.base.errors import (
 from nvpool.base.units import format_bytes
 from nvpool.bridge.counting import Counts
 from nvpool.bridge.volumes import BridgeVolumes
+from nvpool.bridge.wishes import SOCKET_BYTES_MAX, shown
 
 FACE = "docker/"
 """Before Docker's id of a mount in what bridge/volumes knows as a holder."""
@@ -241,6 +243,8 @@ def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     if _answers(path):
         raise InUse(f"somebody answers at {path} already; end that bridge, or choose another --docker-socket")
     beside = path.with_name(f".{path.name}.{os.getpid()}")  # Docker takes what ends in .sock for a plugin
+    if len(os.fsencode(beside)) > SOCKET_BYTES_MAX:
+        raise BadConfiguration(f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

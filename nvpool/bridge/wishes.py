@@ -19,6 +19,8 @@ HOLDER_CHARACTERS_MAX = 180
 SUBPATH_BYTES_MAX = 1024
 """With the place of the mount in front it stays below the 4,096 bytes of PATH_MAX."""
 _COMPONENT_BYTES_MAX = 255
+SOCKET_BYTES_MAX = 107
+"""Of a path in sockaddr_un (unix(7)), without its NUL."""
 _SHOWN = 60
 
 _HOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@=+-]*")

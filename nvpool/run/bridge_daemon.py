@@ -22,12 +22,13 @@ from nvpool.base import metrics
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config, load, parse_address
 from nvpool.base.directory import Flock, PoolDirectory
-from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Unavailable, from_os_error
+from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.metrics_page import Page
 from nvpool.bridge.counting import Counts
 from nvpool.bridge.docker import FACE, DockerFace
 from nvpool.bridge.poolmount import PoolMount
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
+from nvpool.bridge.wishes import checked_holder
 from nvpool.client.options import configured
 from nvpool.run.daemon import Stop, exit_code, keep_alive, notify_ready, run
 from nvpool.run.logs import start_log
@@ -72,6 +73,19 @@ def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(f"{word}={value}" for word, value in told if value)
 
 
+def _check_words(arguments: argparse.Namespace) -> None:
+    """BadConfiguration, before anything is made."""
+    if arguments.csi:
+        from nvpool.bridge.csi.server import socket_path
+        socket_path(arguments.csi)
+    for word, given, check in (("--metrics", arguments.metrics, parse_address), ("--node", arguments.node, checked_holder)):
+        if given:
+            try:
+                check(given)
+            except Refused as error:
+                raise BadConfiguration(f"{word}: {error}") from None
+
+
 def main(words: list[str]) -> int:
     arguments = parse_words(words)
     # gRPC's handlers for fork end the children that make binds, before they begin (SIGSEGV in their place; gRPC 1.85).
@@ -89,8 +103,7 @@ def main(words: list[str]) -> int:
             raise AccessDenied("the bridge makes mounts for containers; run it as root")
         if not arguments.docker_socket and not arguments.csi:
             raise BadConfiguration("the bridge has no socket to answer at; give it --docker-socket or --csi")
-        if arguments.metrics:
-            parse_address(arguments.metrics)
+        _check_words(arguments)
         arguments.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = Flock.take(arguments.state / "lock", f"the state directory {arguments.state}")
     except NvpoolError as error:

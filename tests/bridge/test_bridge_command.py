@@ -32,6 +32,14 @@ def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
     assert not (tmp_path / "x.sock").exists()
 
 
+@pytest.mark.skipif(bool(os.geteuid()), reason="the bridge runs as root")
+@pytest.mark.parametrize("words", [("--metrics", "127.0.0.1:99999"), ("--node", "a b"), ("--csi", "http://x")], ids=" ".join)
+def test_a_wrong_word_is_the_command_lines_fault_and_makes_nothing(tmp_path, words):
+    done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", *words)
+    assert done.returncode == 2 and words[1].strip("1270.:") in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
     done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
     assert done.returncode == (3 if not os.geteuid() else 1) and "ERROR" in done.stderr and "Traceback" not in done.stderr

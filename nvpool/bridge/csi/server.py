@@ -31,7 +31,7 @@ from nvpool.bridge.csi.identity import Identity
 from nvpool.bridge.csi.node import Node
 from nvpool.bridge.csi.refusals import CsiRefusal, invalid, log, status_of
 from nvpool.bridge.v1 import csi_pb2
-from nvpool.bridge.wishes import shown
+from nvpool.bridge.wishes import SOCKET_BYTES_MAX, shown
 
 if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 CALLS_MAX = 256
 """At a time; a node has a few dozen pods, and a controller's sidecars ask for ten to a hundred things at a time."""
 GRACE_S = 5.0
-_SOCKET_BYTES_MAX = 107
-"""Of a path in sockaddr_un (unix(7)), without its NUL."""
 _SEGMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 """A value of a topology, and a value of a label of Kubernetes."""
 _OPTIONS = (("grpc.max_concurrent_streams", CALLS_MAX), ("grpc.so_reuseport", 0))
@@ -52,8 +50,8 @@ def socket_path(address: str) -> Path:
     text = "/" + text.lstrip("/") if text.startswith("/") else text
     if not text.startswith("/") or "\0" in text or text.endswith("/"):
         raise BadConfiguration(f"{shown(address)} is no unix socket; write it like unix:///run/nvpool/csi.sock")
-    if len(os.fsencode(text)) > _SOCKET_BYTES_MAX:
-        raise BadConfiguration(f"the path of the socket {shown(address)} is longer than {_SOCKET_BYTES_MAX} bytes; choose a "
+    if len(os.fsencode(text)) > SOCKET_BYTES_MAX:
+        raise BadConfiguration(f"the path of the socket {shown(address)} is longer than {SOCKET_BYTES_MAX} bytes; choose a "
                                "shorter one")
     return Path(text)
 
