@@ -61,6 +61,11 @@ def _plain(field: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))
 
 
+def options_in(text: str) -> list[str]:
+    """What stands behind -o: parted at commas, but not at those in double quotes, which belong to contexts of SELinux."""
+    return re.findall(r'(?:[^,"]|"[^"]*")+', text)
+
+
 def mount_at(path: str | os.PathLike) -> Mount | None:
     """What is mounted exactly at `path` (the uppermost), or None."""
     place = place_of(path)

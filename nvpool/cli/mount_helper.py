@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from nvpool.base import config as configuration
 from nvpool.base.errors import InUse, InvalidRequest, NvpoolError, Refused
-from nvpool.base.mounts import mount_at, place_of
+from nvpool.base.mounts import mount_at, options_in, place_of
 from nvpool.base.units import parse_bytes
 from nvpool.cli.place import divided
 
@@ -115,7 +115,7 @@ def parse(arguments: list[str]) -> Wanted:
         if letter == "-N":
             raise InvalidRequest("mount --namespace is not for nvpool; enter it: nsenter --mount=FILE mount -t nvpool …")
     source, place = rest
-    options = [word for letter, value in given if letter == "-o" for word in _split(value)]
+    options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
     words, here, flags = [], {}, _NOSUID | _NODEV
     for option in options:
@@ -143,11 +143,6 @@ def parse(arguments: list[str]) -> Wanted:
     pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # then it may be what `nvpool mount` shows
     return Wanted(source, str(place_of(place)), pool, subtree, tuple(words), flags, here.get("log", ""),
                   here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
-
-
-def _split(text: str) -> list[str]:
-    """At commas, but not at those in double quotes, which belong to contexts of SELinux."""
-    return [word for word in re.findall(r'(?:[^,"]|"[^"]*")+', text)]
 
 
 def _checked(name: str, value: str, kind):
@@ -195,7 +190,7 @@ def remount(wanted: Wanted) -> None:
 
 
 def _was_read_only(words: list[str]) -> bool:
-    given = [word for text in words if text.startswith("-o") for word in text[2:].split(",") if word in ("ro", "rw")]
+    given = [word for text in words if text.startswith("-o") for word in options_in(text[2:]) if word in ("ro", "rw")]
     return given[-1] == "ro" if given else "--read-only" in words
 
 

@@ -16,6 +16,7 @@ import subprocess
 from pathlib import Path
 
 from nvpool.base.errors import AccessDenied, InvalidRequest, Unavailable
+from nvpool.base.mounts import options_in
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.mount import OUR_TYPE
 
@@ -56,7 +57,7 @@ def _parsed(options: MountOptions) -> tuple[int, list[str]]:
         words.append("allow_other")
     if options.max_read:
         words.append(f"max_read={options.max_read}")
-    for word in (word for extra in options.extra for word in extra.split(",") if word):
+    for word in (word for extra in options.extra for word in options_in(extra)):
         if word in _FLAGS:
             flag, on = _FLAGS[word]
             flags = flags | flag if on else flags & ~flag
@@ -92,7 +93,7 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
     """fusermount3 opens the device, mounts, and sends the descriptor through the socket that _FUSE_COMMFD names."""
     shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
     said = [f"fsname={shown}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
-    said += ["ro"] * options.read_only + [word for extra in options.extra for word in extra.split(",") if word in _FLAGS]
+    said += ["ro"] * options.read_only + [word for extra in options.extra for word in options_in(extra) if word in _FLAGS]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
         ours.settimeout(_ANSWER_S)

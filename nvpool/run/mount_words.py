@@ -11,6 +11,7 @@ from pathlib import Path
 from nvpool.base.config import WORKERS_MAX, ClientSection, Config, load
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import NvpoolError
+from nvpool.base.mounts import options_in
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import ClientOptions, configured
 from nvpool.fuse.engine import ENGINES
@@ -75,7 +76,7 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 def is_read_only(arguments: argparse.Namespace) -> bool:
     """By a word of its own, or as an option of mount(8), of which the last counts."""
-    words = [word for extra in arguments.extra for word in extra.split(",") if word in ("ro", "rw")]
+    words = [word for extra in arguments.extra for word in options_in(extra) if word in ("ro", "rw")]
     return words[-1] == "ro" if words else arguments.read_only
 
 

@@ -13,7 +13,8 @@ from nvpool.cli import mount_helper
 from nvpool.cli.mount import mount
 from nvpool.cli.mount_helper import main, parse
 from nvpool.fuse import attach
-from nvpool.run.mount_words import parse_words
+from nvpool.fuse.engine import MountOptions
+from nvpool.run.mount_words import is_read_only, parse_words
 
 
 def parsed(source, *options, words=()):
@@ -90,6 +91,15 @@ def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, sai
 def test_flags_are_those_that_a_mount_knows():
     assert mount_helper.FLAGS == attach._FLAGS and set(mount_helper.PASSED) == attach._WORDS
     assert mount_helper.PASSED_VALUES == attach._VALUES
+
+
+def test_commas_in_quotes_stay_up_to_the_mount():
+    context = 'context="system_u:object_r:x:s0:c1,ro,c2"'
+    found = parsed("h:/x", "noexec", context)
+    words = parse_words(["/pool", "/mnt/none-here", *found.words])
+    flags, passed = attach._parsed(MountOptions("p", allow_other=False, extra=tuple(words.extra)))
+    assert passed[1:] == [context] and flags & 8 and not flags & 1
+    assert not is_read_only(words) and not mount_helper._was_read_only(list(found.words))
 
 
 def test_words_about_the_log_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
