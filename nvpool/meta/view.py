@@ -510,6 +510,8 @@ def fill_attr(attr: meta_pb2.Attr, inode: Inode) -> None:
             attr.punches = inode.punches
     if inode.flags & records.SHOWN_FLAGS:
         attr.flags = inode.flags & records.SHOWN_FLAGS
+        if inode.flags & TRASHED:  # the trash's own is no name
+            attr.links = 0 if inode.is_directory else inode.links - 1
     if inode.rdev:
         attr.rdev = inode.rdev
     if inode.parent:

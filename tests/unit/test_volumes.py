@@ -399,6 +399,31 @@ def test_the_trash_through_the_sdk():
     asyncio.run(main())
 
 
+def test_what_is_in_the_trash_has_no_name_and_gets_one_by_restoring_alone():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            volume = (await fs.volumes.create("v", trash_s=60)).inode
+            await fs.mkdir("/volumes/v/d")
+            above = (await fs.stat("/volumes/v/d")).st_ino
+            await fs.write_bytes("/volumes/v/d/f", b"x")
+            inode = (await fs.stat("/volumes/v/d/f")).st_ino
+            await fs.vfs.link(inode, volume, b"second", ROOT)
+            await fs.remove("/volumes/v/second")
+            file = await fs.open("/volumes/v/d/f", "r+b")
+            assert (await fs.vfs.getattr(inode)).links == 1 and await fs.volumes.trash("v") == []
+            await fs.remove_tree("/volumes/v/d")
+            assert [(await fs.vfs.getattr(number)).links for number in (inode, above)] == [0, 0]
+            with pytest.raises(NotFound):
+                await fs.vfs.link(inode, volume, b"again", ROOT)
+            await file.close()
+            await fs.volumes.restore("v", inode)
+            assert [(await fs.vfs.getattr(number)).links for number in (inode, above)] == [1, 2]
+            await fs.vfs.link(inode, volume, b"again", ROOT)
+            assert (await fs.stat("/volumes/v/again")).st_nlink == 2
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70, "7d"])
 def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong):
     async def main():

@@ -20,7 +20,7 @@ def link(view: View, request: meta_pb2.LinkRequest, now_ns: int) -> Draft:
         raise CrossesVolumes("a file has all its names in one volume, or in none: copy it")
     if view.get(key) is not None:
         raise AlreadyExists(f"{request.name!r} exists already")
-    if not inode.links:
+    if not inode.links or inode.flags & records.TRASHED:  # with a name beside the trash's it would go early
         raise NotFound(f"inode {inode.number} has lost its last name")
     if inode.links >= LINK_COUNT_MAX:
         raise TooManyLinks(f"a file has {LINK_COUNT_MAX} names at most")

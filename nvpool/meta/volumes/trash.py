@@ -1,10 +1,10 @@
 """What was removed in a volume with a trash: kept under its inode for a while, counted by the quota, and put back on request.
 
 Instead of an orphan, an inode that loses its last name in such a volume becomes an entry of the trash, which stands for that
-name: its links stay, its flag TRASHED says that nobody can get at it by a path, and a directory takes no names meanwhile. A
-directory is empty when it goes in (what was in it went in before, with that directory as its place), so putting back begins
-with the directory. Decisions are pure; the service purges in the background what has been there long enough. Part of
-`meta/volumes`.
+name: its links stay (clients are shown one less, so none), its flag TRASHED says that nobody can get at it by a path, and it
+gets no other names, nor does a directory take any, meanwhile. A directory is empty when it goes in (what was in it went in
+before, with that directory as its place), so putting back begins with the directory. Decisions are pure; the service purges
+in the background what has been there long enough. Part of `meta/volumes`.
 """
 
 from __future__ import annotations
