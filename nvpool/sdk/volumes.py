@@ -7,9 +7,10 @@ EBUSY who uses it, EDQUOT a quota. Called by the CLI and the bridges; reached as
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,8 @@ class AsyncVolumes:
                     try:
                         found = await self._found(name)
                     except NotFound:
+                        if other := await self._other(name):
+                            raise AlreadyExists(other) from None
                         continue  # removed since
                     _check_same(found, wanted)
                     return found
@@ -164,7 +167,7 @@ class AsyncVolumes:
     async def seal(self, name: str) -> Volume:
         """What is in it stays as it is for ever. EBUSY while files of it are open."""
         with as_os_error(_place(name)):
-            await self._vfs.meta.release_now(await self._inode(name))
+            await self._vfs.meta.release_now((await self._attr(name)).inode)
             return await self._tell(name, _Wish.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
@@ -200,9 +203,9 @@ class AsyncVolumes:
         EBUSY              it is attached (not looked at with `force`), or files of it are open; the text says by whom
         """
         with as_os_error(_place(name)):
-            inode = await self._inode(name)
-            await self._vfs.meta.release_now(inode)
-            reply = await self._ask(inode, _Wish.REMOVE, force=force)
+            async with self._named(name) as inode:
+                await self._vfs.meta.release_now(inode)
+                reply = await self._ask(inode, _Wish.REMOVE, force=force)
             directory = await self._home()
             self._vfs.forget_name(directory, name.encode(), inode)
             return volume_of(reply.volume) if reply.HasField("volume") else None
@@ -220,13 +223,14 @@ class AsyncVolumes:
     async def trash(self, name: str) -> list[TrashEntry]:
         """What is in the volume's trash, the oldest first."""
         with as_os_error(_place(name)):
-            volume, after, found = await self._inode(name), 0, []
-            while True:
-                reply = await self._ask_trash(volume, pb.TrashRequest.LIST, entry=after)
-                found += reply.entries
-                after = reply.next
-                if not after:
-                    break
+            after, found = 0, []
+            async with self._named(name) as volume:
+                while True:
+                    reply = await self._ask_trash(volume, pb.TrashRequest.LIST, entry=after)
+                    found += reply.entries
+                    after = reply.next
+                    if not after:
+                        break
             return sorted(await self._described(found), key=lambda entry: (entry.removed_ns, entry.inode))
 
     async def restore(self, name: str, inode: int, to: str | None = None) -> None:
@@ -238,26 +242,28 @@ class AsyncVolumes:
         """
         with as_os_error(_place(name)):
             _check_entry(inode, 1)
-            volume, place = await self._inode(name), None
+            place = None
             if to is not None:
                 with as_os_error(to):
                     place = await locate(self._vfs, to, follow=False)
                     if place.attr is not None:
                         raise AlreadyExists(f"{to} exists")
-            await self._ask_trash(volume, pb.TrashRequest.RESTORE, entry=inode, directory=place.parent if place else 0,
-                                  name=place.name if place else b"")
+            async with self._named(name) as volume:
+                await self._ask_trash(volume, pb.TrashRequest.RESTORE, entry=inode, directory=place.parent if place else 0,
+                                      name=place.name if place else b"")
             self._vfs.cache.begin_anew(lambda inode: True)
 
     async def purge(self, name: str, inode: int = 0) -> int:
         """Remove an entry of the trash for good, or (0) all of them; how many."""
         with as_os_error(_place(name)):
             _check_entry(inode, 0)
-            volume, purged = await self._inode(name), 0
-            while True:
-                reply = await self._ask_trash(volume, pb.TrashRequest.PURGE, entry=inode)
-                purged += reply.purged
-                if inode or not reply.next:
-                    return purged
+            purged = 0
+            async with self._named(name) as volume:
+                while True:
+                    reply = await self._ask_trash(volume, pb.TrashRequest.PURGE, entry=inode)
+                    purged += reply.purged
+                    if inode or not reply.next:
+                        return purged
 
     async def _ask_trash(self, volume: int, wish: int, **fields: Any) -> pb.TrashReply:
         request = pb.TrashRequest(inode=volume, wish=wish, **fields)
@@ -299,28 +305,52 @@ class AsyncVolumes:
         self._directory = attr.inode
         return attr.inode
 
-    async def _inode(self, name: str) -> int:
+    async def _attr(self, name: str) -> pb.Attr:
+        """Of what has the name, volume or not."""
         check_volume_name(name)
         try:
-            return (await self._vfs.look(await self._home(), name.encode())).inode
+            return await self._vfs.look(await self._home(), name.encode())
         except NotFound:
             self._directory = 0
             try:
-                return (await self._vfs.look(await self._home(), name.encode())).inode
+                return await self._vfs.look(await self._home(), name.encode())
             except NotFound:
                 raise NotFound(f"there is no volume {name}") from None
 
-    async def _found(self, name: str) -> Volume:
-        return await self._shown(await self._inode(name), name)
-
-    async def _shown(self, inode: int, name: str = "") -> Volume:
+    @contextlib.asynccontextmanager
+    async def _named(self, name: str) -> AsyncIterator[int]:
+        """The inode of that name, for questions about the volume. Where it is none, their NotFound says what it is."""
+        attr = await self._attr(name)
         try:
-            return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
+            yield attr.inode
         except NotFound:
-            raise NotFound(f"/volumes/{name} is a directory, not a volume" if name else "there is no such volume") from None
+            if other := await self._other(name):
+                raise NotFound(other) from None
+            raise
+
+    async def _other(self, name: str) -> str:
+        """What has the name and is no volume, with the remedy; "": a volume has it, or nothing any more."""
+        try:
+            attr = await self._attr(name)
+        except NotFound:
+            return ""
+        try:
+            await self._shown(attr.inode)
+        except NotFound:
+            kind = _KINDS.get(stat.S_IFMT(attr.mode), "special file")
+            return f"{path_of(name)} is a {kind}, not a volume; rename it"
+        return ""
+
+    async def _found(self, name: str) -> Volume:
+        async with self._named(name) as inode:
+            return await self._shown(inode)
+
+    async def _shown(self, inode: int) -> Volume:
+        return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
 
     async def _tell(self, name: str, wish: int, **fields: Any) -> Volume:
-        return volume_of((await self._ask(await self._inode(name), wish, **fields)).volume)
+        async with self._named(name) as inode:
+            return volume_of((await self._ask(inode, wish, **fields)).volume)
 
     async def _ask(self, inode: int, wish: int, **fields: Any) -> pb.VolumeReply:
         request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})

@@ -79,10 +79,16 @@ def test_a_directory_that_is_no_volume_is_told_apart():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.mkdir("/volumes/plain", parents=True)
-            with pytest.raises(FileNotFoundError, match="not a volume"):
-                await fs.volumes.show("plain")
-            with pytest.raises(OSError):
-                await fs.volumes.create("plain")
+            await fs.write_bytes("/volumes/note", b"x")
+            for name, kind in (("plain", "directory"), ("note", "file")):
+                told = f"/volumes/{name} is a {kind}, not a volume; rename it"
+                with pytest.raises(FileExistsError, match=told):
+                    await fs.volumes.create(name)
+                for doing in (fs.volumes.show(name), fs.volumes.resize(name, files_max=1), fs.volumes.remove(name),
+                              fs.volumes.seal(name), fs.volumes.trash(name), fs.volumes.restore(name, 12345),
+                              fs.volumes.purge(name)):
+                    with pytest.raises(FileNotFoundError, match=told):
+                        await doing
 
     asyncio.run(main())
 
