@@ -98,8 +98,8 @@ class Rooms:
                     await self._wait_for_reports(room)
             reached = max(file.paid, file.attr.size) + room.free
             if reached <= offset:
-                raise QuotaExceeded(f"the volume's quota of {format_bytes(room.limit)} is used up; remove files, or: nvpool "
-                                    f"volume resize")
+                raise QuotaExceeded(f"the volume's quota of {format_bytes(room.limit)} is used up; remove files and "
+                                    f"purge its trash, if it has one (nvpool trash purge), or: nvpool volume resize")
             self.cover(file, reached)
             return reached
 

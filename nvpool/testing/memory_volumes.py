@@ -29,6 +29,7 @@ class MemoryVolume(NamedTuple):
     files_used: int = 0
     replicas: int = 1
     sealed: bool = False
+    trash_s: int = 0
 
 
 class _Held(NamedTuple):

@@ -20,6 +20,7 @@ class TwinVolume:
     replicas: int = 1
     chunk_bytes: int = 1 << 20
     sealed: bool = False
+    trash_s: int = 0
     attachments: tuple[str, ...] = ()
     created_ns: int = 1_577_836_800_000_000_000
 

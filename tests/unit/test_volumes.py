@@ -188,6 +188,27 @@ def test_the_quota_in_files_is_exact():
     asyncio.run(main())
 
 
+def test_with_a_trash_a_quota_that_is_used_up_says_that_it_is_to_be_purged():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", bytes_max=1_000_000, files_max=1, trash_s=60)
+            await fs.write_bytes("/volumes/v/f", b"x" * 1_000_000)
+            inode = (await fs.stat("/volumes/v/f")).st_ino
+            await fs.remove("/volumes/v/f")
+            told = "purge its trash.*nvpool trash purge"
+            with pytest.raises(OSError, match=told):
+                await fs.mkdir("/volumes/v/d")
+            await fs.volumes.set("v", files_max=0)
+            with pytest.raises(OSError, match=told):
+                await fs.write_bytes("/volumes/v/g", b"y")
+            with pytest.raises(OSError, match=told):
+                await fs.truncate("/volumes/v/g", 1)
+            await fs.volumes.purge("v", inode)
+            await fs.write_bytes("/volumes/v/g", b"y")
+
+    asyncio.run(main())
+
+
 def test_a_volume_with_files_in_it_loses_its_name_at_once_and_goes_in_steps():
     async def main():
         async with pool_and_client() as (pool, fs):

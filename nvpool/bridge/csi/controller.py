@@ -182,12 +182,13 @@ def _after(token: str) -> str:
 
 def _condition(volume: Volume, left: int) -> pb.VolumeCondition:
     """As the pool sees it; whether a node can use the volume, NodeGetVolumeStats says."""
+    purging = " and purge its trash (nvpool trash purge)" if volume.trash_s else ""
     if volume.bytes_max and volume.bytes_used >= volume.bytes_max:
-        return pb.VolumeCondition(abnormal=True, message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files, "
-                                                         "or make the claim larger")
+        return pb.VolumeCondition(abnormal=True, message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files"
+                                                         f"{purging}, or make the claim larger")
     if volume.files_max and volume.files_used >= volume.files_max:
-        return pb.VolumeCondition(abnormal=True, message=f"all of its {volume.files_max} files are there; remove some, or: "
-                                                         f"nvpool volume resize {volume.name}")
+        return pb.VolumeCondition(abnormal=True, message=f"all of its {volume.files_max} files are there; remove some"
+                                                         f"{purging}, or: nvpool volume resize {volume.name}")
     if left <= 0:
         return pb.VolumeCondition(abnormal=True, message="the pool is full; add a drive, or remove files")
     return pb.VolumeCondition(abnormal=False, message="the pool serves it")

@@ -100,8 +100,8 @@ class Account:
         """One more inode. QuotaExceeded."""
         record, use = self.record, self.use
         if record is not None and record.files_max and use.files >= record.files_max:
-            raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove some, or: nvpool "
-                                f"volume resize --files")
+            raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove "
+                                f"some{_purging(record)}, or: nvpool volume resize --files")
         use.files += 1
 
     def grow(self, byte_count: int, session: int, reported: bool) -> None:
@@ -115,10 +115,16 @@ class Account:
             if byte_count > mine and use.bytes + byte_count + others - mine > record.bytes_max:
                 raise QuotaExceeded(f"volume {record.name} holds {format_bytes(use.bytes)} of {format_bytes(record.bytes_max)}"
                                     f"{f', and {format_bytes(others)} are promised to writers' if others else ''}: "
-                                    f"{format_bytes(byte_count)} more do not fit; remove files, or: nvpool volume resize")
+                                    f"{format_bytes(byte_count)} more do not fit; remove files{_purging(record)}, or: nvpool "
+                                    f"volume resize")
             if mine:
                 self.grown = session, min(mine, byte_count)
         use.bytes += byte_count
+
+
+def _purging(record: VolumeRecord) -> str:
+    """What else removing takes where what is removed stays, and is counted, for a while."""
+    return " and purge its trash (nvpool trash purge)" if record.trash_s else ""
 
 
 def account(view: View, number: int) -> Account | None:
