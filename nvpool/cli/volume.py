@@ -253,8 +253,20 @@ example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
 @click.argument("client")
 @json_option
 def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
-    """Take a client's right to a volume away. What it has open it can read for two minutes more at most."""
-    _told(carry_out(pool, "volume revoke", lambda volumes: volumes.revoke(name, client)), as_json)
+    """Take a client's right to a volume away. What it has open it can read for two minutes more at most.
+
+    A client that has none is left so, and told of.
+    """
+    async def run(volumes: AsyncVolumes) -> Volume:
+        member, before = member_named(client), await volumes.show(name)
+        after = await volumes.revoke(name, client)
+        if member not in before.grants:  # a slip in the name would leave another his right
+            say(f"{member} has no right of its own to volume {name}; those with one: "
+                f"{', '.join(sorted(after.grants)) or 'none'}"
+                f"{'' if after.access == 'listed' else ' (every client of the pool gets in)'}")
+        return after
+
+    _told(carry_out(pool, "volume revoke", run), as_json)
 
 
 def _check_client(pool: str, client: str) -> None:

@@ -68,6 +68,11 @@ def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_
     member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
     done = nvpool("volume", "grant", own, "v", member.removeprefix("client/"), "rw", "--json")
     assert json.loads(done.stdout)["grants"][member] == "rw"
+    done = nvpool("volume", "revoke", own, "v", "raeder.0a1b2c3d", "--json")
+    assert "client/raeder.0a1b2c3d has no right of its own to volume v; those with one: client/nobody.0a1b2c3d" in done.stderr
+    assert member in done.stderr and member in json.loads(done.stdout)["grants"]
+    done = nvpool("volume", "revoke", own, "v", member, "--json")
+    assert not done.stderr and member not in json.loads(done.stdout)["grants"]
     nvpool("dev", "down", own)
 
 
