@@ -126,16 +126,16 @@ examples:
 @click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; otherwise as /volumes says.")
 @click.option("--chunk-size", type=Size(), help="A power of two from 64K to 16M.")
 @click.option("--trash", type=Span(), default=0, help="Keep what is removed in it for so long, as 7d.")
-@click.option("--mode", default="777", show_default=True, help="Permissions of its directory, octal.")
+@click.option("--mode", help="Permissions of its directory, octal (777).")
 @json_option
 def create(pool: str, name: str, size: int | None, files: int | None, replicas: int | None, chunk_size: int | None, trash: int,
-           mode: str, as_json: bool) -> None:
+           mode: str | None, as_json: bool) -> None:
     """Make a volume. One that is there already, and is like this, is left as it is."""
     try:
-        bits = int(mode, 8)
+        bits = int(mode, 8) if mode is not None else None
     except ValueError:
         bits = -1
-    if not 0 <= bits <= 0o7777:
+    if bits is not None and not 0 <= bits <= 0o7777:
         raise click.BadParameter(f"{mode!r} is no octal number of permissions, as 755", param_hint="--mode")
 
     async def make(volumes: AsyncVolumes) -> Volume:

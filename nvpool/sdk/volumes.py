@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OPEN, LISTED = "open", "listed"
 READY, REMOVING = "ready", "removing"
 _RIGHTS = {"ro": False, "rw": True}
-_ROOT_MODE = 0o755
+_ROOT_MODE, _MODE = 0o755, 0o777
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 _FIND_S, _DEPTH_MAX = 5.0, 100
 _TRIES = 3
@@ -103,9 +103,9 @@ class AsyncVolumes:
         self._directory = 0
 
     async def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int = 0o777) -> Volume:
+                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> Volume:
         """The volume, which is there on return, empty or not. 0 is no limit; replicas and chunk_bytes are those of /volumes
-        where not given. `mode` is of its directory, which belongs to root.
+        where not given. `mode` is of its directory, which belongs to root (0o777 where not given).
 
         FileExistsError  there is a volume of that name with other limits, or a directory that is none: the text says what
                          differs
@@ -113,14 +113,14 @@ class AsyncVolumes:
         """
         with as_os_error(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
-            if not isinstance(mode, int) or not 0 <= mode <= 0o7777:
+            if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
                 await self._vfs.view.refresh()
             for _ in range(_TRIES):
                 directory = await self._home(make=True)
                 try:
-                    attr = await self._vfs.make_volume(directory, name.encode(), mode, wanted)
+                    attr = await self._vfs.make_volume(directory, name.encode(), _MODE if mode is None else mode, wanted)
                     return await self._shown(attr.inode)
                 except AlreadyExists:
                     try:
@@ -129,7 +129,7 @@ class AsyncVolumes:
                         if other := await self._other(name):
                             raise AlreadyExists(other) from None
                         continue  # removed since
-                    _check_same(found, wanted)
+                    _check_same(found, wanted, mode, (await self._attr(name)).mode if mode is not None else 0)
                     return found
                 except NotFound:
                     self._directory = 0  # the directory of volumes itself was removed since
@@ -368,7 +368,7 @@ class Volumes:
         return runtime.call(getattr(runtime.pool.volumes, method)(*arguments, **named))
 
     def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-               chunk_bytes: int | None = None, trash_s: int = 0, mode: int = 0o777) -> Volume:
+               chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None) -> Volume:
         return self._call("create", name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
                           trash_s=trash_s, mode=mode)
 
@@ -461,11 +461,13 @@ def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk
     return wish
 
 
-def _check_same(found: Volume, wanted: pb.VolumeWish) -> None:
+def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mode: int) -> None:
     """AlreadyExists where a volume that is there is not as it is wanted."""
+    given = stat.S_IMODE(found_mode) if mode is None else mode
     differs = [f"{what} {is_}, not {wish}" for what, is_, wish in (
         ("bytes_max", found.bytes_max, wanted.bytes_max), ("files_max", found.files_max, wanted.files_max),
         ("trash_s", found.trash_s, wanted.trash_s),
+        ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}"),
         ("replicas", found.replicas, wanted.table or found.replicas),
         ("chunk_bytes", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes)) if is_ != wish]
     if differs:

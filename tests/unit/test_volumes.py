@@ -47,6 +47,9 @@ def test_a_volume_is_made_shown_listed_and_removed():
             assert await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100) == made
             with pytest.raises(FileExistsError, match="files_max 100, not 7"):
                 await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=7)
+            with pytest.raises(FileExistsError, match="mode 777, not 700"):
+                await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100, mode=0o700)
+            assert await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100, mode=0o777) == made
             other = await fs.volumes.create("models", chunk_bytes=4 * MIB)
             assert [one.name for one in await fs.volumes.list()] == ["models", "scratch"] and other.chunk_bytes == 4 * MIB
             assert await fs.volumes.remove("scratch") is None  # nothing was in it
