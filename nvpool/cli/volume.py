@@ -289,7 +289,7 @@ examples:
 @name_argument
 @click.option("--force", is_flag=True, help="Although somebody says that he is attached.")
 @click.option("--wait", is_flag=True, help="Return when all of it is gone. Interrupted, the removal goes on; the same command "
-                                            "waits again.")
+                                            "waits again (or finds no such volume, when it is over).")
 @json_option
 def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None:
     """Remove a volume and all that is in it. It has no name any more at once; the rest goes in the background.
@@ -321,8 +321,8 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
         left = carry_out(pool, "volume rm", run)
     except KeyboardInterrupt:
         if begun:
-            say(f"{name} has no name any more, and its removal goes on; the same command waits for it again, and nvpool volume "
-                "ls --all shows how far it is")
+            say(f"{name} has no name any more, and its removal goes on; the same command waits for it again (or finds no "
+                "such volume, when it is over), and nvpool volume ls --all shows how far it is")
         raise
     if as_json:
         print_json({"name": name, "removed": left is None, "files_left": left.files_used if left is not None else 0})

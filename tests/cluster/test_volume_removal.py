@@ -67,6 +67,7 @@ def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, 
         waiting.wait()
     assert waiting.returncode == 130 and not out
     assert "its removal goes on" in said and "the same command waits" in said and said.endswith("interrupted\n")
+    assert "or finds no such volume, when it is over" in said
     assert "Traceback" not in said
     left, = large.list(removing=True)
     assert left.state == "removing" and left.name == "large"
