@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from nvpool.cli.checks import BAD, OK, WARN, Check
 from nvpool.cli.render import json_option, print_json, print_table, say
@@ -41,7 +42,12 @@ exit code is 1 where one is bad.
 @click.pass_context
 def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], quiet: bool, as_json: bool) -> None:
     """Say what on this machine makes a pool slow or unsafe, and what to do."""
-    if context.invoked_subcommand is not None:
+    if "" in drives:
+        raise click.BadParameter("'' is no directory and no device", param_hint="--drive")
+    if context.invoked_subcommand is not None:  # of these --quiet and --json are taken by it
+        for name, option in (("pool", "--pool"), ("drives", "--drive")):
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"nvpool doctor {context.invoked_subcommand} does not look at {option}; leave it out")
         return
     from nvpool.cli.doctor_drive import drives as look_at_drives
     from nvpool.cli.doctor_machine import RESEND_MIN, machine
@@ -69,4 +75,5 @@ examples:
 def rdma(context: click.Context, quiet: bool, as_json: bool) -> None:
     """Say what this machine has for RDMA: devices, links, limits, UCX, and what to change. A machine without is ok."""
     from nvpool.cli.doctor_rdma import checks
-    context.exit(show(checks(), as_json, quiet))
+    before = context.parent.params  # written before `rdma` they mean the same
+    context.exit(show(checks(), as_json or before["as_json"], quiet or before["quiet"]))

@@ -68,5 +68,10 @@ def test_the_command_ends_with_one_when_something_is_bad(monkeypatch):
     assert shown.exit_code == 1 and "mend it" in shown.output
     told = CliRunner().invoke(doctor, ["rdma", "--json"])
     assert json.loads(told.stdout)[1] == {"name": "b", "state": "bad", "seen": "broken", "remedy": "mend it"}
+    before = CliRunner().invoke(doctor, ["--json", "-q", "rdma"])
+    assert [one["name"] for one in json.loads(before.stdout)] == ["b"]
+    for words in (["--pool", "/srv/pool", "rdma"], ["--drive", "/mnt", "rdma"], ["--drive", ""]):
+        assert CliRunner().invoke(doctor, words).exit_code == 2
+    assert CliRunner().invoke(doctor, ["rdma"], env={"NVPOOL_POOL": "/srv/pool"}).exit_code == 1
     monkeypatch.setattr(doctor_rdma, "checks", lambda: [Check("a", WARN, "slow", "hurry")])
     assert CliRunner().invoke(doctor, ["rdma"]).exit_code == 0
