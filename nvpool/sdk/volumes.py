@@ -20,7 +20,7 @@ from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import layout_of
 from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.sdk.paths import as_os_error, locate
+from nvpool.sdk.paths import as_os_error, locate, names_of
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2
 
@@ -245,7 +245,14 @@ class AsyncVolumes:
             place = None
             if to is not None:
                 with as_os_error(to):
-                    place = await locate(self._vfs, to, follow=False)
+                    if not names_of(to):
+                        raise InvalidRequest(f"{to!r} is no name to put it back under; say one in the volume, as "
+                                             f"{path_of(name)}/again")
+                    try:
+                        place = await locate(self._vfs, to, follow=False)
+                    except NotFound:
+                        raise NotFound(f"the pool has no such directory to put it in; say a path without the name of the "
+                                       f"pool, as {path_of(name)}/again") from None
                     if place.attr is not None:
                         raise AlreadyExists(f"{to} exists")
             async with self._named(name) as volume:

@@ -423,6 +423,12 @@ def test_the_trash_through_the_sdk():
             with pytest.raises(FileNotFoundError) as found:
                 await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to="/none/here")
             assert found.value.filename == "/none/here"
+            with pytest.raises(FileNotFoundError, match="no such directory .* as /volumes/v/again"):
+                await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to="/srv/pool:/volumes/v/b")
+            for to in ("", "/"):
+                with pytest.raises(OSError, match="is no name") as found:
+                    await fs.volumes.restore("v", entries["/volumes/v/a/b"].inode, to=to)
+                refused(InvalidRequest, found)
             await fs.remove("/volumes/v/back")
             assert await fs.volumes.purge("v") == 1 and await fs.volumes.trash("v") == []
 
