@@ -37,6 +37,11 @@ def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
+def test_what_is_done_before_a_mount_does_not_keep_it_from_cleaning_a_dead_one():
+    before = re.findall(r"^ExecStartPre=(.*)", (UNITS / "nvpool-mount@.service").read_text(), re.MULTILINE)
+    assert before and all(line.startswith("-") for line in before)
+
+
 def test_what_is_wrong_with_a_unit_would_be_found(tmp_path):
     unit = there(UNITS / "nvpoold.service", tmp_path)
     unit.write_text(unit.read_text().replace("Restart=always", "Restart=at-times"))
