@@ -144,11 +144,11 @@ def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
-    """Who is to take something, or has the last copy of what is to go, and does not serve. As long as nodes that do not answer
-    are away nothing else takes their part: most are back soon, and copies on another rack than they shall be on would have to
-    be moved once more. So it is said what else can be done."""
+    """Who is to take something and does not serve. As long as nodes that do not answer are away nothing else takes their part:
+    most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is said what
+    else can be done."""
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
-    silent = [one for one in seen["drives"] if one["chains_to_come"] + one["chains_to_go"] and one["state"] != "serving"]
+    silent = [one for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
     nodes = sorted({one["node"] for one in silent} & away.keys()
                    | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
     drives = [str(one["drive"]) for one in silent if one["node"] not in away]

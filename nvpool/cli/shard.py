@@ -64,15 +64,15 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     shards: list[dict[str, Any]] | None = None
-    most, paused = 0, False
+    most = 0
 
     def left() -> int:
         return sum(one["partitions_to_go"] for one in shards or ())
 
     async def watch() -> list[dict[str, Any]]:
-        nonlocal shards, most, paused
+        nonlocal shards, most
         async for seen in statuses(pool):
-            shards, paused = seen["shards"], seen["chains"]["paused"]
+            shards = seen["shards"]
             most = max(most, left())
             states = {one["shard"]: one["state"] for one in shards}
             if not left() and gone not in states and (come is None or states.get(come, "serving") == "serving"):
@@ -82,8 +82,6 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
         if shards is None:
             return Look(0, None, in_bytes=False)
         words = f"{left()} partitions left" if left() else "clients are leaving it" if gone else "its node is to begin it"
-        if left() and paused:
-            words += ", paused; go on with: nvpool pool rebalance --resume"
         return Look(most - left(), most, words, in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
