@@ -31,6 +31,8 @@ wait_option = click.option("--wait", is_flag=True, help="Return when it is done,
                                                         "on in the pool; the same command waits again.")
 drive_argument = click.argument("drive", metavar="DRIVE")
 
+PAUSED = "paused; go on with: nvpool pool rebalance --resume"
+
 
 @click.group(epilog="""\b
 DRIVE is the number or the path that `nvpool drive ls` shows; a path is one of the node whose pool directory POOL is, where
@@ -144,11 +146,12 @@ def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
-    """Who is to take something and does not serve. As long as nodes that do not answer are away nothing else takes their part:
-    most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is said what
-    else can be done."""
+    """Who is to take or to give something and does not serve. As long as nodes that do not answer are away nothing else takes
+    their part: most are back soon, and copies on another rack than they shall be on would have to be moved once more. So it is
+    said what else can be done."""
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
-    silent = [one for one in seen["drives"] if one["chains_to_come"] and one["state"] != "serving"]
+    silent = [one for one in seen["drives"] if one["state"] != "serving" and
+              (one["chains_to_come"] or one["chains_to_go"] and one["wish"] not in ("lost", "away"))]  # nobody waits for those
     nodes = sorted({one["node"] for one in silent} & away.keys()
                    | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
     drives = [str(one["drive"]) for one in silent if one["node"] not in away]
@@ -163,7 +166,7 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
 def time_left(chains: dict[str, Any]) -> str:
     """What is known of when it is done, as words."""
     if chains["paused"] and not chains["filling"]:
-        return "paused; go on with: nvpool pool rebalance --resume"
+        return PAUSED
     words = [f"about {format_bytes(chains['bytes_left'])} left"] if chains["to_copy"] else []
     if chains["seconds_left"] is not None:
         seconds = int(chains["seconds_left"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nvpool.cli.drive import wait_option
+from nvpool.cli.drive import PAUSED, wait_option
 from nvpool.cli.render import json_option, pool_argument, print_json, print_table, say
 
 shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1))
@@ -64,15 +64,16 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     from nvpool.cli.progress import Look, shown
     from nvpool.cli.reach import statuses
     shards: list[dict[str, Any]] | None = None
+    paused = False
     most = 0
 
     def left() -> int:
         return sum(one["partitions_to_go"] for one in shards or ())
 
     async def watch() -> list[dict[str, Any]]:
-        nonlocal shards, most
+        nonlocal shards, paused, most
         async for seen in statuses(pool):
-            shards = seen["shards"]
+            shards, paused = seen["shards"], seen["chains"]["paused"]
             most = max(most, left())
             states = {one["shard"]: one["state"] for one in shards}
             if not left() and gone not in states and (come is None or states.get(come, "serving") == "serving"):
@@ -81,7 +82,9 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, gone: int | None,
     def look() -> Look:
         if shards is None:
             return Look(0, None, in_bytes=False)
-        words = f"{left()} partitions left" if left() else "clients are leaving it" if gone else "its node is to begin it"
+        words = "clients are leaving it" if gone else "its node is to begin it"
+        if left():
+            words = f"{left()} partitions left" + (f", {PAUSED}" if paused else "")
         return Look(most - left(), most, words, in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)

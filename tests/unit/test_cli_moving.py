@@ -1,5 +1,6 @@
 """Places on the command line, dump files that are not as they were written, and percentiles that are right."""
 
+import asyncio
 import io
 
 import click
@@ -7,8 +8,10 @@ import pytest
 
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongFormat
+from nvpool.cli import progress, reach
 from nvpool.cli.drive import moving_on
 from nvpool.cli.place import Place, PlaceType
+from nvpool.cli.shard import wait_until_moved
 from nvpool.sdk import dumpfile
 from nvpool.sdk.probe import Latencies, Places, read_local
 
@@ -81,13 +84,17 @@ def test_places_cover_all_whole_pieces_and_no_other(tmp_path):
 
 def test_who_waits_for_moving_is_told_what_keeps_it():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": 75.0}
-    drives = [{"drive": 1, "node": 1, "chains_to_come": 0, "state": "silent"},
-              {"drive": 2, "node": 1, "chains_to_come": 3, "state": "serving"}]
+    drives = [{"drive": 1, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "", "state": "silent"},
+              {"drive": 2, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving"}]
     nodes = [{"node": number, "state": "serving", "wish": "", "rack": "row-a" if number > 1 else "", "primaries": [],
               "standbys": [number]} for number in (1, 2, 3)]
     seen = {"drives": drives, "chains": chains, "nodes": nodes}
     assert moving_on(seen, [2]) == "about 4.00 KiB left, 1 min 15 s to go"
-    drives.append({"drive": 3, "node": 2, "chains_to_come": 3, "state": "silent"})
+    drives[0] |= {"chains_to_go": 3, "wish": "draining"}
+    assert moving_on(seen).startswith("waits for drive 1 to serve again, about"), "nobody else may have what it is to give"
+    drives[0]["wish"] = "lost"
+    assert moving_on(seen).startswith("about"), "what it had is made of the other copies"
+    drives.append({"drive": 3, "node": 2, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "silent"})
     assert moving_on(seen) == "waits for drive 3 to serve again, about 4.00 KiB left, 1 min 15 s to go"
     nodes[1]["state"] = "silent"
     waits = "waits for node 2 (rack row-a) to serve again; if it stays away: nvpool node remove POOL 2 --lost"
@@ -97,3 +104,26 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     assert moving_on(seen, [2]).startswith(waits), "it has a member of the shard of which another one is to be moved"
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
+
+
+@pytest.mark.parametrize(("paused", "expected"), [
+    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance --resume")])
+def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, paused, expected):
+    told, gate = [], asyncio.Event()
+
+    async def statuses(pool):
+        for left in (7, 0):
+            yield {"shards": [{"shard": 1, "state": "serving", "partitions_to_go": left}], "chains": {"paused": paused}}
+            await gate.wait()
+
+    async def shown(title, work, look, *, quiet):
+        waits = asyncio.ensure_future(work)
+        await asyncio.sleep(0)  # to the first status
+        told.append(look().text)
+        gate.set()
+        return await waits
+
+    monkeypatch.setattr(reach, "statuses", statuses)
+    monkeypatch.setattr(progress, "shown", shown)
+    asyncio.run(wait_until_moved("p", "filling", True, None))
+    assert told == [expected]
