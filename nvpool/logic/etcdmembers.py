@@ -75,6 +75,12 @@ def last_revoked(pool_map: PoolMap) -> int:
     return max((one.epoch for one in pool_map.revoked), default=0)
 
 
+def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
+    """How many the nodes that are to stay shall have, without those whose member is `going`."""
+    willing = {node.id for node in pool_map.nodes if node.wish == "share"}
+    return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
+
+
 def put(pool_map: PoolMap, node: int, generation: int, **fields) -> PoolMap:
     """With `fields` of that node's member; the same map where there is none, another, or all is so already."""
     old = of_node(pool_map, node)
@@ -174,7 +180,7 @@ def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collecti
     staying = [entry.node for entry in entries if entry.state == "up" and entry.node in pool_map.node_by_id]
     going = {entry.node for entry in entries} - set(staying)
     willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
-    count = MEMBERS if len(willing) >= MEMBERS else 1
+    count = members_wanted(pool_map, going)
     # One that has lost its data may be filled anew on the same node, so it is out of the list by then.
     others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing]
     racks = {pool_map.node_by_id[node].rack for node in staying}

@@ -347,8 +347,9 @@ class EtcdKeeper:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
         told = [f"etcd on node {node} does not answer" for node in up if node not in here]
-        if up and len(up) < etcdmembers.MEMBERS <= len(pool_map.nodes):
+        wanted = etcdmembers.members_wanted(pool_map)
+        if up and len(up) < wanted:
             able = len(here) + len(told)
-            told.append(f"the pool map is kept by {len(up)} of {etcdmembers.MEMBERS} members of etcd" +
-                        (": install etcd (Debian: etcd-server) on more nodes" if able < etcdmembers.MEMBERS else ""))
+            told.append(f"the pool map is kept by {len(up)} of {wanted} members of etcd" +
+                        (": install etcd (Debian: etcd-server) on more nodes" if able < wanted else ""))
         return told

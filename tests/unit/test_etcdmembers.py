@@ -1,10 +1,14 @@
 """Who is a member of the pool's own etcd: each step, steps in any order with deaths between them, and what never happens."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from nvpool.base.config import Config
+from nvpool.base.directory import PoolDirectory
 from nvpool.logic.etcdmembers import (
     Add,
     Change,
@@ -13,6 +17,7 @@ from nvpool.logic.etcdmembers import (
     Remove,
     clients,
     leaving,
+    members_wanted,
     next_step,
     of_node,
     put,
@@ -20,6 +25,7 @@ from nvpool.logic.etcdmembers import (
     without,
 )
 from nvpool.logic.poolmap import MAP_FORMAT, EtcdMember, Node, PoolMap, Settings, changed, decode_map, encode_map
+from nvpool.run.etcd_keeper import EtcdKeeper
 
 
 def a_map(nodes: int, *entries: EtcdMember, racks: dict[int, str] | None = None) -> PoolMap:
@@ -135,6 +141,7 @@ def test_one_whose_node_is_drained_gives_its_place_away(nodes, drained, expected
     after = settle(draining(a_map(nodes, entry(1), entry(2), entry(3)), drained), of_three(here), here, set())
     assert drained not in voters(after) and len(voters(after)) == (1 if expected == 1 else 3)
     assert expected == 1 or voters(after) == expected
+    assert len(voters(after)) == members_wanted(after), "what is told of as missing is what nobody makes"
 
 
 def test_the_only_one_goes_when_another_has_come():
@@ -243,3 +250,16 @@ def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(even
     after = settle(pool_map, etcd, here, set())
     assert len(voters(after)) == 3 and len(etcd.found) == 3 == len(after.etcd)
     assert changed(after).etcd == after.etcd
+
+
+@pytest.mark.parametrize(("drained", "here", "told"), [
+    ((), {1, 2, 3}, ["the pool map is kept by 1 of 3 members of etcd"]),
+    ((), {1}, ["the pool map is kept by 1 of 3 members of etcd: install etcd (Debian: etcd-server) on more nodes"]),
+    ((3,), {1, 2, 3}, []), ((3,), {1}, [])])
+def test_too_few_members_are_told_of_where_more_are_to_come(tmp_path, monkeypatch, drained, here, told):
+    pool_map = draining(a_map(3, entry(1)), *drained)
+    present = {f"etcd/{node}": '{"able": true, "answers": true}' for node in here}
+    keeper = SimpleNamespace(relay=SimpleNamespace(pool_map=pool_map, present=lambda: present), members=(), is_in_etcd=True,
+                             own_data_is_lost=False, external=False)
+    monkeypatch.setattr(EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
+    assert EtcdKeeper(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems() == told
