@@ -417,7 +417,10 @@ def main() -> int:
     except OSError as error:
         ours = from_os_error(error, f"make {error.filename or 'the pool'}")
         answer, code = {"error": str(ours)}, exit_code(ours)
-    print(json.dumps(answer | ({"code": code} if code else {})))
+    try:
+        print(json.dumps(answer | ({"code": code} if code else {})), flush=True)
+    except BrokenPipeError:  # who asked was killed; the same command goes on with it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written at the end goes there
     return code
 
 

@@ -1,5 +1,10 @@
 """What is refused before anything of a pool is made."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from nvpool.base.errors import InvalidRequest, NoSpace
@@ -12,3 +17,13 @@ def test_a_size_that_makes_no_sense_is_refused_by_the_name_of_the_drive_that_is_
     with pytest.raises(refusal) as told:
         capacity_for(place, wanted)
     assert f"drive {tmp_path}:" in str(told.value)
+
+
+def test_who_asked_and_is_gone_leaves_no_traceback():
+    reads, writes = os.pipe()
+    os.close(reads)
+    request = {"verb": "check", "path": "/nowhere", "directory": "/nowhere", "pool_id": "", "target": 0}
+    done = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.making"], input=json.dumps(request).encode(), stdout=writes,
+                          stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, b"")
