@@ -14,6 +14,9 @@ from nvpool.base.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
 from nvpool.cli.drive import Size, time_left, wait_option, wait_until_moved
 from nvpool.cli.render import Number, json_option, pool_argument, print_json, say
 
+_LIMIT_MIB_MAX = MIB
+"""1 TiB/s, which no drive takes."""
+
 
 @click.group(epilog="""\b
 examples:
@@ -155,7 +158,7 @@ examples:
 @click.option("--status", "only_status", is_flag=True, help="Change nothing, show how far it is.")
 @click.option("--pause/--resume", "pause", default=None, help="Begin no more chains for now, or again. Copies that are missing "
                                                               "are made nevertheless.")
-@click.option("--limit", "limit_mib", type=Number(0), metavar="MIB/S",
+@click.option("--limit", "limit_mib", type=Number(0, _LIMIT_MIB_MAX), metavar="MIB/S",
               help="Of each drive that is filled; 0: as much as [store] resync_rate of its node allows.")
 @wait_option
 @json_option

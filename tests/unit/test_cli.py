@@ -28,7 +28,7 @@ from nvpool.base.errors import (
 from nvpool.base.version import VERSION
 from nvpool.cli import main as cli_main
 from nvpool.cli.dev import default_sizes
-from nvpool.cli.pool import drive_of, name_of
+from nvpool.cli.pool import drive_of, name_of, rebalance
 from nvpool.cli.reach import endpoints_of
 from nvpool.cli.render import ago, exit_code, print_table
 from nvpool.cli.volume import Span, create
@@ -228,6 +228,12 @@ def test_a_time_that_makes_no_sense_is_refused_and_none_becomes_not_at_all(text)
 def test_a_mode_that_no_directory_has_is_refused_before_the_pool_is_asked(mode):
     done = CliRunner().invoke(create, ["127.0.0.1:9", "v", f"--mode={mode}"])
     assert done.exit_code == 2 and "octal" in done.output
+
+
+@pytest.mark.parametrize("limit", ["99999999999999999999999", "1048577", "inf"])
+def test_a_rate_that_no_drive_takes_is_refused_before_the_pool_is_asked(limit):
+    done = CliRunner().invoke(rebalance, ["127.0.0.1:9", "--limit", limit])
+    assert done.exit_code == 2 and "range" in done.output
 
 
 def numbers(command, words=()):
