@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from nvpool.base import config as configuration
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import NotFound
+from nvpool.base.errors import InvalidRequest, NotFound
 from nvpool.base.units import format_bytes
 from nvpool.cli.drive import say_what_waits, wait_option
 from nvpool.cli.pool import drive_of, etcd_given, etcd_options
@@ -100,6 +101,8 @@ def join(address: str, token_text: str, drives: tuple[str, ...], directory: str,
     for wanted in wanted_drives:  # what is wrong is said before the token is used
         if not os.path.exists(wanted["path"]):
             raise NotFound(f"drive {wanted['path']} does not exist; is it mounted? Make the directory first")
+        if not os.path.isdir(wanted["path"]) and not Path(wanted["path"]).is_block_device():
+            raise InvalidRequest(f"drive {wanted['path']} is neither a directory nor a block device")
     done: dict[str, Any] = {"directory": str(where.path), "drives": []}
     if not where.exists() or (where.path / "being-joined").exists():
         done |= entered("node", address, directory, token_text, replace(config, network=network), name, etcd_given(etcd))
@@ -139,7 +142,7 @@ def _check_pool(directory: PoolDirectory, token_text: str) -> None:
 def _check_member(directory: PoolDirectory, address: str) -> None:
     """InvalidRequest, with the remedy, where the node of `directory` was removed from the pool. Where nobody answers at
     `address` that is not known: then the node is started as it is, which serves nothing once it hears of it."""
-    from nvpool.base.errors import InvalidRequest, StaleIdentity, Unavailable
+    from nvpool.base.errors import StaleIdentity, Unavailable
     from nvpool.cli.reach import REACH_S, ask
     from nvpool.logic.poolmap import decode_map
     from nvpool.wire.v1 import pool_pb2, wire_pb2
@@ -373,7 +376,6 @@ def recover_etcd(pool: str, yes: bool, lost: tuple[int, ...], as_json: bool) -> 
     no other node is up: they could begin a second history of the pool. Refused while most members answer: those that are away
     are replaced by themselves.
     """
-    from nvpool.base.errors import InvalidRequest
     from nvpool.cli.reach import change
     if not yes:
         raise InvalidRequest("this gives up all members of etcd but the one on this node, and every change of the pool map "

@@ -4,12 +4,13 @@ import asyncio
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from msgspec.structs import replace
 
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import InvalidRequest, StaleIdentity, Unreachable
 from nvpool.cli import reach
-from nvpool.cli.node import _check_member
+from nvpool.cli.node import _check_member, join
 from nvpool.logic.poolmap import Node, encode_map
 from nvpool.testing.contracts.coordinator import first_map
 from nvpool.wire.v1.pool_pb2 import MapReply
@@ -65,3 +66,10 @@ def test_a_clients_directory_becomes_no_node_and_is_not_said_to_be_of_one(tmp_pa
 def test_a_node_that_is_in_the_pool_or_may_be_goes_on(directory, answers, answer):
     answers.append(answer)
     _check_member(directory, "stream://10.0.0.1:17512")
+
+
+def test_what_can_be_no_drive_is_refused_before_the_token_is_used(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    done = CliRunner().invoke(join, ["10.0.0.1:17512", "--token", "t", "--dir", str(tmp_path / "pool"), "--drive", str(file)])
+    assert isinstance(done.exception, InvalidRequest) and "neither a directory nor a block device" in str(done.exception)
