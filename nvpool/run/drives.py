@@ -21,6 +21,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.base.units import format_bytes
 from nvpool.logic.metaplaces import beside, check_places, only_beside
 from nvpool.logic.poolmap import Drive, PoolMap, Target
 from nvpool.logic.rebalance import check_room, standing, with_goals
@@ -32,6 +33,8 @@ from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports
 
 _MAKE_DEADLINE_S = 120.0
+LIMIT_MAX = 1 << 40
+"""On moving, of each drive that is filled: what none takes."""
 _SAMPLES = 64
 _SAMPLE_S = 1.0
 """Between two looks at what is left, of which the speed is made."""
@@ -257,8 +260,8 @@ class Drives:
             limit = None if limit is None else int(limit)
         except (TypeError, ValueError):
             raise InvalidRequest("rebalance wants pause and limit_bytes_s") from None
-        if limit is not None and limit < 0:
-            raise InvalidRequest("a limit is not negative; 0 takes it away")
+        if limit is not None and not 0 <= limit <= LIMIT_MAX:
+            raise InvalidRequest(f"a limit is at most {format_bytes(LIMIT_MAX)} a second; 0 takes it away")
 
         def decide(newest: PoolMap) -> PoolMap:
             moving = newest.moving

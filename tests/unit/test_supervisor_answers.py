@@ -147,6 +147,15 @@ def test_a_drained_node_takes_no_drive_before_it_shares_again(tmp_path, monkeypa
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
+def test_a_limit_that_nobody_means_is_refused(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        for limit in (-1, 1 << 50):
+            with pytest.raises(InvalidRequest, match=r"at most 1.00 TiB a second; 0 takes it away"):
+                await change(supervisor, "rebalance", limit_bytes_s=limit)
+        assert (await change(supervisor, "rebalance", limit_bytes_s=1 << 20))["limit_bytes_s"] == 1 << 20
+    scenario(tmp_path / "pool", monkeypatch, run)
+
+
 def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
