@@ -77,14 +77,18 @@ class Drives:
                         "chains_to_come": coming(pool_map)[target.id], "was_there": True}
         return None
 
-    async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap]) -> dict:
+    async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap],
+                       used: dict[int, int] | None = None) -> dict:
         """Make a chunk store at `path` and a target on it, start its process, and give it its share of the chains: they move to
-        it one after the other, each with its chunks. `also`: what else is changed in the same map. With `_adding`."""
+        it one after the other, each with its chunks. `also`: what else is changed in the same map. `used`: refused where what
+        is stored has no room then. With `_adding`."""
         pool_map = self._leading.pool_map
         _check_stays(pool_map, self._node)
         _check_count(also(pool_map))  # what will be refused leaves no store behind, and costs no number
         make = partial(_make_store, str(self._directory.path), path, capacity_bytes, force, self._node)
-        await asyncio.to_thread(make, "check", 0, pool_map)
+        checked = await asyncio.to_thread(make, "check", 0, pool_map)
+        if used is not None:
+            check_room(_with_one_more(also(pool_map), self._node, path, checked["capacity_bytes"]), used)
         pool_map, drive_id, target_id = await self._take_numbers()
         made = await asyncio.to_thread(make, "store", target_id, pool_map)
         endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
@@ -228,7 +232,8 @@ class Drives:
 
         try:
             async with self._adding:
-                made = await self._take_in(*new_drive, also)
+                used = {target: count for target, count in (await self._used()).items() if not lost or target != old.id}
+                made = await self._take_in(*new_drive, also, used)
         finally:
             self._start()
         return made | {"replaces": old.drive}
@@ -403,6 +408,14 @@ def _check_stays(pool_map: PoolMap, node: int) -> None:
     """InvalidRequest where the node is to hold nothing: what came to it would have to go again."""
     if node in pool_map.node_by_id and pool_map.node_by_id[node].wish != "share":
         raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
+
+
+def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int) -> PoolMap:
+    """As it would be with a drive that is not made yet."""
+    drive = max((one.id for one in pool_map.drives), default=0) + 1
+    target = max((one.id for one in pool_map.targets), default=0) + 1
+    return msgspec.structs.replace(pool_map, drives=(*pool_map.drives, Drive(drive, node, path, capacity_bytes)),
+                                   targets=(*pool_map.targets, Target(target, drive, node, capacity_bytes, ())))
 
 
 def _check_count(pool_map: PoolMap) -> None:

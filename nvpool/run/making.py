@@ -10,7 +10,7 @@ starts a process of the pool.
      "standbys", "shards", "force"}
         -> {"directory", "pool_id", "drives": [{"path", "capacity_bytes"}], "join": {"address", "token", "ends_ms"} or null}
     {"verb": "join", …} as run/entering has it
-    {"verb": "check", … as store} -> {}, or the error with which store would refuse; nothing is changed
+    {"verb": "check", … as store} -> {"capacity_bytes"}, or the error with which store would refuse; nothing is changed
     {"verb": "erase", "path", "pool_id"} -> {}, the head of a block device is zeros
     {"verb": "forget", "directory", "pool_id"} -> {"done": sentences}, an etcd of the operator's own has no key of the pool
     {"verb": "store", "directory", "path", "capacity_bytes", "target", "pool_id", "known": [paths], "force"}
@@ -401,7 +401,7 @@ async def _answer(request: dict) -> dict:
     force = bool(request.get("force"))
     check_device(place, "", force)
     if request["verb"] == "check":
-        return {}
+        return {"capacity_bytes": capacity}
     make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"], force)
     return {"path": str(place), "capacity_bytes": capacity}
 

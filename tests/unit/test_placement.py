@@ -16,6 +16,7 @@ from nvpool.logic.placement import Placing, Spread, build_table, usable
 from nvpool.logic.poolmap import MAP_FORMAT, Chain, Drive, Moving, Node, PoolMap, Settings, Target, check_map
 from nvpool.logic.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
 from nvpool.logic.transitions import died, returned, wished
+from nvpool.run.drives import _with_one_more
 
 GIB = 1 << 30
 
@@ -170,6 +171,14 @@ def test_there_is_room_until_the_first_that_needs_a_copy_of_everything_is_full()
     with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):
         check_room(wished(racks, 4, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
     check_room(wished(racks, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+
+
+def test_a_drive_is_not_replaced_by_one_with_too_little_room():
+    used = dict.fromkeys((1, 2, 3), int(3.4 * GIB))
+    without = wished(a_pool((4, 4, 4), 1), 1, "remove")
+    check_room(_with_one_more(without, 1, "/new", 4 * GIB), used)
+    with pytest.raises(InvalidRequest, match="10.2 GiB are stored"):
+        check_room(_with_one_more(without, 1, "/new", GIB), used)
 
 
 def test_what_is_drained_and_wanted_again_stays_where_it_is():
