@@ -41,7 +41,7 @@ class Load:
     def __init__(self, pool: RealPool, name: str) -> None:
         options = ClientOptions(deadline_s=60.0, short_cut=False, read_ahead_bytes=0)
         self._client = nvpool.connect(str(pool.path), name=name, options=options)
-        self._client.write_bytes(f"/{name}", os.urandom(4 * MIB))
+        self._client.write_bytes(f"/{name}", os.urandom(16 * MIB))  # so many chunks are on both targets
         self.reads = self.writes = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(f"/{name}",))
@@ -49,7 +49,7 @@ class Load:
     def _run(self, path: str) -> None:
         with self._client.open(path, "r+b", buffering=0) as file:
             while not self._end.wait(0.01):
-                file.seek((self.reads * 7 % 60) * READ_BYTES)
+                file.seek((self.reads * 7 % 250) * READ_BYTES)
                 assert len(file.read(READ_BYTES)) == READ_BYTES
                 self.reads += 1
                 if self.reads % 4 == 0:
