@@ -71,7 +71,7 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
         if there is not None:
             if (there.device, str(there.root), there.read_only) == (whole.device, wanted, read_only):
                 return False
-            unbind(target)
+            unbind(target, volume.partition("/")[0])
         os.makedirs(target, mode=0o700, exist_ok=True)
         tree = _call(_OPEN_TREE, inner, b"", _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC, doing="bind the volume")
         attributes = struct.pack("=QQQQ", _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0), 0, 0, 0)
@@ -89,11 +89,12 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
     return True
 
 
-def unbind(target: str, remove: bool = False) -> bool:
-    """Nothing of ours is mounted at `target` any more; `remove`: nor is there a directory. False where nothing was.
+def unbind(target: str, volumes: str, remove: bool = False) -> bool:
+    """No volume is mounted at `target` any more; `remove`: nor is there a directory. False where nothing was. `volumes`: in
+    the root of the pool, where they all are.
 
-    Lazily: nothing hangs, and who has something open there keeps it. InUse where it is no bind of ours, or lies under another
-    mount.
+    Lazily: nothing hangs, and who has something open there keeps it. InUse where it is no bind of a volume, or lies under
+    another mount.
     """
     done = False
     while (there := _uppermost(target)) is not None:
@@ -102,6 +103,8 @@ def unbind(target: str, remove: bool = False) -> bool:
         if there.root == Path("/"):  # a bind shows a directory: this is somebody's mount of the pool
             raise InUse(f"{target} is a mount of the pool {there.source} itself, and no volume's; end it with: nvpool umount "
                         f"{target}")
+        if there.root.parts[1] != volumes:
+            raise InUse(f"{target} shows {there.root} of the pool {there.source}, which is no volume; unmount that first")
         if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW):
             number = ctypes.get_errno()
             if number not in (errno.EINVAL, errno.ENOENT):  # somebody was quicker

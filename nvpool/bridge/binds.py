@@ -18,7 +18,7 @@ from typing import Any
 from nvpool.base.errors import DeadlineExceeded, InvariantBroken
 from nvpool.base.mounts import mounts_below
 from nvpool.bridge.binding import error_of
-from nvpool.logic.volumenames import path_of
+from nvpool.logic.volumenames import VOLUMES, path_of
 
 BIND_S = 20.0
 """Less than the deadline of a request: a store or shard that restarts is back by then."""
@@ -44,7 +44,7 @@ class Binds:
                                target=str(target), read_only=read_only, make=bool(subpath) and not read_only)
 
     async def unbind(self, target: Path, *, remove: bool = True) -> bool:
-        return await self._ask(verb="unbind", target=str(target), remove=remove)
+        return await self._ask(verb="unbind", target=str(target), volumes=VOLUMES.decode(), remove=remove)
 
     async def keep_only(self, name: str, wanted: set[Path]) -> None:
         """Of the volume's binds here these stay; others go, however they came."""

@@ -238,13 +238,19 @@ def _packed(status: int, reply: dict[str, Any]) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(reply), headers={"Content-Type": CONTENT_TYPE})
 
 
+def check_path(path: Path) -> Path:
+    """Where the socket is made before it takes its name. BadConfiguration: it is too long."""
+    beside = path.parent / f".{path.name}.{os.getpid()}"  # Docker takes what ends in .sock for a plugin
+    if len(os.fsencode(beside)) > SOCKET_BYTES_MAX:
+        raise BadConfiguration(f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket")
+    return beside
+
+
 def _listen(path: Path) -> tuple[socket.socket, os.stat_result]:
     """A socket that is at `path` from one moment to the next, open to root alone."""
     if _answers(path):
         raise InUse(f"somebody answers at {path} already; end that bridge, or choose another --docker-socket")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # Docker takes what ends in .sock for a plugin
-    if len(os.fsencode(beside)) > SOCKET_BYTES_MAX:
-        raise BadConfiguration(f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket")
+    beside = check_path(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

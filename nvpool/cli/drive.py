@@ -50,7 +50,8 @@ def drive() -> None:
 
 @drive.command(epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
-(empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go
+(empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
+lacks_room (for those to come), metadata (shards of which a member lies there)
 
 \b
 example: nvpool drive ls /srv/pool
@@ -142,7 +143,9 @@ def is_emptied(drives: list[dict[str, Any]]) -> bool:
 
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
     """What is known of when all is moved, or of what keeps it. `shards`: of which members are to be moved."""
-    return ", ".join(word for word in (_kept_by(seen, shards), time_left(seen["chains"])) if word)
+    full = [str(one["drive"]) for one in seen["drives"] if one.get("lacks_room")]  # an older node does not say it
+    room = f"drive {', '.join(full)} has no room; make some: nvpool drive add" if full else ""
+    return ", ".join(word for word in (_kept_by(seen, shards), room, time_left(seen["chains"])) if word)
 
 
 def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:

@@ -25,7 +25,7 @@ from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import AccessDenied, BadConfiguration, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.metrics_page import Page
 from nvpool.bridge.counting import Counts
-from nvpool.bridge.docker import FACE, DockerFace
+from nvpool.bridge.docker import FACE, DockerFace, check_path
 from nvpool.bridge.poolmount import PoolMount
 from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
 from nvpool.bridge.wishes import checked_holder
@@ -76,8 +76,12 @@ def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _check_words(arguments: argparse.Namespace) -> None:
     """BadConfiguration, before anything is made."""
     if arguments.csi:
-        from nvpool.bridge.csi.server import socket_path
+        from nvpool.bridge.csi.server import check_label, socket_path
         socket_path(arguments.csi)
+        if arguments.csi_pool:
+            check_label(arguments.csi_pool)
+    if arguments.docker_socket:
+        check_path(Path(arguments.docker_socket))
     for word, given, check in (("--metrics", arguments.metrics, parse_address), ("--node", arguments.node, checked_holder)):
         if given:
             try:
@@ -138,12 +142,6 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
             await docker.start(Path(arguments.docker_socket))
             log.info("volumes of the pool %s for Docker at %s, as %s", name, arguments.docker_socket, node)
         try:
-            # who could not listen leaves no mount behind
-            if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
-                try:
-                    await mount.ensure()
-                except Unavailable as error:
-                    log.warning("%s; it is tried again with the first volume that is used", error)
             async with asyncio.TaskGroup() as tasks:
                 upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
                 if arguments.metrics:
@@ -152,6 +150,12 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
                     answers = asyncio.Event()
                     upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers, counts)))
                     await answers.wait()
+                # who could not listen leaves no mount behind
+                if arguments.docker_socket or arguments.csi_node or not arguments.csi_controller:
+                    try:
+                        await mount.ensure()
+                    except Unavailable as error:
+                        log.warning("%s; it is tried again with the first volume that is used", error)
                 notify_ready()
                 await stop.asked.wait()
                 for task in upkeep:

@@ -20,7 +20,7 @@ import msgspec
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
+from nvpool.base.errors import AlreadyExists, Bug, InUse, InvalidRequest, NotFound, Refused, Unavailable
 from nvpool.base.units import format_bytes
 from nvpool.logic.metaplaces import beside, check_places, only_beside
 from nvpool.logic.poolmap import Drive, PoolMap, Target
@@ -66,12 +66,17 @@ class Drives:
             return self._taken_in(new_drive[0]) or await self._take_in(*new_drive, lambda pool_map: pool_map)
 
     def _taken_in(self, path: str) -> dict | None:
-        """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks."""
+        """What was answered when the drive at `path` was added, where it shall hold its share. Who was interrupted asks.
+        AlreadyExists: it is being drained."""
         pool_map, place = self._leading.pool_map, os.path.realpath(path)
         paths = {drive.id: drive.path for drive in pool_map.drives}
         for target in pool_map.targets:
-            if target.node == self._node and target.state != "gone" and target.wish == "share" \
+            if target.node == self._node and target.state != "gone" and target.wish in ("share", "drain") \
                     and place in map(os.path.realpath, _places(paths[target.drive])):
+                if target.wish == "drain":
+                    _check_stays(pool_map, self._node)
+                    raise AlreadyExists(f"drive {target.drive} is in the pool already, and was drained; it gets its share "
+                                        f"again with: nvpool drive drain POOL {target.drive} --cancel")
                 return {"drive": target.drive, "target": target.id, "path": paths[target.drive],
                         "capacity_bytes": target.capacity_bytes, "epoch": pool_map.epoch,
                         "chains_to_come": coming(pool_map)[target.id], "was_there": True}
@@ -372,7 +377,8 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                      "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
                      "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
                      "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
-                     "chains_to_go": go[target.id], "metadata": beside(pool_map, drive.id)})
+                     "chains_to_go": go[target.id], "lacks_room": bool(come[target.id] and store.get("lacks_room")),
+                     "metadata": beside(pool_map, drive.id)})
     return told
 
 

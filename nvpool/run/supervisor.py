@@ -477,6 +477,8 @@ class Supervisor:
                      f"share when it is back; when it will not come back: nvpool drive remove --lost"
                      for one in drives if one["wish"] == "away"]
         problems += [f"{store['name']}: {store['host_full']}" for store in stores if store.get("host_full")]
+        problems += [f"drive {one['drive']} has no room for the {one['chains_to_come']} chains that it is to get; make some: "
+                     f"nvpool drive add" for one in drives if one["lacks_room"]]
         problems += self._etcd.problems() if self._etcd is not None else []
         problems += [_told(store, bad) for store in stores for bad in store["bad_blocks"]]
         if until_s > SYSTEM_CLOCK.boottime_s():
@@ -542,7 +544,7 @@ class Supervisor:
         if reply is not None:
             seen |= {"state": reply.state or seen["state"], "used_bytes": reply.used_bytes,
                      "kind": reply.kind, "read_path": reply.read_path, "direct": reply.direct,
-                     "writes": reply.writes, "host_full": reply.host_full,
+                     "writes": reply.writes, "host_full": reply.host_full, "lacks_room": reply.lacks_room,
                      "counters": dict(reply.counters), "scrub": scrub_told(reply.scrubbing),
                      "bad_blocks": [{"inode": bad.inode, "index": bad.index, "block": bad.block, "text": bad.text}
                                     for bad in reply.bad]}

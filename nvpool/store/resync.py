@@ -68,8 +68,8 @@ class Progress:
     bad_blocks: int = 0
     """That came as such from a source."""
     seconds_left: float = -1.0
-    waits_for: str = ""
-    """Why it does not go on, as a sentence; empty while it does."""
+    lacks_room: bool = False
+    """What is missing has no room here; it is tried again."""
 
 
 class _Differing:
@@ -102,6 +102,7 @@ class _Pass:
         """Those that could not be settled when they were looked at."""
         self.damaged: dict[_Differing, str] = {}
         """Those that the source can not read."""
+        self.lacks_room = False
         self.used_bytes = 0
         self.seen_blocks = 0
 
@@ -199,7 +200,8 @@ class Resync:
                 except NvpoolError as error:
                     if copied != self.progress.chunks_copied + self.progress.chunks_compared:
                         delay_s = RETRY_S
-                    self._tell(waits_for=f"target {source}: {error or type(error).__name__}")
+                    one.lacks_room = isinstance(error, NoSpace)
+                    self._tell()
                     await self._pause(delay_s)
                     delay_s = min(delay_s * 2, RETRY_S_MAX)
         finally:
@@ -221,6 +223,7 @@ class Resync:
             if one.differing and (one.listed or len(one.differing) >= DIFFERING_MAX):
                 async with self._turns:
                     await self._settle_some(one)
+                one.lacks_room = False
                 continue
             if not one.listed:
                 async with self._turns:
@@ -434,7 +437,7 @@ class Resync:
 
     # -- telling ---------------------------------------------------------------------------------------------------------
 
-    def _tell(self, waits_for: str = "", *, soon: bool = True) -> None:
+    def _tell(self, *, soon: bool = True) -> None:
         now_s = self._clock.boottime_s()
         if not soon and now_s - self._told_s < TELL_S:
             return
@@ -452,7 +455,8 @@ class Resync:
         elif copied and worked_s > 0:
             seconds = left * worked_s / copied
         self.progress = replace(self.progress, chains=len(self._joining), chains_equal=len(self.equal),
-                                chunks_left=len(waiting), bytes_left=left, seconds_left=seconds, waits_for=waits_for)
+                                chunks_left=len(waiting), bytes_left=left, seconds_left=seconds,
+                                lacks_room=any(one.lacks_room for one in passes))
 
     def _todo_any(self) -> bool:
         return any(self.equal.get(chain) != epoch for chain, (epoch, _) in self._joining.items())

@@ -28,6 +28,7 @@ class Telling:
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
             status["scrubbing"] = self.upkeep.rounds.told()
+            status["lacks_room"] = self.upkeep.resync.progress.lacks_room
         reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
                                    bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
         call.reply(reply.SerializeToString())

@@ -54,7 +54,7 @@ class Upkeep:
         found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
                  "strays_removed": self.strays.removed_chunks}
         if progress.chains:
-            found |= {f"resync_{name}": value for name, value in asdict(progress).items() if name != "waits_for"}
+            found |= {f"resync_{name}": value for name, value in asdict(progress).items() if name != "lacks_room"}
         return {name: float(value) for name, value in found.items()}
 
     async def close(self) -> None:

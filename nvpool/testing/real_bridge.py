@@ -57,7 +57,7 @@ class RealBridge:
             self.kill()
         self.socket.unlink(missing_ok=True)
         for mount in mounts_below(self.place / "state" / "mounts"):
-            unbind(str(mount.point))
+            unbind(str(mount.point), "volumes")
         if mount_at(self.mountpoint) is not None:
             ctypes.CDLL(None).umount2(os.fsencode(self.mountpoint), 2)  # MNT_DETACH
         for pid in self.mount_processes(HOLDING):

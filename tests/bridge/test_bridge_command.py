@@ -33,10 +33,12 @@ def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.skipif(bool(os.geteuid()), reason="the bridge runs as root")
-@pytest.mark.parametrize("words", [("--metrics", "127.0.0.1:99999"), ("--node", "a b"), ("--csi", "http://x")], ids=" ".join)
+@pytest.mark.parametrize("words", [
+    ("--metrics", "127.0.0.1:99999"), ("--node", "a b"), ("--csi", "http://x"), ("--docker-socket", "/run/" + 100 * "x"),
+    ("--csi=/run/x.sock", "--csi-pool", "a b")], ids=lambda words: words[-2])
 def test_a_wrong_word_is_the_command_lines_fault_and_makes_nothing(tmp_path, words):
     done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", *words)
-    assert done.returncode == 2 and words[1].strip("1270.:") in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and words[-1].strip("1270.:")[:40] in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "state").exists()
 
 

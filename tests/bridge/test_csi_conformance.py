@@ -272,7 +272,7 @@ async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
         finally:
             for bound in mounts_below(place):
                 if bound.root != Path("/"):
-                    unbind(str(bound.point))
+                    unbind(str(bound.point), "volumes")
             await sdk.close()
             await asyncio.to_thread(kept.__exit__)
             assert not mounts_below(place)

@@ -371,13 +371,22 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                 assert bridge.csi("NodeStageVolume", **wish).code == "OK"
                 own = next(mount.point for mount in mounts_below(tmp_path / "b") if mount.root == Path("/"))
                 assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(own)).code == "INVALID_ARGUMENT"
+                (own / "somebodys").mkdir()
                 whole.mkdir()
-                subprocess.run(["mount", "--bind", own, whole], check=True)  # as a mount of the whole pool looks
+                for shows in (own / "somebodys", own):  # the second: as a mount of the whole pool looks
+                    subprocess.run(["mount", "--bind", shows, whole], check=True)
+                    done = bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(whole))
+                    assert done.code == "FAILED_PRECONDITION", done
                 for call in ("NodeUnpublishVolume", "NodePublishVolume"):
                     fields = wish if call == "NodePublishVolume" else {"volume_id": "v"}
                     assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", call
                 assert (whole / "volumes/v").is_dir()
                 (tmp_path / "file").write_text("somebody's")
+                second = subprocess.run([sys.executable, "-P", "-m", "nvpool.cli.main", "bridge", pool.path, "--docker-socket=",
+                                         f"--state={tmp_path}/second", f"--csi={tmp_path}/file"], capture_output=True,
+                                        text=True, timeout=60)
+                assert second.returncode == 2 and "is no socket" in second.stderr, second
+                assert not mounts_below(tmp_path / "second"), "who can not listen leaves no mount"
                 done = bridge.csi("NodePublishVolume", **wish, target_path=str(tmp_path / "file"))
                 assert done.code == "INVALID_ARGUMENT", done
                 pods.mkdir()
@@ -391,7 +400,7 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                 unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
                 assert unstaged.code == "OK", unstaged
             finally:
-                for mount in [*mounts_below(pods), *mounts_below(whole)]:
+                for mount in reversed([*mounts_below(pods), *mounts_below(whole)]):
                     subprocess.run(["umount", "--lazy", mount.point], check=True)
 
 
@@ -437,4 +446,4 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                 assert "ERROR" not in bridge.log.read_text(), bridge.said()
             finally:
                 for mount in mounts_below(pod):
-                    unbind(str(mount.point))
+                    unbind(str(mount.point), "volumes")

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from nvpool.base.units import MIB
-from nvpool.testing.command import nvpool
+from nvpool.testing.command import NVPOOL, nvpool
 from nvpool.testing.history import content
 from nvpool.testing.load import FillingLoad
 from nvpool.testing.real_pool import RealPool, end_process
@@ -85,6 +85,39 @@ def test_full_targets_refuse_and_take_again(tmp_path):
             file.write(content(0, 8192))  # overwriting has its reserve
             file.fsync()
         room_again(pool, client, held, refused)
+
+
+def test_a_drive_without_room_for_what_it_is_to_get_is_told_of_until_the_drain_is_taken_back(tmp_path):
+    """Room is reckoned with the pool's own replica count: that directories with more of them have none is seen on the way."""
+    with RealPool(tmp_path / "pool", sizes=(200 * MIB, 100 * MIB, 100 * MIB)) as pool:
+        pool.make()
+        pool.start()
+        client = pool.connect()
+        client.mkdir("/twice")
+        nvpool("dir", "set", f"{pool.path}:/twice", "--replicas", 2)
+        files = [f"/twice/{number}" for number in range(30)]
+        for number, path in enumerate(files):
+            client.write_bytes(path, content(number, PIECE))
+        assert nvpool("drive", "drain", pool.path, 3).returncode == 0, "with one replica it would have room"
+
+        def told():
+            return [one for one in pool.status()["problems"] if one.startswith("drive 2 has no room")]
+
+        problem = pool.until(told, "status names the full drive", 120)[0]
+        assert "nvpool drive add" in problem and [one["drive"] for one in pool.status()["drives"] if one["lacks_room"]] == [2]
+        with subprocess.Popen([NVPOOL, "drive", "drain", str(pool.path), "3", "--wait"], stderr=subprocess.PIPE) as waiting:
+            try:
+                said = b""
+                while b"drive 2 has no room" not in said:
+                    assert (some := os.read(waiting.stderr.fileno(), 4096)), said
+                    said += some
+            finally:
+                waiting.send_signal(signal.SIGINT)
+        assert nvpool("drive", "drain", pool.path, 3, "--cancel").returncode == 0
+        pool.until(lambda: not pool.status()["problems"], "all is well again", 120)
+        for number, path in enumerate(files):
+            assert client.read_bytes(path) == content(number, PIECE), path
+        assert pool.fsck() == []
 
 
 @contextlib.contextmanager

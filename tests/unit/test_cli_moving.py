@@ -104,6 +104,8 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     assert moving_on(seen, [2]).startswith(waits), "it has a member of the shard of which another one is to be moved"
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
+    drives[1]["lacks_room"] = True
+    assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add, about")
 
 
 @pytest.mark.parametrize(("paused", "expected"), [

@@ -56,6 +56,13 @@ def socket_path(address: str) -> Path:
     return Path(text)
 
 
+def check_label(pool: str) -> None:
+    """BadConfiguration: nodes can not be labeled with it."""
+    if not _SEGMENT.fullmatch(pool):
+        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
+                               "with a letter or digit at both ends; give another one with --csi-pool")
+
+
 class _Calls(grpc.GenericRpcHandler):
     """Calls of the specification's services to the methods that have their names."""
 
@@ -114,9 +121,7 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
     InUse              somebody answers there already
     """
     path = socket_path(address)
-    if not _SEGMENT.fullmatch(pool):
-        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
-                               "with a letter or digit at both ends; give another one with --csi-pool")
+    check_label(pool)
     services: dict[str, object] = {"Identity": Identity(node=node)}
     if controller:
         services["Controller"] = Controller(volumes, pool)
