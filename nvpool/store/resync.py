@@ -68,6 +68,8 @@ class Progress:
     bad_blocks: int = 0
     """That came as such from a source."""
     seconds_left: float = -1.0
+    waits_for: str = ""
+    """Why it does not go on, as a sentence; empty while it does."""
     lacks_room: bool = False
     """What is missing has no room here; it is tried again."""
 
@@ -102,6 +104,8 @@ class _Pass:
         """Those that could not be settled when they were looked at."""
         self.damaged: dict[_Differing, str] = {}
         """Those that the source can not read."""
+        self.waits_for = ""
+        """Why nothing more could be copied when it was last tried."""
         self.lacks_room = False
         self.used_bytes = 0
         self.seen_blocks = 0
@@ -200,6 +204,7 @@ class Resync:
                 except NvpoolError as error:
                     if copied != self.progress.chunks_copied + self.progress.chunks_compared:
                         delay_s = RETRY_S
+                    one.waits_for = f"target {source}: {error or type(error).__name__}"
                     one.lacks_room = isinstance(error, NoSpace)
                     self._tell()
                     await self._pause(delay_s)
@@ -223,7 +228,7 @@ class Resync:
             if one.differing and (one.listed or len(one.differing) >= DIFFERING_MAX):
                 async with self._turns:
                     await self._settle_some(one)
-                one.lacks_room = False
+                one.waits_for, one.lacks_room = "", False
                 continue
             if not one.listed:
                 async with self._turns:
@@ -456,6 +461,7 @@ class Resync:
             seconds = left * worked_s / copied
         self.progress = replace(self.progress, chains=len(self._joining), chains_equal=len(self.equal),
                                 chunks_left=len(waiting), bytes_left=left, seconds_left=seconds,
+                                waits_for=next((one.waits_for for one in passes if one.waits_for), ""),
                                 lacks_room=any(one.lacks_room for one in passes))
 
     def _todo_any(self) -> bool:

@@ -54,7 +54,8 @@ class Upkeep:
         found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
                  "strays_removed": self.strays.removed_chunks}
         if progress.chains:
-            found |= {f"resync_{name}": value for name, value in asdict(progress).items() if name != "lacks_room"}
+            found |= {f"resync_{name}": value for name, value in asdict(progress).items()
+                      if name not in ("waits_for", "lacks_room")}
         return {name: float(value) for name, value in found.items()}
 
     async def close(self) -> None:

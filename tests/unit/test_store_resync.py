@@ -463,7 +463,7 @@ def test_a_full_target_says_so_loses_nothing_and_goes_on_when_there_is_room():
                 await put(theirs, inode, 0, 0, some_bytes(MIB, inode))
             one.use(joins())
             await until(lambda: "full" in one.resync().progress.waits_for)
-            assert not one.resync().equal
+            assert not one.resync().equal and one.resync().progress.lacks_room
             for inode, copy in (await everything(ours)).items():
                 if copy.table == 1:
                     assert bytes(copy.content) == some_bytes(MIB, inode[0])
@@ -471,6 +471,7 @@ def test_a_full_target_says_so_loses_nothing_and_goes_on_when_there_is_room():
             await ours.remove(list(range(90, 144)))
             await one.equal()
             await same(one)
+            assert not one.resync().progress.lacks_room
 
     asyncio.run(run())
 
