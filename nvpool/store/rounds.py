@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Fenced, InvalidRequest, NvpoolError
+from nvpool.base.errors import CorruptRecord, Fenced, InvalidRequest, NvpoolError
 from nvpool.base.units import BLOCK_BYTES, MIB
 from nvpool.store.chunkstore import BadBlock, ChunkStore
 from nvpool.store.repair import Repair
@@ -194,18 +194,23 @@ class Rounds:
         await self._throttle.leave(self._clock.boottime_s() - began_s)
 
     async def _mend(self, bad: list[BadBlock]) -> int:
-        """How many are good now: from another replica; or, while that was asked, overwritten or removed with their file. Who
+        """How many are good now: from another replica; or overwritten or removed with their file since they were found. Who
         writes a block while it is mended makes the mending fail: those that are left are tried again, a few times."""
-        noted, left = {one[:3] for one in self._store.bad_blocks()}, list(bad)
+        left = list(bad)
         for again in range(_MEND_TRIES):
             if again:
                 await asyncio.sleep(_MEND_AGAIN_S * again)
             good = {one[:3] for one in await self._repair.repaired(left)}
-            good |= noted.difference(one[:3] for one in self._store.bad_blocks())
-            left = [one for one in left if one[:3] not in good]
+            left = [one for one in left if one[:3] not in good and await self._is_bad(one)]
             if not left:
                 break
         return len(bad) - len(left)
+
+    async def _is_bad(self, one: BadBlock) -> bool:
+        try:
+            return one.block in (await self._store.fetch(one.inode, one.index, one.block, 1)).bad
+        except CorruptRecord:
+            return True
 
     # -- telling -----------------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,28 @@ def test_what_is_overwritten_while_it_is_mended_is_not_told_as_bad(monkeypatch):
     run(main())
 
 
+def test_what_is_removed_before_it_can_be_mended_is_not_told_as_bad(monkeypatch):
+    async def main():
+        async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
+            handle = await a_file(pool, 2 * MIB)
+            target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
+            store, upkeep = pool.stores[target].store, pool.stores[target].upkeep
+            store.flip(handle.inode, 3, 7)
+            look = store.scrub
+
+            async def then_removed(*words):
+                step = await look(*words)
+                for one in pool.stores.values() if step.bad else ():
+                    await one.store.remove([handle.inode])
+                return step
+            monkeypatch.setattr(store, "scrub", then_removed)
+            upkeep.rounds.order("start")
+            await until(lambda: upkeep.rounds.told().last_ended_ms)
+            told = upkeep.rounds.told()
+            assert (told.last_bad, told.last_mended) == (1, 1) and not store.bad_blocks()
+    run(main())
+
+
 def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
