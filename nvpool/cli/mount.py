@@ -23,6 +23,7 @@ examples:
   nvpool mount /srv/pool /mnt/build --writeback      nobody else changes these files: small writes are gathered
   nvpool mount /srv/pool /mnt/pool --max-background 512 --congestion-threshold 400   many readers of large files
   nvpool mount /srv/pool /mnt/data --workers 4       many readers of large files, and cores to spare
+  nvpool mount /srv/pool /mnt/pool --attr-timeout-s 0 --entry-timeout-s 0   several nodes change the same names
   nvpool mount /srv/pool /mnt/pool --metrics 127.0.0.1:9478
   nvpool mount upgrade /mnt/pool                     newer software serves it from now on; who uses it sees a pause
 """)
@@ -48,6 +49,12 @@ examples:
               help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
 @click.option("--congestion-threshold", type=click.IntRange(1, 65535),
               help="From how many of those on the kernel holds back, engine kernel. [three quarters]")
+@click.option("--attr-timeout-s", type=Number(0, 3600),
+              help="How long the kernel may keep attributes; 0 here and for names: it asks each time, and shows nothing old. "
+                   "[attr_timeout_s under [client] in node.toml, else 1]")
+@click.option("--entry-timeout-s", type=Number(0, 3600),
+              help="How long the kernel may keep names. [entry_timeout_s under [client] in node.toml, else 1]")
+@click.option("--negative-timeout-s", type=Number(0, 3600), help="How long it may keep that a name is not there. [0]")
 @click.option("--holder/--no-holder", default=None,
               help="Whether the mount outlives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
                    "kernel and Linux 6.9. [where it can]")
@@ -65,7 +72,8 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
           wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
-          max_read: int | None, max_background: int | None, congestion_threshold: int | None, holder: bool | None,
+          max_read: int | None, max_background: int | None, congestion_threshold: int | None,
+          attr_timeout_s: float | None, entry_timeout_s: float | None, negative_timeout_s: float | None, holder: bool | None,
           workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, options: tuple[str, ...],
           as_json: bool) -> None:
     """Mount a pool, or the directory at PATH of it, at the empty directory MOUNTPOINT.
@@ -97,7 +105,9 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
         (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
         ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
-        ("--congestion-threshold", congestion_threshold), ("--transport", transport), ("--workers", workers),
+        ("--congestion-threshold", congestion_threshold), ("--attr-timeout-s", attr_timeout_s),
+        ("--entry-timeout-s", entry_timeout_s), ("--negative-timeout-s", negative_timeout_s),
+        ("--transport", transport), ("--workers", workers),
         ("--metrics", metrics), ("--log-level", log_level), ("--log-format", log_format))
         if value is not None)
     if metrics:

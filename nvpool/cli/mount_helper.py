@@ -60,7 +60,9 @@ def _address(value: str) -> str:
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut")
 VALUES = {"engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes,
           "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
-          "deadline-s": _between(float, 1, 86400), "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
+          "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),
+          "negative-timeout-s": _between(float, 0, 3600), "deadline-s": _between(float, 1, 86400),
+          "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
           "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
 HERE = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
 """These are for us; the others are passed on to the daemon."""

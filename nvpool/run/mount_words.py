@@ -104,6 +104,11 @@ def given(value: float | None, otherwise: float) -> float:
 
 
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
-    return configured(section)._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),
-                                        transport=arguments.transport or section.transport,
-                                        short_cut=section.short_cut and not arguments.no_short_cut, direct_reads=True)
+    options = configured(section)
+    # who has the kernel keep nothing wants nothing old from us either
+    kept_s = min(given(arguments.attr_timeout_s, section.attr_timeout_s),
+                 given(arguments.entry_timeout_s, section.entry_timeout_s))
+    return options._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),
+                            transport=arguments.transport or section.transport, direct_reads=True,
+                            short_cut=section.short_cut and not arguments.no_short_cut,
+                            attr_s=min(options.attr_s, kept_s), fresh_s=min(options.fresh_s, kept_s))

@@ -59,10 +59,10 @@ def test_what_is_no_source_is_refused(source, capsys):
 def test_options_become_words_of_a_mount():
     found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "workers=4", "deadline-s=5", "no_short_cut", "holder",
                    "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x", "metrics=127.0.0.1:9478",
-                   "log_format=json", "log-level=debug")
+                   "log_format=json", "log-level=debug", "attr_timeout_s=0")
     assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--workers=4", "--deadline-s=5.0",
                            "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel", '-ocontext="a:b,c"',
-                           "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug")
+                           "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug", "--attr-timeout-s=0.0")
     assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
 
 
@@ -75,6 +75,7 @@ def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
 @pytest.mark.parametrize("option, said", [
     ("bogus", "'bogus' is no option of nvpool; there are pool="), ("workers", "needs a value"),
     ("workers=many", "is not a value"), ("workers=65", "is not a value for it: it is a whole number from 1 to 64"),
+    ("entry-timeout-s=-1", "is not a value for it: it is seconds from 0 to 3600"),
     ("deadline-s=nan", "is not a value for it: it is seconds from 1 to 86400"), ("wait=-1", "is not a value for it"),
     ("max-background=0", "is not a value for it: it is a whole number from 1 to"),
     ("max_read=-", "is not a value"), ("pool=", "needs a value"),
@@ -102,14 +103,15 @@ def test_commas_in_quotes_stay_up_to_the_mount():
     assert not is_read_only(words) and not mount_helper._was_read_only(list(found.words))
 
 
-def test_words_about_the_log_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
+def test_words_about_the_log_and_the_kernel_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr("nvpool.cli.mounts.mount_pool", lambda pool, place, log, words, wait_s: given.extend(words) or 7)
     done = CliRunner().invoke(mount, ["127.0.0.1:9", str(tmp_path), "--log", str(tmp_path / "log"), "--log-format", "json",
-                                      "--log-level", "debug"])
+                                      "--log-level", "debug", "--attr-timeout-s", "0", "--negative-timeout-s", "2"])
     assert done.exit_code == 0, done.output
     words = parse_words([str(tmp_path), str(tmp_path), *given])
     assert (words.log_format, words.log_level) == ("json", "debug")
+    assert (words.attr_timeout_s, words.entry_timeout_s, words.negative_timeout_s) == (0.0, None, 2.0)
 
 
 def test_letters_of_mount_8():
