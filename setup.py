@@ -3,7 +3,11 @@
 from setuptools import Extension, setup
 
 setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
-                   Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], extra_compile_args=["-O2"], optional=True),
+                   Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], depends=["nvpool/base/_block_sums.h"],
+                             include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
+                   Extension("nvpool.fuse._plainreads", ["nvpool/fuse/_plainreads.pyx"],
+                             depends=["nvpool/base/_block_sums.h", "nvpool/drive/_uring.pxd"], include_dirs=["nvpool/base"],
+                             libraries=["uring"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"], depends=["nvpool/wire/_crc32c.h"],
                              include_dirs=["nvpool/wire"], optional=True),
                    Extension("nvpool.store._atonce", ["nvpool/store/_atonce.pyx"], depends=["nvpool/wire/_crc32c.h"],

@@ -6,53 +6,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint32_t
 
 
-cdef extern from *:
-    """
-    #include <stdint.h>
-    #include <string.h>
-
-    #define BLOCK 4096
-
-    #if defined(__x86_64__) && defined(__GNUC__)
-
-    static int has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
-
-    /* Three blocks side by side: each step waits three cycles for the one before it, and one can begin in each cycle. */
-    __attribute__((target("sse4.2")))
-    static void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums)
-    {
-        size_t block = 0;
-        for (; block + 3 <= count; block += 3, data += 3 * BLOCK) {
-            uint64_t a = 0xFFFFFFFFu, b = a, c = a, word;
-            for (size_t at = 0; at < BLOCK; at += 8) {
-                memcpy(&word, data + at, 8);
-                a = __builtin_ia32_crc32di(a, word);
-                memcpy(&word, data + BLOCK + at, 8);
-                b = __builtin_ia32_crc32di(b, word);
-                memcpy(&word, data + 2 * BLOCK + at, 8);
-                c = __builtin_ia32_crc32di(c, word);
-            }
-            sums[block] = ~(uint32_t)a;
-            sums[block + 1] = ~(uint32_t)b;
-            sums[block + 2] = ~(uint32_t)c;
-        }
-        for (; block < count; block++, data += BLOCK) {
-            uint64_t a = 0xFFFFFFFFu, word;
-            for (size_t at = 0; at < BLOCK; at += 8) {
-                memcpy(&word, data + at, 8);
-                a = __builtin_ia32_crc32di(a, word);
-            }
-            sums[block] = ~(uint32_t)a;
-        }
-    }
-
-    #else
-
-    static int has_instruction(void) { return 0; }
-    static void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) { (void)data; (void)count; (void)sums; }
-
-    #endif
-    """
+cdef extern from "_block_sums.h":
     int has_instruction()
     void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums)
     const size_t BLOCK

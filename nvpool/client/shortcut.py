@@ -96,7 +96,7 @@ class ShortCut:
     def __init__(self, dialer, options: ClientOptions, clock: Clock, *, epoch: Callable[[], int], find_lane: Callable):
         self._dialer = dialer
         self._find_lane = find_lane
-        self._clock = clock
+        self.clock = clock
         self._now_s = clock.boottime_s
         self._epoch = epoch
         self._bytes_max = options.locations_bytes
@@ -115,14 +115,16 @@ class ShortCut:
         self._reader: WaitingReader | None = None
         self._number = 0
         self._cold_reads = 0  # in a row
-        self._cold: dict[int, tuple[float, Callable[[memoryview | None], None]]] = {}  # by number, in order: begun, on_done
+        self.waiting: dict[object, tuple[float, Callable[[memoryview | None], None]]] = {}
+        """Reads that the drive is asked for, the oldest first: when each began, and what is called with None when that is too
+        long ago and its store has to be asked."""
         self.counters = {"hits": 0, "cold": 0, "located": 0, "late": 0, "mismatches": 0}
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     def read_now(self, located: Located, offset: int, length: int) -> memoryview | None:
         """The whole blocks [offset, offset + length) of the chunk, when the kernel has them in memory; the caller's to keep."""
-        if self._cold_reads >= COLD and self._cold:
+        if self._cold_reads >= COLD and self.waiting:
             self._cold_reads += 1
             if self._cold_reads % PROBE:
                 return None
@@ -134,7 +136,7 @@ class ShortCut:
         if found == COLD_BLOCKS:
             self._cold_reads += 1
         else:
-            self._note(located, found)
+            self.note(located, found)
         return None
 
     def look(self, located: Located, offset: int, length: int) -> memoryview | int:
@@ -174,7 +176,7 @@ class ShortCut:
         """Whether what was just read is what the blocks from `first` on hold now."""
         wrong = self._judge(located, first, into)
         if wrong:
-            self._note(located, wrong)
+            self.note(located, wrong)
         else:
             self.hit(located, len(into))
         return not wrong
@@ -189,7 +191,8 @@ class ShortCut:
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
         return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
 
-    def _note(self, located: Located, wrong: int) -> None:
+    def note(self, located: Located, wrong: int) -> None:
+        """Act upon what a look, or a judgement, has found."""
         if wrong == LATE:
             self._late(located)
         elif wrong == WRONG:
@@ -270,14 +273,14 @@ class ShortCut:
             self._reader = reader_for(source.fd)
         self.counters["cold"] += 1
         self._number = number = self._number + 1
-        self._cold[number] = self._now_s(), on_done
+        self.waiting[number] = self._now_s(), on_done
         direct = source.reads_direct(runs, length)
         self._reader.begin(source.direct_fd if direct else source.fd, [run[0] for run in runs], [run[1] for run in runs],
                            positions, into, partial(self._came, located, first, into, number, direct))
         return True
 
     def _came(self, located: Located, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
-        _, on_done = self._cold.pop(number, (0.0, None))
+        _, on_done = self.waiting.pop(number, (0.0, None))
         if direct and any(outcome):
             located.source.takes_direct = False  # it may only be that this drive wants larger blocks
         if on_done is None:  # it took too long, and the store was asked
@@ -491,7 +494,7 @@ class ShortCut:
         self._order = deque(one for one in self._order if one[1].source is not source)
         # Reads of it may be under way: its descriptor goes when they must have ended.
         self._left.append(source)
-        if len(self._left) > LEFT_MAX and not self._cold:
+        if len(self._left) > LEFT_MAX and not self.waiting:
             self._left.pop(0).close()
 
     # -- background ----------------------------------------------------------------------------------------------------------
@@ -517,11 +520,11 @@ class ShortCut:
             if (file.inode, located.index) not in self._asked:
                 self._want(file, located.index, lane, located.version)
             self._note_reads(located)
-        while self._cold:
-            number, (begun_s, on_done) = next(iter(self._cold.items()))
+        while self.waiting:
+            number, (begun_s, on_done) = next(iter(self.waiting.items()))
             if begun_s > now_s - SLOW_S:
                 break
-            del self._cold[number]
+            del self.waiting[number]
             on_done(None)
         if self._distrusted:
             self._distrusted = {name: until for name, until in self._distrusted.items() if until > now_s}

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and reading.py, which use it and no one else."""
 
-from libc.errno cimport EAGAIN, errno
+from libc.errno cimport EAGAIN
 from libc.stdint cimport uint64_t, int64_t
 from libc.stdlib cimport free, malloc
 from posix.types cimport off_t
@@ -16,19 +16,10 @@ cdef extern from "sys/uio.h" nogil:
     ssize_t preadv2(int fd, const iovec *iov, int count, off_t offset, int flags)
     int RWF_NOWAIT
 
-cdef extern from "sys/eventfd.h" nogil:
-    int eventfd(unsigned int initval, int flags)
-    int EFD_CLOEXEC
-    int EFD_NONBLOCK
-
 cdef extern from "unistd.h" nogil:
     long syscall(long number, ...)
-    int close(int fd)
-    ssize_t read(int fd, void *buffer, size_t count)
 
 cdef extern from "liburing.h" nogil:
-    cdef struct io_uring:
-        pass
     cdef struct io_uring_sqe:
         uint64_t user_data
     cdef struct io_uring_cqe:
@@ -42,28 +33,20 @@ cdef extern from "liburing.h" nogil:
     int io_uring_wait_cqe(io_uring *ring, io_uring_cqe **cqe)
     int io_uring_peek_cqe(io_uring *ring, io_uring_cqe **cqe)
     void io_uring_cqe_seen(io_uring *ring, io_uring_cqe *cqe)
-    int io_uring_register_eventfd(io_uring *ring, int fd)
 
 
 cdef class Ring:
-    """Holds at most `entries` reads; the caller counts them and keeps their buffers until they are reaped."""
-    cdef io_uring ring
-    cdef bint is_open
-    cdef readonly int eventfd
+    """Holds at most `entries` reads; the caller counts them and keeps their buffers until they are reaped. `fileno` can be read
+    from (poll) when some have ended."""
 
     def __cinit__(self, unsigned entries):
         self.is_open = False
-        self.eventfd = -1
+        self.fileno = -1
         cdef int code = io_uring_queue_init(entries, &self.ring, 0)
         if code < 0:
             raise OSError(-code, os.strerror(-code))
         self.is_open = True
-        self.eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if self.eventfd < 0:
-            raise OSError(errno, os.strerror(errno))
-        code = io_uring_register_eventfd(&self.ring, self.eventfd)
-        if code < 0:
-            raise OSError(-code, os.strerror(-code))
+        self.fileno = self.ring.ring_fd
 
     def __dealloc__(self):
         self.close()
@@ -71,10 +54,8 @@ cdef class Ring:
     def close(self):
         if self.is_open:
             self.is_open = False
+            self.fileno = -1
             io_uring_queue_exit(&self.ring)
-        if self.eventfd >= 0:
-            close(self.eventfd)
-            self.eventfd = -1
 
     def probe(self, int fd):
         """Read 4 KiB at 0 and wait for it. OSError where a part of that is not allowed."""
@@ -97,44 +78,55 @@ cdef class Ring:
                 raise OSError(-code, os.strerror(-code))
             code = cqe.res
             io_uring_cqe_seen(&self.ring, cqe)
-            self._drain()
             if code < 0:
                 raise OSError(-code, os.strerror(-code))
         finally:
             free(raw)
 
-    cdef void _drain(self):
-        cdef uint64_t count
-        read(self.eventfd, &count, 8)
-
-    def prepare_read(self, int fd, uint64_t offset, unsigned length, unsigned char[::1] into, size_t position, uint64_t token):
-        cdef io_uring_sqe *sqe
-        if position + length > <size_t>into.shape[0]:
-            raise ValueError("the read ends behind its buffer")
-        sqe = io_uring_get_sqe(&self.ring)
+    cdef int put(self, int fd, void *into, unsigned length, uint64_t offset, uint64_t token) except -1:
+        """A read to be told of by `send`. The ring has room for it."""
+        cdef io_uring_sqe *sqe = io_uring_get_sqe(&self.ring)
         if sqe == NULL:
             io_uring_submit(&self.ring)
             sqe = io_uring_get_sqe(&self.ring)
             if sqe == NULL:
                 raise OSError(EAGAIN, "the ring is full")
-        io_uring_prep_read(sqe, fd, &into[position], length, offset)
+        io_uring_prep_read(sqe, fd, into, length, offset)
         sqe.user_data = token
+        return 0
 
-    def submit(self):
+    cdef int send(self) except -1:
         cdef int code
         with nogil:
             code = io_uring_submit(&self.ring)
         if code < 0:
             raise OSError(-code, os.strerror(-code))
+        return 0
+
+    cdef bint take(self, uint64_t *token, int *result):
+        """Whether a read had ended: which one, and with what."""
+        cdef io_uring_cqe *cqe = NULL
+        if io_uring_peek_cqe(&self.ring, &cqe):
+            return False
+        token[0], result[0] = cqe.user_data, cqe.res
+        io_uring_cqe_seen(&self.ring, cqe)
+        return True
+
+    def prepare_read(self, int fd, uint64_t offset, unsigned length, unsigned char[::1] into, size_t position, uint64_t token):
+        if position + length > <size_t>into.shape[0]:
+            raise ValueError("the read ends behind its buffer")
+        self.put(fd, &into[position], length, offset, token)
+
+    def submit(self):
+        self.send()
 
     def reap(self):
         """(token, result) of all that is done: bytes read, or a negative errno."""
-        cdef io_uring_cqe *cqe = NULL
+        cdef uint64_t token
+        cdef int result
         cdef list found = []
-        self._drain()
-        while io_uring_peek_cqe(&self.ring, &cqe) == 0:
-            found.append((cqe.user_data, cqe.res))
-            io_uring_cqe_seen(&self.ring, cqe)
+        while self.take(&token, &result):
+            found.append((token, result))
         return found
 
 

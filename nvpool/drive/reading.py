@@ -2,9 +2,9 @@
 that it was passed to.
 
 What the kernel has in memory is read at once (preadv with RWF_NOWAIT, Linux 4.14); what it has not, waits: through io_uring
-where the compiled module and the kernel allow it (one submission a batch, completion by eventfd), else through a few threads
-that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_direct`). Knows
-no chunks and checks no checksums. Used from one event loop.
+where the compiled module and the kernel allow it (one submission a batch, one wake-up for what has ended), else through a few
+threads that get a share of the batch each. Who keeps what he reads by himself may read past the kernel's cache (`open_direct`).
+Knows no chunks and checks no checksums. Used from one event loop.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class UringReader(WaitingReader):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            loop.add_reader(self._ring.eventfd, self._completed)
+            loop.add_reader(self._ring.fileno, self._completed)
         batch = _Batch(len(offsets), on_done, into)
         waiting = self._outside
         for at, offset in enumerate(offsets):
@@ -126,6 +126,6 @@ class UringReader(WaitingReader):
             await asyncio.sleep(0.001)
             self._completed()
         if self._loop is not None:
-            self._loop.remove_reader(self._ring.eventfd)
+            self._loop.remove_reader(self._ring.fileno)
         self._ring.close()
         self._ring = None

@@ -34,10 +34,11 @@ from nvpool.base.metrics_page import Page
 from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
 from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_requests import FIRST, KernelRequests
+from nvpool.fuse.kernel_requests import FIRST
 from nvpool.fuse.mount import OUR_TYPE, Mount, mount_at, unmount
 from nvpool.fuse.ops import FuseOps
 from nvpool.fuse.passing import Passing
+from nvpool.fuse.plainreads import BURST_MAX, PlainReading
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     MAJOR,
@@ -54,9 +55,6 @@ from nvpool.fuse.protocol.requests import Malformed
 from nvpool.fuse.step import Step
 
 log = logging.getLogger(__name__)
-
-BURST_MAX = 64
-"""Requests taken before everything else on the loop gets its turn."""
 
 IN_WORK_MAX = 1024
 """Requests in work at once; what comes above it waits in the kernel. Those that nobody waits for are fewer: max_background."""
@@ -114,7 +112,7 @@ def is_dying(pid: int) -> bool:
     return False
 
 
-class KernelEngine(KernelRequests):
+class KernelEngine(PlainReading):
     """See engine.Engine and the module."""
 
     name = "kernel"
@@ -188,6 +186,7 @@ class KernelEngine(KernelRequests):
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         self._poll = poll.poll
+        self._begin_plain_reads()
         if not self._stopped:
             if self._asked_again:
                 self._ask_again()
@@ -198,6 +197,7 @@ class KernelEngine(KernelRequests):
                 self._stop_reading()
                 for step, _, _, _ in list(self._work.values()) if not self._leaving else ():
                     step.cancel()
+                await self._end_plain_reads()
         if self._failed is not None:
             raise self._failed
 
@@ -314,6 +314,7 @@ class KernelEngine(KernelRequests):
             if run:
                 self._end_run(opcode, run)
             self._ops.burst_over()
+            self._submit_plain_reads()
             self._taking = False
 
     def _begin_run(self) -> None:
@@ -392,14 +393,18 @@ class KernelEngine(KernelRequests):
         self._from.pop(unique, None)
         if self._held:
             self._ops.answered(unique & FIRST)
+        self._some_ended()
+
+    def _some_ended(self) -> None:
+        """Less is in work than was."""
         if self._stopped:
             self._end()
         elif self._leaving:
-            if len(work) <= self._lock_waits and not self._ended.done():
+            if len(self._work) <= self._lock_waits and not self._ended.done():
                 self._ended.set_result(None)
         elif not self._reading:
             self._read_on()
-        elif len(work) == self._lock_waits and not self._looking:
+        elif len(self._work) == self._lock_waits and not self._looking:
             self._looking = True
             self._loop.call_soon(self._look)  # not from here: somebody else's answers may still be being told
 
@@ -465,7 +470,7 @@ class KernelEngine(KernelRequests):
 
     def measure(self, page: Page) -> None:
         self.spent.measure(page)
-        page.set(metrics.FUSE_READ_BYTES, self.read_bytes)
+        page.set(metrics.FUSE_READ_BYTES, self.read_bytes + self._plain_bytes)
         page.set(metrics.FUSE_WRITTEN_BYTES, self.written_bytes)
         page.set(metrics.FUSE_IN_WORK, len(self._work))
 

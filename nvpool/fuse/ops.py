@@ -318,6 +318,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
         `read` is to be asked. `read_now` was tried before."""
         return self._vfs.begin_read(self._files[handle], offset, size)
 
+    @property
+    def short_cut(self):
+        """The client's short cut to the drives of its host; None: what is below answers from memory."""
+        return getattr(self._vfs, "short_cut", None)
+
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file. After `read_now`."""
         return self._vfs.read(self._files[handle], offset, size)

@@ -96,6 +96,9 @@ class ReaderEngine(KernelEngine):
 
     # -- what is read here ---------------------------------------------------------------------------------------------
 
+    def _begin_plain_reads(self) -> None:
+        """None: what may be read is looked at first, by what the serving process says."""
+
     def _on_read(self, count: int) -> None:
         fields = requests.decode_read(self._buffer, count)
         if not self._ops.may_read(fields[9], fields[10] + fields[11]):

@@ -175,9 +175,9 @@ async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_b
     short = host.short
     assert await host.at_once(handle, 0, 4096) == content[:4096]
     short._cold_reads = shortcut.COLD
-    short._cold[0] = float("inf"), lambda found: None  # somebody waits for the drive
+    short.waiting[0] = float("inf"), lambda found: None  # somebody waits for the drive
     found = [host.vfs.read_now(handle, 0, 4096) for _ in range(shortcut.PROBE)]
-    del short._cold[0]
+    del short.waiting[0]
     assert found.count(None) == shortcut.PROBE - shortcut.COLD - 1, "then one looked, and found it: so did all behind it"
     places = random.Random(5).sample(range(4096, 2 * MIB - 4096, 8192), 40)
     ended = asyncio.Event()

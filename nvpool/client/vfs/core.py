@@ -22,6 +22,7 @@ from nvpool.client.poolview import PoolView
 from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
 from nvpool.client.rooms import Rooms
+from nvpool.client.shortcut import ShortCut
 from nvpool.client.vfs.contract import Caller
 from nvpool.client.writer import Writer
 from nvpool.wire.codec import pack_inodes
@@ -73,6 +74,10 @@ class Core:
     def _shard_restarted(self, shard: int) -> None:
         self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)
+
+    @property
+    def short_cut(self) -> ShortCut:
+        return self.chunks.short
 
     def hold_reads(self) -> None:
         """Reads that begin before `send_reads`, in the same turn of the loop, travel together: one message per target."""

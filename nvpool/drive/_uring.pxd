@@ -1,0 +1,18 @@
+# cython: language_level=3
+"""What other compiled modules call of the ring. See _uring.pyx."""
+
+from libc.stdint cimport uint64_t
+
+cdef extern from "liburing.h" nogil:
+    cdef struct io_uring:
+        int ring_fd
+
+
+cdef class Ring:
+    cdef io_uring ring
+    cdef bint is_open
+    cdef readonly int fileno
+
+    cdef int put(self, int fd, void *into, unsigned length, uint64_t offset, uint64_t token) except -1
+    cdef int send(self) except -1
+    cdef bint take(self, uint64_t *token, int *result)

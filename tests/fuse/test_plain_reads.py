@@ -1,0 +1,316 @@
+"""Reads that a mount answers in one compiled step: the bytes and the errors of the ordinary way, whatever happens meanwhile."""
+
+import asyncio
+import errno
+import os
+import random
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from test_kernel_engine import Kernel
+
+from nvpool.base.units import KIB, MIB
+from nvpool.client import shortcut
+from nvpool.drive.reading import cached_pages
+from nvpool.fuse import plainreads
+from nvpool.fuse.protocol import requests
+from nvpool.fuse.protocol.numbers import Op
+from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, some
+
+TWINS = ("ordinary",) if plainreads._plainreads is None else ("ordinary", "compiled")
+compiled_only = pytest.mark.skipif(plainreads._plainreads is None, reason="_plainreads is not compiled here")
+CONTENT = some(5 * MIB + 1234)
+
+
+class Mounted(Kernel):
+    """A pool with real stores below the engine, and the test in the place of the kernel."""
+
+    def __init__(self, host):
+        super().__init__(host.vfs)
+        self.host, self.vfs, self.short = host, host.vfs, host.short
+
+    async def hear(self):
+        while not (heard := await super().hear())[0]:
+            pass  # a notice
+        return heard
+
+    async def open(self):
+        """The number of a handle of a file that another client wrote, with CONTENT; all of its chunks are located."""
+        writer = await self.host.writer()
+        theirs = await self.host.file(CONTENT, writer)
+        await writer.fsync(theirs, False)
+        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
+        await writer.release(theirs)
+        number = int.from_bytes(opened[:8], "little")
+        await self.host.located(self.handle(number), 6)
+        await self.read(number, len(CONTENT) - 1, 1)  # its pages are looked after from now on
+        return number
+
+    def handle(self, number):
+        return self.engine._ops._files[number]
+
+    async def read(self, number, offset, size):
+        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
+
+    def say_read(self, number, offset, size, **more):
+        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
+
+    @property
+    def plain(self):
+        return self.engine._plain
+
+    def forget_pages(self):
+        for service in self.host.pool.stores.values():
+            evict(service.store.path)
+
+    def pages(self):
+        return sum(cached_pages(source.fd, 0, 1 << 40) for source in self.short._sources.values())
+
+
+@asynccontextmanager
+async def mounted(way="compiled"):
+    async with Host() as host, Mounted(host) as kernel:
+        await kernel.init()
+        if way == "ordinary":
+            await kernel.engine._end_plain_reads()
+        yield kernel
+
+
+def on_a_mount(test):
+    def run(way):
+        async def all_of_it():
+            async with mounted(way) as kernel:
+                await test(kernel)
+
+        before = set(os.listdir("/proc/self/fd"))
+        asyncio.run(asyncio.wait_for(all_of_it(), 300))
+        assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
+    run.__name__ = test.__name__
+    return run
+
+
+def by_both_ways(test):
+    return pytest.mark.parametrize("way", TWINS)(on_a_mount(test))
+
+
+def in_one_step(test):
+    run = on_a_mount(test)
+
+    def alone():
+        run("compiled")
+    alone.__name__ = test.__name__
+    return compiled_only(alone)
+
+
+def places(count, seed):
+    chance = random.Random(seed)
+    for _ in range(count):
+        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
+        offset = chance.randrange(len(CONTENT))
+        yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+
+
+@by_both_ways
+async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+    number = await kernel.open()
+    for offset, length in [*places(400, 1), (MIB - 1, 2), (MIB - BLOCK, BLOCK), (MIB - BLOCK, 2 * BLOCK), (len(CONTENT), 10),
+                           (len(CONTENT) - 1, 1), (len(CONTENT) - 5, 100), (5 * MIB, 4 * KIB)]:
+        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+    if kernel.plain is not None:
+        assert kernel.plain.read_bytes > 5 * MIB
+
+
+@by_both_ways
+async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+    number = await kernel.open()
+    for seed in range(6):
+        if seed % 2 == 0:
+            kernel.forget_pages()
+        asked = {}
+        for offset, length in places(60, seed):
+            asked[kernel.say_read(number, offset, length)] = offset, length
+        while asked:
+            unique, error, answer = await kernel.hear()
+            offset, length = asked.pop(unique)
+            assert not error and answer == CONTENT[offset:offset + length]
+    assert not kernel.engine._work and not kernel.short.waiting
+    assert kernel.plain is None or not kernel.plain.waiting
+
+
+@by_both_ways
+async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+    content = bytearray(CONTENT)
+    number = await kernel.open()
+    other = await kernel.host.writer()
+    inode = kernel.handle(number).inode
+    theirs = await other.open(inode, os.O_RDWR, ME)
+    handle = None
+    chance = random.Random(3)
+    for turn in range(60):
+        offset, new = chance.randrange(4 * MIB), chance.randbytes(chance.choice([10, BLOCK, 9000]))
+        if turn >= 30 and turn % 2:
+            handle = handle or await kernel.vfs.open(inode, os.O_RDWR, ME)
+            await kernel.vfs.write(handle, offset, new)
+            if turn % 3:
+                await kernel.vfs.flush(handle)
+        else:
+            if handle is not None:
+                await kernel.vfs.flush(handle)
+            await other.write(theirs, offset, new)
+            await other.flush(theirs)
+        content[offset:offset + len(new)] = new
+        for _ in range(3):
+            at = max(0, offset + chance.randrange(-5000, 5000))
+            assert await kernel.read(number, at, 4000) == content[at:at + 4000]
+    for vfs, opened in ((kernel.vfs, handle), (other, theirs)):
+        await vfs.release(opened)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("way", TWINS)
+def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
+    @on_a_mount
+    async def flipped(kernel):
+        number = await kernel.open()
+        store, place = kernel.host.place_of(kernel.handle(number), 5)
+        fd = os.open(store.path, os.O_RDWR)
+        os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
+        os.close(fd)
+        if cold:
+            kernel.forget_pages()
+        for _ in range(3):
+            with pytest.raises(OSError) as refused:
+                await kernel.read(number, 5 * BLOCK, BLOCK)
+            assert refused.value.errno == errno.EIO
+        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK:8 * BLOCK]
+        assert kernel.short.counters["mismatches"] >= 1
+
+    flipped(way)
+
+
+@by_both_ways
+async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+    number = await kernel.open()
+    unique = kernel.say_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.hear()
+    assert heard == unique and error
+    whole = requests.encode(requests.Request(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
+                                             (), b""))
+    for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
+        kernel.ours.send(broken)
+        heard, error, _ = await kernel.hear()
+        assert error == -errno.EINVAL and heard == 777
+    chance = random.Random(4)
+    for _ in range(300):
+        at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
+        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1:])
+        heard, error, answer = await kernel.hear()
+        assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
+    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK:4 * BLOCK]
+
+
+@in_one_step
+async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_place(kernel):
+    number = await kernel.open()
+    if not all(source.takes_direct for source in kernel.short._sources.values()):
+        for source in kernel.short._sources.values():  # a test's client does not ask for it
+            source.direct_fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_DIRECT)
+            source.takes_direct = True
+            os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_RANDOM)
+    kernel.forget_pages()
+    await kernel.read(number, 9 * BLOCK, BLOCK)  # a look at it by reading brings it in: it could be there
+    kernel.forget_pages()
+    blocks = random.Random(5).sample(range(20, 1000), 200)
+    for block in blocks:
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+    assert kernel.pages() < 20
+    for block in blocks:
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+    assert kernel.pages() >= 190, "what is read again comes into it"
+    cold = kernel.short.counters["cold"]
+    for block in blocks:
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+    assert kernel.short.counters["cold"] < cold + 20
+
+
+async def begun(kernel, number, offset, pid=0):
+    """A read that waits for the drive, and has not been told of."""
+    kernel.forget_pages()
+    unique = kernel.say_read(number, offset, BLOCK, pid=pid)
+    kernel.engine._take()
+    assert unique in kernel.engine._work and kernel.plain.waiting == 1
+    return unique
+
+
+@in_one_step
+async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
+    number = await kernel.open()
+    unique = await begun(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
+    kernel.say(Op.INTERRUPT, (unique,))
+    kernel.engine._take()
+    heard, error, _ = await kernel.hear()
+    assert (heard, error) == (unique, -errno.EINTR) and unique not in kernel.engine._work and not kernel.short.waiting
+    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK:7 * BLOCK]
+    async with asyncio.timeout(60):
+        while kernel.plain.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@in_one_step
+async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
+    number = await kernel.open()
+    unique = await begun(kernel, number, 8 * BLOCK)
+    real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
+    kernel.short._now_s = lambda: real() + shortcut.SLOW_S + 0.1
+    kernel.short.run_once()
+    kernel.short._now_s = real
+    assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK:9 * BLOCK])
+    assert kernel.vfs.chunks.counters["messages"] > sent and not kernel.short.waiting
+    await kernel.silent()
+
+
+@in_one_step
+async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
+    number = await kernel.open()
+    source = next(iter(kernel.short._sources.values()))
+    kernel.forget_pages()
+    await kernel.read(number, 30 * BLOCK, BLOCK)
+    directory = os.open("/", os.O_RDONLY)
+    kept = os.dup(source.fd)
+    for other in kernel.short._sources.values():
+        os.dup2(directory, other.fd)
+        other.takes_direct = False
+    for block in (8, 300, 600):
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+    os.close(directory)
+    os.close(kept)
+
+
+@in_one_step
+async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+    number = await kernel.open()
+    kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * KIB)
+    for _ in range(2):  # from memory, and from the drive
+        unique = kernel.say_read(number, 200 * BLOCK, 128 * KIB)
+        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        kernel.forget_pages()
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+
+
+@compiled_only
+def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
+    async def work():
+        async with Host() as host:
+            kernel = Mounted(host)
+            async with kernel:
+                await kernel.init()
+                number = await kernel.open()
+                for block in range(0, 1000, 50):
+                    kernel.forget_pages()
+                    kernel.say_read(number, block * BLOCK, BLOCK)
+                kernel.engine._take()
+                plain = kernel.plain
+                assert plain.waiting
+            assert not plain.waiting and plain.fileno == -1
+    asyncio.run(asyncio.wait_for(work(), 120))
