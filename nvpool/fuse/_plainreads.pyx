@@ -338,17 +338,19 @@ cdef class Reads:
                 return
             self.prepared = 0
 
-    def reap(self, Py_ssize_t most):
-        """Answer what has come from the drive, `most` reads of it. How many those were."""
+    def reap(self, Py_ssize_t most, uint64_t most_bytes):
+        """Answer what has come from the drive, until those are so many reads, or bytes. How many reads they were."""
         cdef uint64_t token
         cdef int result
         cdef Py_ssize_t count = 0
+        cdef uint64_t total = 0
         cdef Waiting one
-        while count < most and self.ring.take(&token, &result):
+        while count < most and total < most_bytes and self.ring.take(&token, &result):
             one = <Waiting><void *>token
             Py_DECREF(one)
             self.inside -= 1
             count += 1
+            total += one.span
             self.ended(one, result)
         return count
 

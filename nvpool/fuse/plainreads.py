@@ -37,7 +37,10 @@ BURST_MAX = 64
 
 REAP_MAX = 4
 """Reads that came from the drive which are answered before what was asked for meanwhile is taken. All at once, and drive and
-mount took turns: 16 readers of 4 KiB, cold, 26,000 reads a second instead of 40,000 and more."""
+mount took turns: 16 readers of 4 KiB, cold, 26,000 reads a second instead of 40,000 and more; with those of 128 KiB by fours
+870 MiB/s, by twos 970."""
+REAP_BYTES = 192 << 10
+"""No further read than the one that reaches it."""
 
 DRIVE_WAIT_S = 3.0
 """So long a mount that ends waits for reads that its drive does not answer."""
@@ -84,7 +87,7 @@ class PlainReading(KernelRequests):
         """Answer what has come from the drive, and take what was asked for meanwhile: with several readers that is much. A few
         at a time: so the drive has the next ones of the first while the last are answered."""
         for _ in range(BURST_MAX // REAP_MAX):
-            if not self._plain.reap(REAP_MAX):
+            if not self._plain.reap(REAP_MAX, REAP_BYTES):
                 break
             self._some_ended()
             if self._work and self._reading and not self._taking:
@@ -97,7 +100,7 @@ class PlainReading(KernelRequests):
         self._loop.remove_reader(plain.fileno)
         until_s = stopwatch_s() + DRIVE_WAIT_S
         while plain.waiting and not self._leaving and stopwatch_s() < until_s:
-            plain.reap(BURST_MAX)  # the kernel writes into their memory
+            plain.reap(BURST_MAX, REAP_BYTES)  # the kernel writes into their memory
             await asyncio.sleep(0.001)
         self.read_bytes += plain.read_bytes
         self._plain = None
