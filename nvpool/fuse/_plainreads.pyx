@@ -351,7 +351,12 @@ cdef class Reads:
             self.inside -= 1
             count += 1
             total += one.span
-            self.ended(one, result)
+            try:
+                self.ended(one, result)
+            except Exception as error:  # a bug: who waits is told, and the others are answered
+                entry = self.engine._work.get(one.unique)
+                if entry is not None and entry[0] is one:
+                    self.engine.read_ended(one.unique, error)
         return count
 
     cdef int ended(self, Waiting one, int result) except -1:
@@ -361,8 +366,7 @@ cdef class Reads:
         cdef uint64_t micros
         cdef int slot = 0
         if one.told:
-            self.give_back(one)
-            return 0
+            return 0  # and it is not used again: the engine's table may still name it
         one.told = True
         self.short_cut.waiting.pop(one, None)
         if result == <int>one.span:
