@@ -90,7 +90,6 @@ def is_of_use():
 cdef class Waiting:
     """A read that is in the ring. Its memory is not used again before the drive has answered, whoever has gone by then."""
     cdef Reads reads
-    cdef Waiting next
     cdef void *memory
     cdef size_t capacity
     cdef object located, source
@@ -130,8 +129,7 @@ cdef class Reads:
     cdef bint _is_system, _is_cold
     cdef Ring ring
     cdef Py_ssize_t inside, prepared
-    cdef Waiting spare_small, spare_large
-    cdef int spare_smalls, spare_larges
+    cdef list small_spares, large_spares
     cdef uint32_t[1 << SEEN_BITS] seen
 
     def __init__(self, engine, ops, short_cut):
@@ -141,6 +139,7 @@ cdef class Reads:
         self._clock = short_cut.clock
         self._is_system = type(short_cut.clock) is SystemClock
         self.ring = Ring(RING_ENTRIES)
+        self.small_spares, self.large_spares = [], []
 
     @property
     def fileno(self):
@@ -360,11 +359,8 @@ cdef class Reads:
         return count
 
     cdef int ended(self, Waiting one, int result) except -1:
-        cdef int wrong = 0
-        cdef object engine = self.engine, spent, times, counts
-        cdef double took_s
-        cdef uint64_t micros
-        cdef int slot = 0
+        cdef int wrong = -1
+        cdef object engine = self.engine
         if one.told:
             return 0  # and it is not used again: the engine's table may still name it
         one.told = True
@@ -373,71 +369,43 @@ cdef class Reads:
             wrong = self.judge(one)
             if wrong:
                 self.short_cut.note(one.located, wrong)
-        else:
-            wrong = -1
-            if one.direct:
-                one.source.takes_direct = False  # it may only be that this drive wants larger blocks
+        elif one.direct:
+            one.source.takes_direct = False  # it may only be that this drive wants larger blocks
         if wrong:
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
-        else:
-            del engine._work[one.unique]
-            if engine._interrupted:
-                engine._interrupted.pop(one.unique, None)
-            took_s = stopwatch_s() - one.since_s
-            self.hit(one)
-            self.tell(one)
-            times = engine.spent.times[opcode_of_reads]
-            if times is None:
-                engine.spent.add(opcode_of_reads, took_s)
-            else:  # as Spent.add
-                micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-                while micros:
-                    micros >>= 1
-                    slot += 1
-                counts = times.counts
-                counts[slot] += 1
-                times.sum_s += took_s
+            return 0  # here too the table names it, until that begins
+        self.hit(one)
+        self.tell(one)
+        del engine._work[one.unique]
+        if engine._interrupted:
+            engine._interrupted.pop(one.unique, None)
+        engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
         self.give_back(one)
         return 0
 
     cdef Waiting spare(self, uint32_t span):
+        cdef list spares = self.small_spares if span <= PAGE else self.large_spares
         cdef Waiting one
-        cdef size_t capacity
-        if span <= PAGE:
-            one = self.spare_small
-            if one is not None:
-                self.spare_small, one.next = one.next, None
-                self.spare_smalls -= 1
-                return one
-            capacity = PAGE
-        else:
-            one = self.spare_large
-            if one is not None:
-                self.spare_large, one.next = one.next, None
-                self.spare_larges -= 1
-                return one
-            capacity = LARGE_BYTES
+        if spares:
+            return <Waiting>spares.pop()
         one = Waiting.__new__(Waiting)
-        if posix_memalign(&one.memory, PAGE, capacity):
+        one.capacity = PAGE if span <= PAGE else LARGE_BYTES
+        if posix_memalign(&one.memory, PAGE, one.capacity):
             one.memory = NULL
             raise MemoryError
-        one.capacity = capacity
         one.reads = self
         return one
 
     cdef int give_back(self, Waiting one) except -1:
+        cdef list spares = self.small_spares if one.capacity == PAGE else self.large_spares
         one.located = one.source = None
-        if one.capacity == PAGE:
-            if self.spare_smalls < SPARES_MAX:
-                one.next, self.spare_small = self.spare_small, one
-                self.spare_smalls += 1
-        elif self.spare_larges < SPARES_MAX:
-            one.next, self.spare_large = self.spare_large, one
-            self.spare_larges += 1
+        if len(spares) < SPARES_MAX:
+            spares.append(one)
         return 0
 
     def close(self):
         """When nothing waits any more; or when the process is about to end, and the kernel with it what does."""
-        self.spare_small = self.spare_large = None
+        self.small_spares.clear()
+        self.large_spares.clear()
         if not self.inside:
             self.ring.close()

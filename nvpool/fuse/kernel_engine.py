@@ -186,8 +186,8 @@ class KernelEngine(PlainReading):
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         self._poll = poll.poll
-        self._begin_plain_reads()
         if not self._stopped:
+            self._begin_plain_reads()
             if self._asked_again:
                 self._ask_again()
             self._read_on()

@@ -16,7 +16,7 @@ from nvpool.drive.reading import cached_pages
 from nvpool.fuse import plainreads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.numbers import Op
-from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, some
+from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole, some
 
 TWINS = ("ordinary",) if plainreads._plainreads is None else ("ordinary", "compiled")
 compiled_only = pytest.mark.skipif(plainreads._plainreads is None, reason="_plainreads is not compiled here")
@@ -83,9 +83,7 @@ def on_a_mount(test):
             async with mounted(way) as kernel:
                 await test(kernel)
 
-        before = set(os.listdir("/proc/self/fd"))
-        asyncio.run(asyncio.wait_for(all_of_it(), 300))
-        assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
+        run_whole(all_of_it(), 300)
     run.__name__ = test.__name__
     return run
 
@@ -273,18 +271,15 @@ async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
 @in_one_step
 async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
     number = await kernel.open()
-    source = next(iter(kernel.short._sources.values()))
     kernel.forget_pages()
     await kernel.read(number, 30 * BLOCK, BLOCK)
     directory = os.open("/", os.O_RDONLY)
-    kept = os.dup(source.fd)
     for other in kernel.short._sources.values():
         os.dup2(directory, other.fd)
         other.takes_direct = False
     for block in (8, 300, 600):
         assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
     os.close(directory)
-    os.close(kept)
 
 
 @in_one_step
@@ -313,4 +308,4 @@ def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
                 plain = kernel.plain
                 assert plain.waiting
             assert not plain.waiting and plain.fileno == -1
-    asyncio.run(asyncio.wait_for(work(), 120))
+    run_whole(work(), 120)

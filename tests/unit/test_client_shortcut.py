@@ -82,6 +82,13 @@ class Host:
         return store, (located.base + (block & 255)) if located.base else located.places[block & 255]
 
 
+def run_whole(work, wait_s):
+    """It ends in time and leaves no descriptor."""
+    before = set(os.listdir("/proc/self/fd"))
+    asyncio.run(asyncio.wait_for(work, wait_s))
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
+
+
 def hosted(**pool_options):
     def wrap(test):
         def run():
@@ -89,9 +96,7 @@ def hosted(**pool_options):
                 async with Host(**pool_options) as host:
                     await test(host)
 
-            before = set(os.listdir("/proc/self/fd"))
-            asyncio.run(asyncio.wait_for(main(), 90))
-            assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
+            run_whole(main(), 90)
 
         run.__name__ = test.__name__
         return run
