@@ -12,5 +12,6 @@ setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"],
                              include_dirs=["nvpool/wire"], optional=True),
                    Extension("nvpool.store._atonce", ["nvpool/store/_atonce.pyx"], depends=["nvpool/wire/_crc32c.h"],
                              include_dirs=["nvpool/wire"], extra_compile_args=["-O2"], optional=True),
+                   Extension("nvpool.store._reads", ["nvpool/store/_reads.pyx"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.wire._ucx", ["nvpool/wire/_ucx.pyx"], depends=["nvpool/wire/_ucx_abi.h"],
                              include_dirs=["nvpool/wire"], optional=True)])

@@ -20,7 +20,7 @@ import time
 MOUNT_POINT = "pool"
 POOL = ".quickstart"
 TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis", "nvpool.egg-info")
-GENERATED = ("*.so", "*.pyc", "_uring.c", "_frame.c", "_blocks.c", "_atonce.c")
+GENERATED = ("*.so", "*.pyc", "_*.c")
 """Files made by the set-up inside the sources."""
 STOP_S = 45.0
 """Longer than a supervisor gives its children to drain."""

@@ -1,0 +1,138 @@
+"""Batches of reads: what the compiled pass over the headers finds is what the pass in Python finds."""
+
+import asyncio
+import random
+
+import pytest
+
+from nvpool.base.checksum import block_checksums
+from nvpool.base.errors import InvalidRequest
+from nvpool.store import reads as reads_module
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, create_chunk_store, open_chunk_store
+from nvpool.store.reads import READ, RESULT
+
+BLOCK = 4096
+compiled_only = pytest.mark.skipif(reads_module._reads is None, reason="_reads is not compiled here")
+
+
+async def filled(path):
+    """A store with chunks in one run, in many, with holes, and of one block; and what is in them."""
+    create_chunk_store(path, 1, "pool", 256 << 20)
+    store = await open_chunk_store(path, 1)
+    chance, contents = random.Random(1), {}
+    for inode, index, blocks, writes in [(1, 0, 256, 1), (1, 1, 100, 30), (2, 0, 1, 1), (2, 7, 200, 3), (2**63 + 5, 3, 40, 9)]:
+        content = bytearray(256 * BLOCK)
+        for write in range(writes):
+            first = 0 if writes == 1 else chance.randrange(blocks)
+            count = blocks if writes == 1 else chance.randrange(1, min(8, blocks - first) + 1)
+            new = chance.randbytes(count * BLOCK)
+            store.write_now(inode, index, first * BLOCK, memoryview(new), block_checksums(new))
+            content[first * BLOCK:(first + count) * BLOCK] = new
+        contents[inode, index] = bytes(content)
+    return store, contents
+
+
+def some_reads(chance, contents, count):
+    for _ in range(count):
+        inode, index = chance.choice([(1, 0)] * 20 + [*contents] * 4 + [(1, 9), (77, 0), (2**64 - 1, 2**32 - 1)])
+        block, blocks = chance.randrange(256), chance.choice([1, 1, 1, 1, 2, 5, 64, 70])
+        offset, length = block * BLOCK, min(blocks, 256 - block) * BLOCK
+        if chance.random() < 0.02:
+            offset, length = chance.choice([(offset + 1, length), (offset, 0), (offset, length - 7), (2**32 - BLOCK, BLOCK),
+                                            (0, 2**32 - BLOCK), (2**32 - BLOCK, 2 * BLOCK)])
+        yield READ.pack(inode, index, offset, length, chance.choice([0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 65535]), 0)
+
+
+OWNERS = (ALL_INODES, 1, 2, NO_INODE)
+
+
+def told(store, packed, verify, owners=OWNERS):
+    batch = store.read_now(packed, owners, verify)
+    for at in batch.missed:
+        raise AssertionError(f"read {at} is not in memory")
+    return bytes(batch.results), bytes(batch.checksums), b"".join(batch.payload)
+
+
+@compiled_only
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify):
+    async def main():
+        store, contents = await filled(tmp_path / "t")
+        chance, whole, refused, found = random.Random(2), 0, 0, reads_module._reads.find
+
+        def counted(reads, number, *more):
+            nonlocal whole
+            end, at = found(reads, number, *more)
+            whole += end - number
+            return end, at
+
+        for turn in range(400):
+            packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
+            if turn % 20 == 0:  # nothing is known of the index
+                store.index.young.clear()
+                store.index._old.clear()
+            monkeypatch.setattr(reads_module._reads, "find", counted)
+            one = told(store, packed, verify)
+            kept, reads_module._reads = reads_module._reads, None
+            try:
+                assert told(store, packed, verify) == one
+            finally:
+                reads_module._reads = kept
+            results, checksums, payload = one
+            at = 0
+            for (inode, index, offset, _, _, _), (status, _, length, _) in zip(READ.iter_unpack(packed),
+                                                                               RESULT.iter_unpack(results), strict=True):
+                refused += bool(status)
+                if length:
+                    assert payload[at:at + length] == contents[inode, index][offset:offset + length]
+                at += length
+            assert at == len(payload) and block_checksums(payload) == checksums
+        assert whole > 5000 and refused > 500
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_an_offset_outside_of_any_chunk_is_refused_and_its_neighbours_are_read(tmp_path):
+    async def main():
+        store, contents = await filled(tmp_path / "t")
+        packed = b"".join(READ.pack(1, 1, offset, BLOCK, 1, 0) for offset in (0, 2**32 - BLOCK, 0))
+        results, _, payload = told(store, packed, False)
+        assert [status for status, *_ in RESULT.iter_unpack(results)] == [0, InvalidRequest.wire_code, 0]
+        assert payload == contents[1, 1][:BLOCK] * (len(payload) // BLOCK)
+        await store.close()
+
+    asyncio.run(main())
+
+
+@compiled_only
+def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
+    async def main():
+        store, _ = await filled(tmp_path / "t")
+        for length, count in ((64 * BLOCK, 130), (BLOCK, 8193)):
+            packed = READ.pack(1, 0, 0, length, 0, 0) * count
+            outcomes = []
+            kept = reads_module._reads
+            for way in (kept, None):
+                reads_module._reads = way
+                try:
+                    outcomes.append(told(store, packed, False))
+                except Exception as error:
+                    outcomes.append((type(error), str(error)))
+                finally:
+                    reads_module._reads = kept
+            assert outcomes[0] == outcomes[1]
+        await store.close()
+
+    asyncio.run(main())
+
+
+@compiled_only
+def test_what_does_not_fit_together_is_an_error_and_no_memory_of_others():
+    find = reads_module._reads.find
+    entry = READ.pack(1, 0, 0, BLOCK, 0, 0)
+    for number, results in ((0, bytearray(15)), (-1, bytearray(16))):
+        with pytest.raises(ValueError):
+            find(entry, number, (ALL_INODES,), {}, results, 0, 0, [], [], [], [], [])
+    assert find(entry, 5, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (5, 0)
+    assert find(entry[:-1], 0, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (0, 0)
