@@ -239,6 +239,8 @@ cdef class Reads:
         Py_INCREF(one)
         self.inside += 1
         self.prepared += 1
+        if self.inside == 1:  # the drive has nothing to do
+            self.submit()
         file.grant_used = True
         self.followed(opened, ahead, file, end)
         self.short_cut.counters["cold"] += 1
