@@ -494,7 +494,7 @@ class ShortCut:
         self._order = deque(one for one in self._order if one[1].source is not source)
         # Reads of it may be under way: its descriptor goes when they must have ended.
         self._left.append(source)
-        if len(self._left) > LEFT_MAX and not self.waiting:
+        while len(self._left) > LEFT_MAX and not self.waiting:
             self._left.pop(0).close()
 
     # -- background ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """An io_uring for reads, and a loop of preadv2 for what is in memory. See uring.py and reading.py, which use it and no one else."""
 
-from libc.errno cimport EAGAIN
+from libc.errno cimport EAGAIN, EBUSY, EINTR, ENOMEM
 from libc.stdint cimport uint64_t, int64_t
 from libc.stdlib cimport free, malloc
 from posix.types cimport off_t
@@ -30,6 +30,7 @@ cdef extern from "liburing.h" nogil:
     io_uring_sqe *io_uring_get_sqe(io_uring *ring)
     void io_uring_prep_read(io_uring_sqe *sqe, int fd, void *buf, unsigned nbytes, uint64_t offset)
     int io_uring_submit(io_uring *ring)
+    unsigned io_uring_sq_ready(const io_uring *ring)
     int io_uring_wait_cqe(io_uring *ring, io_uring_cqe **cqe)
     int io_uring_peek_cqe(io_uring *ring, io_uring_cqe **cqe)
     void io_uring_cqe_seen(io_uring *ring, io_uring_cqe *cqe)
@@ -96,12 +97,13 @@ cdef class Ring:
         return 0
 
     cdef int send(self) except -1:
+        """Tell the kernel of all that was put. How many it has not taken, for it has no memory for them now: `send` again soon."""
         cdef int code
         with nogil:
             code = io_uring_submit(&self.ring)
-        if code < 0:
+        if code < 0 and -code not in (EAGAIN, EBUSY, EINTR, ENOMEM):
             raise OSError(-code, os.strerror(-code))
-        return 0
+        return io_uring_sq_ready(&self.ring)
 
     cdef bint take(self, uint64_t *token, int *result):
         """Whether a read had ended: which one, and with what."""
@@ -118,7 +120,8 @@ cdef class Ring:
         self.put(fd, &into[position], length, offset, token)
 
     def submit(self):
-        self.send()
+        """As `send`."""
+        return self.send()
 
     def reap(self):
         """(token, result) of all that is done: bytes read, or a negative errno."""

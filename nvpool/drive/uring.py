@@ -23,6 +23,8 @@ except ImportError:  # not compiled
     _uring = None
 
 RING_ENTRIES = 512
+AGAIN_S = 0.01
+"""After so long the kernel is told anew what it had no memory for."""
 
 
 class _Batch:
@@ -105,7 +107,11 @@ class UringReader(WaitingReader):
             ring.prepare_read(fd, offset, length, batch.into, position, self._token)
             prepared += 1
         if prepared:
-            ring.submit()
+            self._send()
+
+    def _send(self) -> None:
+        if self._ring is not None and self._ring.submit():
+            self._loop.call_later(AGAIN_S, self._send)
 
     def _completed(self) -> None:
         inside = self._inside
@@ -124,6 +130,7 @@ class UringReader(WaitingReader):
             return
         while self._inside:
             await asyncio.sleep(0.001)
+            self._ring.submit()
             self._completed()
         if self._loop is not None:
             self._loop.remove_reader(self._ring.fileno)

@@ -17,6 +17,7 @@ from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.client import shortcut
 from nvpool.drive._uring cimport Ring
 from nvpool.drive.reading import DIRECT_READ_BYTES
+from nvpool.drive.uring import AGAIN_S
 from nvpool.fuse.protocol.numbers import Op
 
 cdef extern from "_block_sums.h":
@@ -102,10 +103,11 @@ cdef class Waiting:
         free(self.memory)
 
     def cancel(self):
-        """Its caller dies: it is answered now. False where it has been."""
-        if self.told:
+        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        entry = self.reads.engine._work.get(self.unique)
+        if entry is None or entry[0] is not self:
             return False
-        self.told = True
+        self.told = True  # it may be already: then the ordinary way was about to begin
         self.reads.short_cut.waiting.pop(self, None)
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
@@ -126,7 +128,7 @@ cdef class Reads:
     cdef dict _files
     cdef bytearray _buffer
     cdef int _fd
-    cdef bint _is_system, _is_cold
+    cdef bint _is_system, _is_cold, is_sent_again
     cdef Ring ring
     cdef Py_ssize_t inside, prepared
     cdef list small_spares, large_spares
@@ -330,14 +332,21 @@ cdef class Reads:
         return 0
 
     def submit(self):
-        """Send what was begun to the drive, at the end of a burst. Where the kernel has no memory for it now, the next burst does;
-        or its store is asked, when it has taken too long."""
-        if self.prepared:
-            try:
-                self.ring.send()
-            except OSError:
-                return
-            self.prepared = 0
+        """Send what was begun to the drive. Where the kernel has no memory for it now, that is done again soon; when it has taken
+        too long its store is asked."""
+        if not self.prepared or not self.ring.is_open:
+            return
+        try:
+            self.prepared = self.ring.send()
+        except OSError:
+            pass
+        if self.prepared and not self.is_sent_again:
+            self.is_sent_again = True
+            self.engine._loop.call_later(AGAIN_S, self._submit_again)
+
+    def _submit_again(self):
+        self.is_sent_again = False
+        self.submit()
 
     def reap(self, Py_ssize_t most, uint64_t most_bytes):
         """Answer what has come from the drive, until those are so many reads, or bytes. How many reads they were."""

@@ -135,6 +135,7 @@ class KernelEngine(PlainReading):
         self._interrupted: dict[int, int] = {}  # unique -> pid, while somebody has to look whether that one dies
         self._reading = False
         self._taking = False
+        self._took = 0  # requests, when they were last taken
         self._looking = False
         self._stopped = False
         self._leaving = False
@@ -195,6 +196,7 @@ class KernelEngine(PlainReading):
                 await self._ended
             finally:
                 self._stop_reading()
+                self._stopped = self._stopped or not self._leaving  # nothing more is taken when some of this has ended
                 for step, _, _, _ in list(self._work.values()) if not self._leaving else ():
                     step.cancel()
                 await self._end_plain_reads()
@@ -275,7 +277,7 @@ class KernelEngine(PlainReading):
         self._ops.burst()
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
         opcode = -1
-        run = 0  # so many requests of this operation came one behind the other
+        run = took = 0  # so many requests of this operation came one behind the other; of all
         self._begin_run()
         try:
             for _ in range(BURST_MAX):
@@ -308,6 +310,7 @@ class KernelEngine(PlainReading):
                 except Exception as error:
                     self._broken(error)
                 run += 1
+                took += 1
                 if not self._reading:
                     return
         finally:
@@ -315,7 +318,7 @@ class KernelEngine(PlainReading):
                 self._end_run(opcode, run)
             self._ops.burst_over()
             self._submit_plain_reads()
-            self._taking = False
+            self._taking, self._took = False, took
 
     def _begin_run(self) -> None:
         self._since_s, self._kept = stopwatch_s(), 0

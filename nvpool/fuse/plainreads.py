@@ -55,6 +55,7 @@ class PlainReading(KernelRequests):
     _work: dict
     _reading: bool
     _taking: bool
+    _took: int
     _leaving: bool
     _some_ended: Callable[[], None]
     _step_ended: Callable[..., None]
@@ -86,12 +87,13 @@ class PlainReading(KernelRequests):
     def _reap(self) -> None:
         """Answer what has come from the drive, and take what was asked for meanwhile: with several readers that is much. A few
         at a time: so the drive has the next ones of the first while the last are answered."""
-        for _ in range(BURST_MAX // REAP_MAX):
-            if not self._plain.reap(REAP_MAX, REAP_BYTES):
-                break
+        done = 0
+        while done < BURST_MAX and (count := self._plain.reap(REAP_MAX, REAP_BYTES)):
+            done += count
             self._some_ended()
             if self._work and self._reading and not self._taking:
                 self._take()
+                done += self._took
 
     async def _end_plain_reads(self) -> None:
         plain = self._plain
@@ -100,6 +102,7 @@ class PlainReading(KernelRequests):
         self._loop.remove_reader(plain.fileno)
         until_s = stopwatch_s() + DRIVE_WAIT_S
         while plain.waiting and not self._leaving and stopwatch_s() < until_s:
+            plain.submit()
             plain.reap(BURST_MAX, REAP_BYTES)  # the kernel writes into their memory
             await asyncio.sleep(0.001)
         self.read_bytes += plain.read_bytes
@@ -118,6 +121,8 @@ class PlainReading(KernelRequests):
         self._loop.call_soon(self._read_otherwise, unique, handle, offset, size)
 
     def _read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
+        if unique not in self._work:  # it was cancelled
+            return
         step = Step(self._loop)
         step.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = step, *self._work[unique][1:]

@@ -124,9 +124,9 @@ class BatchReader:
         zeros: list[tuple[int, int]] = []
         at = number = 0  # where the next block goes in the payload; which read is the next
         count = len(reads) // READ.size
-        find = _reads.find if _reads is not None and not bad_chunks else None
+        find = _reads.find if _reads is not None else None
         while number < count:
-            if find is not None:
+            if find is not None and not bad_chunks:
                 number, at = find(reads, number, owners, index.young, results, flag, at, offsets, lengths, positions, crcs, starts)
                 if number == count:
                     break

@@ -269,6 +269,21 @@ async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
 
 
 @in_one_step
+async def test_who_dies_while_his_read_is_about_to_go_to_the_store_is_answered_at_once(kernel):
+    number = await kernel.open()
+    unique = await begun(kernel, number, 8 * BLOCK)
+    real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
+    kernel.short._now_s = lambda: real() + shortcut.SLOW_S + 0.1
+    kernel.short.run_once()
+    kernel.short._now_s = real
+    waiting = kernel.engine._work[unique][0]
+    assert waiting.cancel() and not waiting.cancel()
+    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
+    await kernel.silent()
+    assert kernel.vfs.chunks.counters["messages"] == sent and not kernel.engine._work
+
+
+@in_one_step
 async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
     number = await kernel.open()
     kernel.forget_pages()

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from nvpool.drive import uring
 from nvpool.store.device import DIRECT_WRITE_BYTES, FileDevice, begins_at_page
 
 
@@ -73,3 +74,42 @@ def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_tha
 
     with_device(tmp_path, work)
     assert len(caplog.records) == 1 and "page cache" in caplog.text
+
+
+@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+@pytest.mark.parametrize("refused", [1, 3])
+def test_reads_that_the_kernel_has_no_memory_for_are_sent_again(tmp_path, refused):
+    class Short:
+        """A ring whose kernel takes nothing for some times."""
+
+        def __init__(self, ring):
+            self.ring, self.left = ring, refused
+
+        def __getattr__(self, name):
+            return getattr(self.ring, name)
+
+        def submit(self):
+            if self.left:
+                self.left -= 1
+                return 1
+            return self.ring.submit()
+
+    async def main():
+        path = tmp_path / "data"
+        path.write_bytes(os.urandom(8192))
+        fd = os.open(path, os.O_RDONLY)
+        reader = uring.UringReader.probe(fd)
+        if reader is None:
+            os.close(fd)
+            pytest.skip("the kernel forbids io_uring here")
+        reader._ring = Short(reader._ring)
+        for _ in range(2):
+            into, done = memoryview(bytearray(8192)), asyncio.get_running_loop().create_future()
+            reader.begin(fd, [0, 4096], [4096, 4096], [0, 4096], into, done.set_result)
+            assert await asyncio.wait_for(done, 60) == [None, None] and bytes(into) == path.read_bytes()
+        reader._ring.left = 2
+        reader.begin(fd, [0], [4096], [0], into, lambda outcome: None)
+        await reader.close()
+        os.close(fd)
+
+    asyncio.run(main())
