@@ -260,6 +260,21 @@ def test_a_volume_that_is_used_is_not_removed():
     asyncio.run(main())
 
 
+def test_a_close_that_another_client_tells_of_a_moment_later_keeps_no_volume_in_use():
+    async def main():
+        async with two_clients() as (_pool, fs, other):
+            for name in ("sealed", "removed"):
+                await fs.volumes.create(name)
+                async with await other.open(f"/volumes/{name}/f", "wb") as file:
+                    await file.write(0, b"x")
+            assert (await fs.volumes.seal("sealed")).sealed
+            async with await other.open("/volumes/removed/f", "rb"):
+                pass
+            assert (await fs.volumes.remove("removed")).state == "removing"
+
+    asyncio.run(main())
+
+
 @asynccontextmanager
 async def two_clients(**options):
     async with pool_and_client(**options) as (pool, fs):

@@ -41,6 +41,9 @@ UNLIMITED_S = 10.0
 """After which a writer asks again whether a volume without a quota has one now."""
 AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 """What a writer is promised beyond what it needs: so much, or this part of what is free, where that is less."""
+CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
+"""A client tells of closes some tenths of a second behind them: so long is waited for them before a volume is called in use,
+looking so often."""
 TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
 _Wish = pb.VolumeRequest
@@ -113,6 +116,10 @@ class VolumeAnswers:
             return
         if self._moment.changes_wait:
             self._later(call, self._moment.over)
+            return
+        if request.wish in (_Wish.SEAL, _Wish.REMOVE) and self._clock.boottime_s() < call.since_s + CLOSES_S \
+                and (self._opened_in(request.inode) or request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode)):
+            self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
             return
         if request.wish == _Wish.REMOVE:
             self._waits.add(call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode))
