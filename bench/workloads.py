@@ -7,7 +7,8 @@ the first round: `large`, a file of random bytes, and `files`, one directory of 
 Cold: `Subject.forget` was called right before, and nothing is asked for twice: each thread of a random read has a region of
 its own and reads each block of it at most once; each name is looked at once. Random reads use O_DIRECT, so that neither the
 kernel's page cache nor its read-ahead stands between the load and the subject; sequential ones do not, as `cp` does not. Warm
-means: read whole just before, and again by another process.
+means: read whole WARM_PASSES times just before, and again by another process. The kernel moves pages between its lists at the
+first of them, and who is measured twice (with the processors awake, and not) would have more of that behind him.
 
 Order: loads of `last` run when all rounds of the others are over. ext4 creates files five to ten times slower after many were
 unlinked, and what one subject unlinks all of them would pay for. Each create has a new directory, each write a new file.
@@ -24,6 +25,7 @@ from subjects.contract import PROBE, Failed, Subject
 
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 4 * KIB
+WARM_PASSES = 3
 WAIT_S = 300.0
 """How much longer than its time a load may take: writing back, and a peer that stands still for a while."""
 
@@ -80,7 +82,8 @@ class Place:
         return fio(self, self.large, pattern, block_bytes, threads, direct=direct)
 
     def reread(self, turn: str) -> dict:
-        self.subject.run("dd", f"if={self.large}", "of=/dev/null", "bs=1M", "status=none", timeout_s=WAIT_S)  # all of it
+        for _ in range(WARM_PASSES):
+            self.subject.run("dd", f"if={self.large}", "of=/dev/null", "bs=1M", "status=none", timeout_s=WAIT_S)  # all of it
         return fio(self, self.large, "read", MIB, 1)
 
     def write(self, turn: str) -> dict:
