@@ -57,12 +57,13 @@ class Gate:
 class _HeldCall:
     """A Call whose answer goes through the gate."""
 
-    __slots__ = ("method", "message", "payload", "deadline_s", "peer", "_call", "_gate", "_answered")
+    __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "_call", "_gate", "_answered")
 
     def __init__(self, gate: Gate, call: Call) -> None:
         self.method = call.method
         self.message = call.message
         self.payload = call.payload
+        self.since_s = call.since_s
         self.deadline_s = call.deadline_s
         self.peer = call.peer
         self._call = call

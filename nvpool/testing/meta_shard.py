@@ -30,6 +30,7 @@ class DirectCall:
         self.method = method
         self.message = message
         self.payload = memoryview(payload)
+        self.since_s = 0.0  # nothing is waited for on its account
         self.deadline_s = deadline_s
         self.peer = PEER
         self.cancelled = False
