@@ -17,10 +17,11 @@ class AnswersAtOnce:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:
                 out = self._out
-                taken = at_once(buffer, count, self._in_work, self._tally, out)
+                taken = at_once(buffer, count, self._in_work, self._tally, out, self._later)
                 if taken:
-                    if taken == count and len(out) == 1:
-                        self._transport.write(out.pop())
+                    if taken == count and len(out) < 2:
+                        if out:
+                            self._transport.write(out.pop())
                         return
                     self._out_bytes += sum(map(len, out))
                     self._reader.skip(taken)

@@ -317,6 +317,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._at_once = getattr(listener.handler, "at_once", None)
+        self._later = self if type(self) is StreamServed else None  # an answer of another kind may have to go elsewhere
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
 
