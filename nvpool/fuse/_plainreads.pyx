@@ -24,23 +24,13 @@ cdef extern from "_block_sums.h":
     int has_instruction()
     void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
 
+cdef extern from "_kernel.h":
+    double boottime_s() nogil
+    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
+
 cdef extern from *:
     """
-    #ifndef _GNU_SOURCE
-    #define _GNU_SOURCE
-    #endif
-    #include <stdlib.h>
     #include <sys/syscall.h>
-    #include <sys/uio.h>
-    #include <time.h>
-    #include <unistd.h>
-
-    static double boottime_s(void)
-    {
-        struct timespec now;
-        clock_gettime(CLOCK_BOOTTIME, &now);
-        return now.tv_sec + now.tv_nsec * 1e-9;
-    }
 
     static ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset)
     {
@@ -54,19 +44,9 @@ cdef extern from *:
         uint64_t asked[2] = {offset, length}, found[5];
         return syscall(451, fd, asked, found, 0) < 0 ? length : found[0];
     }
-
-    /* An answer to the kernel, linux/fuse.h: its length, an error (0), whose request it is; what was asked for. */
-    static ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length)
-    {
-        struct { uint32_t length; int32_t error; uint64_t unique; } head = {(uint32_t)(16 + length), 0, unique};
-        struct iovec vectors[2] = {{&head, 16}, {(void *)bytes, length}};
-        return writev(fd, vectors, 2);
-    }
     """
-    double boottime_s() nogil
     ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
-    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
     int posix_memalign(void **memory, size_t alignment, size_t size) nogil
 
 cdef enum:

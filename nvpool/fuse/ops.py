@@ -319,6 +319,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
         return self._vfs.begin_read(self._files[handle], offset, size)
 
     @property
+    def chunks(self):
+        """The client's reads of chunks; None: what is below answers from memory."""
+        return getattr(self._vfs, "chunks", None)
+
+    @property
     def short_cut(self):
         """The client's short cut to the drives of its host; None: what is below answers from memory."""
         return getattr(self._vfs, "short_cut", None)

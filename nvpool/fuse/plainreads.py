@@ -17,14 +17,12 @@ PlainReading is what fuse/kernel_engine has of it, on its loop.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from nvpool.base.clock import stopwatch_s
-from nvpool.fuse.kernel_requests import KernelRequests
-from nvpool.fuse.protocol import replies
+from nvpool.fuse.farreads import FarReading
 from nvpool.fuse.step import WAITS, Step
 
 try:
@@ -46,22 +44,21 @@ DRIVE_WAIT_S = 3.0
 """So long a mount that ends waits for reads that its drive does not answer."""
 
 
-class PlainReading(KernelRequests):
+class PlainReading(FarReading):
     """`_plain` takes a READ that is in `_buffer`, where it can; None where that can not be here: no compiler, no io_uring, a
     processor without the instruction for checksums, a mount without the short cut."""
 
     _plain: Any = None
     _loop: asyncio.AbstractEventLoop
-    _work: dict
     _reading: bool
     _taking: bool
     _took: int
     _leaving: bool
     _some_ended: Callable[[], None]
-    _step_ended: Callable[..., None]
     _take: Callable[[], None]
 
     def _begin_plain_reads(self) -> None:
+        super()._begin_plain_reads()
         short_cut = self._ops.short_cut
         if _plainreads is None or not _plainreads.is_of_use() or short_cut is None or not short_cut.on:
             return
@@ -79,10 +76,11 @@ class PlainReading(KernelRequests):
         """At the end of a burst."""
         if self._plain is not None:
             self._plain.submit()
+        super()._submit_plain_reads()
 
     @property
     def _plain_bytes(self) -> int:
-        return self._plain.read_bytes if self._plain is not None else 0
+        return super()._plain_bytes + (self._plain.read_bytes if self._plain is not None else 0)
 
     def _reap(self) -> None:
         """Answer what has come from the drive, and take what was asked for meanwhile: with several readers that is much. A few
@@ -96,6 +94,7 @@ class PlainReading(KernelRequests):
                 done += self._took
 
     async def _end_plain_reads(self) -> None:
+        await super()._end_plain_reads()
         plain = self._plain
         if plain is None:
             return
@@ -110,10 +109,6 @@ class PlainReading(KernelRequests):
         plain.close()
 
     # -- called by _plainreads -----------------------------------------------------------------------------------------
-
-    def read_ended(self, unique: int, error: BaseException) -> None:
-        """A read that was begun there has failed."""
-        self._step_ended(unique, "read", self._data, None, error)
 
     def read_otherwise(self, unique: int, handle: int, offset: int, size: int) -> None:
         """A read that was begun there has to go the way of all others: soon, since a task may be running, in which a step can
@@ -133,7 +128,3 @@ class PlainReading(KernelRequests):
         else:
             if found is not WAITS:
                 step.on_end(found, None)
-
-    def answer_refused(self, unique: int, code: int, length: int) -> None:
-        """The kernel does not take what a read has brought."""
-        self._not_taken(OSError(code, os.strerror(code)), [replies.HEADER.pack(length, 0, unique)])

@@ -94,8 +94,8 @@ class Handling:
         self._awake.touch()
         self._service.handle(call)
 
-    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list) -> int:
-        taken = self._answer(buffer, end, in_work, tally, out)
+    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side) -> int:
+        taken = self._answer(buffer, end, in_work, tally, out, side)
         if taken:
             self._awake.touch()
         return taken

@@ -4,15 +4,20 @@
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from cpython cimport array
 import array
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
+import asyncio
+
 from nvpool.base.clock import SystemClock
 from nvpool.base.grants import CLOCK_SKEW_S, READ, SERVICE
+from nvpool.drive._uring cimport Ring
+from nvpool.drive.uring import AGAIN_S
 from nvpool.wire.exchange import IN_FLIGHT_MAX
+from nvpool.wire.frame import EMPTY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
 cdef extern from "_crc32c.h":
@@ -69,12 +74,37 @@ cdef enum:
     FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
     BLOCKS_MAX = 8
     OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
+    RING_ENTRIES = 512
+    REAP_MAX = 4                # answers that are sent before the next ones are looked for
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
 cdef long may_read = READ | SERVICE, serves_all = SERVICE
 cdef uint16_t method_of_reads = DATA_READ
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
+
+
+cdef class Cold:
+    """A read that is in the ring, in the place of an InboundCall in its connection's table; it keeps the memory that the kernel
+    writes to, whoever has gone by then. `reply`: the frame that is sent when the blocks are in it."""
+
+    cdef readonly object side
+    cdef readonly bint cancelled
+    cdef readonly int _bytes
+    cdef readonly double since_s
+    cdef bytes reply
+    cdef object reading
+    cdef uint64_t epoch
+    cdef uint32_t number, deadline_ms, length
+    cdef uint8_t[REQUEST_BYTES] message
+
+    @property
+    def method(self):
+        return method_key
+
+    def _cancel(self):
+        """Who asked has gone, or does not want it any more: its connection has forgotten it."""
+        self.cancelled = True
 
 
 cdef class Reads:
@@ -87,6 +117,11 @@ cdef class Reads:
     cdef bint _is_system
     cdef object _clock, _store, _index, _quarantine, _reader, _tenure, _use
     cdef dict _grants, _pending
+    cdef Ring _ring
+    cdef object _loop, _readings
+    cdef Py_ssize_t _inside, _prepared
+    cdef bint _is_sent_again, _has_ring
+    cdef dict _waits            # Cold -> None: those that are to be answered
 
     def __init__(self, target, grants, store, pending, tenure, use, clock):
         self.epoch = 0
@@ -97,6 +132,14 @@ cdef class Reads:
         self._tenure, self._use, self._clock = tenure, use, clock
         self._fd = store.device.fd
         self._is_system = type(clock) is SystemClock
+        self._readings = store.readings
+        self._has_ring = store.device.read_path == "io_uring"
+        self._waits = {}
+
+    @property
+    def waiting(self):
+        """Reads that the drive has not answered."""
+        return self._inside
 
     cdef double _now_s(self) except -1:
         return seconds_of(CLOCK_BOOTTIME) if self._is_system else self._clock.boottime_s()
@@ -104,51 +147,58 @@ cdef class Reads:
     cdef long long _now_ms(self) except -1:
         return milliseconds_of(CLOCK_REALTIME) if self._is_system else self._clock.wall_ns() // 1_000_000
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out):
-        """As PlainReads.answer."""
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
+        """As PlainReads.answer. With `side` what is not in memory is begun, and answered there."""
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
-        cdef Py_ssize_t at = 0, total = 0, answered = 0, length
+        cdef Py_ssize_t at = 0, total = 0, length
         cdef bytes reply
-        cdef object times, counts, tallied
-        cdef double since_s, took_s
-        cdef int slot
-        cdef uint64_t micros
+        cdef object found
+        cdef double since_s
         if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
                 or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             since_s = self._now_s()
-            reply = self._reply(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, in_work)
-            if reply is None:
+            found = self._reply(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, in_work, side)
+            if found is None:
                 break
-            length = get32(<const uint8_t *>PyBytes_AS_STRING(reply) + 20)
             at += FRAME_BYTES
+            tally.begun += 1
+            if type(found) is Cold:
+                (<Cold>found).since_s = since_s
+                continue
+            reply = found
+            length = get32(<const uint8_t *>PyBytes_AS_STRING(reply) + 20)
             out.append(reply)
             total += PyBytes_GET_SIZE(reply)
-            self._reader.read_count += 1
-            self._reader.read_bytes += length
-            took_s = self._now_s() - since_s
-            tallied = tally.by_method.get(method_key)
-            tally.begun += 1
-            if tallied is None:
-                tally.answered(method_key, took_s, 0, 0, length)
-                continue
-            tally.ended += 1
-            times = tallied.times
-            slot = 0
-            micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-            while micros:
-                micros >>= 1
-                slot += 1
-            counts = times.counts
-            counts[slot] += 1
-            times.sum_s += took_s
-            tallied.bytes_out += length
+            self._count(tally, length, self._now_s() - since_s)
+        if self._prepared:
+            self.submit()
         return at
 
-    cdef bytes _reply(self, const uint8_t *at, dict in_work):
-        """The frame of the answer to that request, or None."""
+    cdef int _count(self, tally, Py_ssize_t length, double took_s) except -1:
+        cdef object times, counts, tallied = tally.by_method.get(method_key)
+        cdef int slot = 0
+        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+        self._reader.read_count += 1
+        self._reader.read_bytes += length
+        if tallied is None:
+            tally.answered(method_key, took_s, 0, 0, length)
+            return 0
+        tally.ended += 1
+        times = tallied.times
+        while micros:
+            micros >>= 1
+            slot += 1
+        counts = times.counts
+        counts[slot] += 1
+        times.sum_s += took_s
+        tallied.bytes_out += length
+        return 0
+
+    cdef object _reply(self, const uint8_t *at, dict in_work, side):
+        """The frame of the answer to that request; a Cold, where it is on its way from the drive; or None."""
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + 75
         cdef PyObject *found
@@ -213,9 +263,10 @@ cdef class Reads:
         reply = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + length)
         cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(reply)
         cdef uint8_t *said = to + HEADER_BYTES
-        if read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length:
+        cdef bint is_cold = read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
+        if is_cold and (side is None or self._inside >= RING_ENTRIES or not self._has_ring or not self._opened()):
             return None
-        if self._tenure.shared and not self._tenure.holds():
+        if not is_cold and self._tenure.shared and not self._tenure.holds():
             return None
         said[0] = 0x09
         put64(said + 1, self.epoch)
@@ -233,4 +284,120 @@ cdef class Reads:
         put32(to + 20, length)
         put32(to + 24, crc_of(said, message_bytes))
         put32(to + 28, crc_of(to, 28))
-        return reply
+        return reply if not is_cold else self._begin(at, in_work, side, reply, message_bytes, place, length)
+
+    # -- what is not in memory ---------------------------------------------------------------------------------------------
+
+    cdef bint _opened(self) except -1:
+        """Whether there is a ring, whose ends are looked out for."""
+        if self._ring is None:
+            try:
+                self._ring = Ring(RING_ENTRIES)
+            except OSError:  # nor later
+                self._has_ring = False
+                return False
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._ring.fileno, self.reap)
+        return True
+
+    cdef Cold _begin(self, const uint8_t *at, dict in_work, side, bytes reply, Py_ssize_t message_bytes, uint64_t place,
+                     uint32_t length):
+        cdef Cold one = Cold.__new__(Cold)
+        cdef uint32_t number = get32(at + 8)
+        one.side, one.reply, one.length, one.epoch = side, reply, length, self.epoch
+        one.number, one.deadline_ms = number, get32(at + 12)
+        memcpy(one.message, at + HEADER_BYTES, REQUEST_BYTES)
+        self._ring.put(self._fd, PyBytes_AS_STRING(reply) + HEADER_BYTES + message_bytes, length, place << 12,
+                       <uint64_t><void *>one)
+        Py_INCREF(one)
+        self._inside += 1
+        self._prepared += 1
+        one.reading = self._readings.begin(self._store.kv.sequence)
+        in_work[number] = one
+        self._waits[one] = None
+        if self._inside == 1:  # the drive has nothing to do
+            self.submit()
+        return one
+
+    def submit(self):
+        """Send what was begun to the drive; again soon where the kernel has no memory for it now."""
+        if not self._prepared or self._ring is None:
+            return
+        try:
+            self._prepared = self._ring.send()
+        except OSError:
+            pass
+        if self._prepared and not self._is_sent_again:
+            self._is_sent_again = True
+            self._loop.call_later(AGAIN_S, self._submit_again)
+
+    def _submit_again(self):
+        self._is_sent_again = False
+        self.submit()
+
+    def reap(self):
+        """Answer what has come from the drive, a few at a time: so who asked has the first while the others are made."""
+        cdef uint64_t token
+        cdef int result
+        cdef Py_ssize_t count = REAP_MAX
+        cdef Cold one
+        cdef list sides
+        while count == REAP_MAX:
+            count, sides = 0, []
+            while count < REAP_MAX and self._ring.take(&token, &result):
+                one = <Cold><void *>token
+                Py_DECREF(one)
+                self._inside -= 1
+                count += 1
+                self._readings.end(one.reading)
+                if self._waits.pop(one, one) is one or one.cancelled:
+                    continue
+                try:
+                    self._ended(one, result, sides)
+                except Exception as error:  # a bug: who waits is not forgotten for it, nor are the others
+                    self._loop.call_exception_handler({"message": "a read of a store has failed", "exception": error})
+            for side in sides:
+                if side._out:
+                    side._flush()
+                if side._on_idle is not None and not side._in_work:
+                    side._on_idle()
+
+    cdef int _ended(self, Cold one, int result, list sides) except -1:
+        cdef object side = one.side
+        del side._in_work[one.number]
+        if side not in sides:
+            sides.append(side)
+        if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
+                or self._use.on or self._tenure.shared and not self._tenure.holds()):
+            self._otherwise(one)
+            return 0
+        self._reader.missed_count += 1
+        self._count(side._tally, one.length, self._now_s() - one.since_s)
+        side._out.append(one.reply)
+        side._out_bytes += PyBytes_GET_SIZE(one.reply)
+        return 0
+
+    cdef int _otherwise(self, Cold one) except -1:
+        """As if it came now: whatever there is to say of it, the ordinary way says."""
+        cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
+        one.side._tally.begun -= 1
+        one.side._arrived(one.number, method_key, max(0, int(left_s * 1000)),
+                          PyBytes_FromStringAndSize(<const char *>one.message, REQUEST_BYTES), EMPTY)
+        return 0
+
+    def give_up(self):
+        """Those that wait are asked for the ordinary way, which says why not. What the drive brings for them is nobody's."""
+        cdef Cold one
+        cdef dict waits = self._waits
+        self._waits = {}
+        for one in waits:
+            if not one.cancelled:
+                del one.side._in_work[one.number]
+                self._otherwise(one)
+
+    def close(self):
+        """When nothing waits any more."""
+        if self._ring is not None:
+            self._loop.remove_reader(self._ring.fileno)
+            self._ring.close()
+            self._ring, self._has_ring = None, False

@@ -6,9 +6,13 @@ was (`_atonce`; PlainReads is its twin, and says the same in Python).
 
 Only plain sailing: a frame that is whole, one read of up to BLOCKS_MAX whole blocks by one grant that was verified before, the
 map of the moment, a chunk and a segment of it in the index's memory without a hole, a damaged block, a write that is not
-decided or anything lost in it, nobody who watches, the blocks in the page cache. Whatever else it is goes the way of
-every request (store/service), which also says what is wrong: what is answered here is answered there with the same bytes and
-counted the same. No I/O that waits, no errors.
+decided or anything lost in it, nobody who watches. Whatever else it is goes the way of every request (store/service), which
+also says what is wrong: what is answered here is answered there with the same bytes and counted the same. No errors.
+
+Blocks that are not in the page cache are left, too, or, compiled and where there is io_uring, read from the drive right into
+the frame of the answer, which goes when they have come: those of a burst are told to the drive together, what comes is answered
+a few at a time. Meanwhile the read is in the connection's table, as one that a Call stands for. If the map, the store's right
+to serve or whoever watches has changed by then, or the drive has failed, it is asked for the ordinary way.
 
 Made by store/service for a store on a file or a drive; called by a listener of the stream transports through the handler's
 `at_once` (wire/transport).
@@ -16,9 +20,11 @@ Made by store/service for a store on a file or a drive; called by a listener of 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+from nvpool.base.clock import stopwatch_s
 from nvpool.base.errors import CorruptFrame, InvalidRequest
 from nvpool.base.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.base.units import BLOCK_BYTES
@@ -59,6 +65,7 @@ class PlainReads:
         """`grants` that were verified, by their bytes; `pending`: chunks with a write that is not decided."""
         self.epoch = 0
         self.open = True
+        self.waiting = 0
         self._target = target
         self._grants = grants
         self._store = store
@@ -67,9 +74,10 @@ class PlainReads:
         self._use = use
         self._clock = clock
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list) -> int:
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, side: Any = None) -> int:
         """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once:
-        append a frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered."""
+        append a frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered.
+        `side`: the connection's answering end, which takes answers later; without one nothing is begun."""
         store, at, total = self._store, 0, 0
         if (not self.open or not self.epoch or len(in_work) >= IN_FLIGHT_MAX or store.fenced_because or store._closed
                 or not self._tenure.vouched or self._use.on):
@@ -135,6 +143,30 @@ class PlainReads:
         said = encode_read_reply(self.epoch, READ_RESULT.pack(0, UNCHECKED, length, chunk.version),
                                  segment.crcs[within * 4:(within + count) * 4])
         return pack_head_plain(REPLY, 0, number, 0, said, length) + blocks, length
+
+
+    def reap(self) -> None:
+        """Answer what has come from the drive."""
+
+    def give_up(self) -> None:
+        """Hand what waits for the drive to the ordinary way, which refuses it by now."""
+
+    def close(self) -> None:
+        """When nothing waits any more."""
+
+
+async def close(reads: Any, drain_s: float) -> None:
+    """Begin nothing more, answer what waits for the drive within that time, and refuse it then. On return the drive writes to
+    no memory of theirs."""
+    reads.open = False
+    until_s = stopwatch_s() + drain_s
+    while reads.waiting:
+        if stopwatch_s() >= until_s:
+            reads.give_up()
+        reads.submit()
+        reads.reap()
+        await asyncio.sleep(0.001)
+    reads.close()
 
 
 Reads = PlainReads if _atonce is None else _atonce.Reads

@@ -40,6 +40,7 @@ from nvpool.base.errors import (
 from nvpool.base.ids import RequestId
 from nvpool.logic.layout import chain_of
 from nvpool.logic.poolmap import PoolMap
+from nvpool.store.atonce import close as close_at_once
 from nvpool.store.atonce import reads_at_once
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
@@ -168,7 +169,7 @@ class StoreService(Telling):
         """Take no new requests, wait up to drain_s for those that wait, then flush and close the store."""
         self._draining = True
         if self.at_once is not None:
-            self.at_once.open = False
+            await close_at_once(self.at_once, drain_s)
         if self._handover is not None:
             self._handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
@@ -284,12 +285,12 @@ class StoreService(Telling):
 
     @property
     def waiting_count(self) -> int:
-        return len(self._tasks) + len(self._reads)
+        return len(self._tasks) + len(self._reads) + (self.at_once.waiting if self.at_once is not None else 0)
 
     @property
     def waiting(self) -> bool:
         """Whether requests wait here that are no other target's who catches up."""
-        return bool(self._reads) or len(self._tasks) > self._giving.active
+        return self.waiting_count > self._giving.active
 
     # -- grants ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,25 @@ wire/transport.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+
+class HearsAtOnce:
+    """Beside _End and Asker of stream_transport, before them in the order of bases: who has asked may have whole answers from
+    the buffer in which they came. `take_answers(buffer, begin, end)` says how many bytes of it were such."""
+
+    take_answers: Callable[[bytearray, int, int], int] | None = None
+    upgraded = False
+    """Whether answers may come by another way than these frames; see wire/rdma_transport."""
+
+    def buffer_updated(self, count: int) -> None:
+        take = self.take_answers
+        if take is not None:
+            count = self._reader.offer(count, take)
+            if count < 0:
+                return
+        super().buffer_updated(count)
+
 
 class AnswersAtOnce:
     """Beside _End and Answerer of stream_transport, before them in the order of bases."""
@@ -17,10 +36,11 @@ class AnswersAtOnce:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:
                 out = self._out
-                taken = at_once(buffer, count, self._in_work, self._tally, out)
+                taken = at_once(buffer, count, self._in_work, self._tally, out, self._later)
                 if taken:
-                    if taken == count and len(out) == 1:
-                        self._transport.write(out.pop())
+                    if taken == count and len(out) < 2:
+                        if out:
+                            self._transport.write(out.pop())
                         return
                     self._out_bytes += sum(map(len, out))
                     self._reader.skip(taken)

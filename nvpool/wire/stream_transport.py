@@ -38,7 +38,7 @@ from nvpool.base.errors import (
     Unreachable,
     from_os_error,
 )
-from nvpool.wire.atonce import AnswersAtOnce
+from nvpool.wire.atonce import AnswersAtOnce, HearsAtOnce
 from nvpool.wire.endpoint import Endpoint, host_port_url, parse_endpoint
 from nvpool.wire.exchange import Answerer, Asker
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
@@ -217,7 +217,7 @@ class _End(asyncio.BufferedProtocol):
         raise NotImplementedError
 
 
-class StreamConnection(_End, Asker):
+class StreamConnection(HearsAtOnce, _End, Asker):
     """The asking end. Made by the transports' `connect`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
@@ -317,6 +317,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._at_once = getattr(listener.handler, "at_once", None)
+        self._later = self if type(self) is StreamServed else None  # an answer of another kind may have to go elsewhere
         self._hello_timer: asyncio.TimerHandle | None = None
         self._greeted = False
 

@@ -80,8 +80,8 @@ Handler = Callable[[Call], None]
 """Called on the event loop for each request as it arrives. It must not block: it answers at once or keeps the call and
 hands the work to a task that it owns. An exception out of it is answered as `fail` would.
 
-It may have an attribute `at_once(buffer, end, in_work, tally, out)`: a listener of the stream transports lets it answer frames
-that came whole, without a Call; see store/atonce for what it has to do. Others do not ask for it."""
+It may have an attribute `at_once(buffer, end, in_work, tally, out, side)`: a listener of the stream transports lets it answer
+frames that came whole, without a Call; see store/atonce for what it has to do. Others do not ask for it."""
 
 
 class Connection(Protocol):

@@ -1,0 +1,425 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Reads from the kernel's request to a store's frame, and back. See farreads.py, which says what is promised."""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import asyncio
+
+from nvpool.base.clock import SystemClock, stopwatch_s
+from nvpool.base.errors import Stale
+from nvpool.client.contents import SMALL_BYTES
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire.exchange import IN_FLIGHT_MAX
+from nvpool.wire.stream_transport import StreamConnection
+from nvpool.wire.tally import TALLY
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+
+cdef extern from "_block_sums.h":
+    int has_instruction()
+    void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
+
+cdef extern from "_kernel.h":
+    double boottime_s() nogil
+    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
+
+cdef extern from "_crc32c.h":
+    void crc_fill() nogil
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+
+crc_fill()
+
+cdef enum:
+    REQUEST_BYTES = 80          # requests._READ_WHOLE
+    PAGE = 4096
+    LARGE_BYTES = 128 << 10
+    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
+    HEADER_BYTES = 32           # frame.HEADER_BYTES
+    MESSAGE_BYTES = 99          # codec._READ_REQUEST
+    FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
+    REPLY_BYTES = 29            # of a reply's message, before the checksums
+    BURST = 64                  # frames that wait for the end of a burst
+    SPARES_MAX = 64
+    TURN = 4                    # reads that are answered before what was asked for meanwhile is taken
+
+cdef int opcode_of_reads = Op.READ
+cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
+cdef uint16_t method_of_reads = DATA_READ
+cdef uint64_t small_bytes = SMALL_BYTES
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+
+
+def is_of_use():
+    """Whether this processor has the instruction for checksums."""
+    return bool(has_instruction())
+
+
+cdef class Asked:
+    """A read that a store was asked for: in the engine's table as what waits, in the connection's as who is told."""
+    cdef Reads reads
+    cdef object file, lane, index
+    cdef uint64_t unique
+    cdef uint32_t size, skip, span, within
+    cdef double since_s, sent_s, deadline_s
+    cdef bint told
+
+    def cancel(self):
+        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        entry = self.reads.engine._work.get(self.unique)
+        if entry is None or entry[0] is not self:
+            return False
+        self.told = True
+        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        return True
+
+    def __call__(self, reply, error):
+        """What came of it, where that is not answered in one step: the ordinary way goes on with it from here."""
+        if self.told:  # and it is not used again: the engine's table may still name it
+            self.lane.in_flight -= 1
+            return
+        self.told = True
+        self.reads.engine.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
+                                        self.size, self.deadline_s, reply, error)
+
+
+cdef class Way:
+    """A connection, and the frames for it that wait for the end of a burst."""
+    cdef Reads reads
+    cdef object connection
+    cdef Py_ssize_t count
+    cdef uint8_t[BURST * FRAME_BYTES] frames
+
+    cdef int send(self) except -1:
+        cdef Py_ssize_t count = self.count
+        if count:
+            self.count = 0
+            transport = self.connection._transport
+            if not transport.is_closing():
+                transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, count * FRAME_BYTES))
+        return 0
+
+    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
+        """Of what was received those frames at the beginning that answer reads of ours as they should: how many bytes they are.
+        Nothing has happened to the others."""
+        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        cdef Reads reads = self.reads
+        cdef object engine = reads.engine
+        cdef Py_ssize_t at = begin, length
+        cdef int count = 0
+        while end - at >= HEADER_BYTES:
+            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+            if not length:
+                break
+            at += length
+            count += 1
+            if count == TURN and at < end:
+                count = 0
+                reads.go_on()
+        if count:
+            reads.go_on()
+        return at - begin
+
+    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
+        """Of the frame there, when it was one."""
+        cdef const uint8_t *message = at + HEADER_BYTES
+        cdef const uint8_t *blocks
+        cdef Reads reads = self.reads
+        cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20), number, count
+        cdef uint32_t sums[BLOCKS_MAX]
+        cdef PyObject *found
+        cdef Asked one
+        cdef dict in_flight
+        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes + <Py_ssize_t>payload_bytes
+        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7]
+                or message_bytes < REPLY_BYTES or message_bytes > REPLY_BYTES + 4 * BLOCKS_MAX or length > have
+                or crc_of(at, 28) != get32(at + 28) or crc_of(message, message_bytes) != get32(at + 24)):
+            return 0
+        count = (message_bytes - REPLY_BYTES) >> 2
+        if (payload_bytes != count << 12 or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
+                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
+                or message[27] != 0x1A or message[28] != count * 4):
+            return 0
+        in_flight = self.connection._in_flight
+        number_key = get32(at + 8)
+        found = PyDict_GetItem(in_flight, number_key)
+        if found is NULL:
+            return 0
+        on_done = (<tuple><object>found)[0]
+        if type(on_done) is not Asked:
+            return 0
+        one = <Asked>on_done
+        if one.reads is not reads or one.span != payload_bytes:
+            return 0
+        blocks = message + message_bytes
+        if not one.told:
+            sum_blocks(blocks, count, sums)
+            if memcmp(sums, message + REPLY_BYTES, count * 4):
+                return 0
+        # It is as it should be.
+        del in_flight[number_key]
+        one.lane.in_flight -= 1
+        reads.count(boottime_s() if reads.is_system else reads.now_s(), one)
+        if self.connection._waiting:
+            self.connection._pump()
+        if one.told:
+            return length
+        one.told = True
+        reads.tell(one, <const char *>blocks + one.skip)
+        return length
+
+    def close(self):
+        self.connection.take_answers = None
+
+
+cdef class Reads:
+    """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    cdef readonly object engine
+    cdef readonly uint64_t read_bytes
+    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, calls, _counters, _clock
+    cdef dict _files, ways
+    cdef bytearray _buffer
+    cdef int _fd
+    cdef bint is_system
+    cdef double patience_s
+    cdef uint16_t flags
+    cdef list spares, waiting
+
+    def __init__(self, engine, ops, chunks):
+        self.engine, self.chunks = engine, chunks
+        self._fd, self._buffer = engine._fd, engine._buffer
+        self._ops, self._files, self._paged = ops, ops._files, ops._paged
+        self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
+        self._counters, self.calls = chunks.counters, TALLY.calls
+        self._clock = chunks._clock
+        self.is_system = type(chunks._clock) is SystemClock
+        self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
+        self.ways = {}
+        self.spares, self.waiting = [], []
+
+    cdef double now_s(self) except -1:
+        return boottime_s() if self.is_system else self._clock.boottime_s()
+
+    def take(self, Py_ssize_t count):
+        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
+        happened."""
+        cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self._buffer)
+        cdef uint32_t length, opcode, pid, size
+        cdef uint64_t unique, handle, offset, end
+        cdef PyObject *found
+        if count != REQUEST_BYTES:
+            return False
+        memcpy(&length, at, 4)
+        memcpy(&opcode, at + 4, 4)
+        memcpy(&unique, at + 8, 8)
+        memcpy(&pid, at + 32, 4)
+        memcpy(&handle, at + 40, 8)
+        memcpy(&offset, at + 48, 8)
+        memcpy(&size, at + 56, 4)
+        if (length != REQUEST_BYTES or <int>opcode != opcode_of_reads or unique >> 63 or not size or size > LARGE_BYTES
+                or offset >> 62 or self.engine._from or self.replicas.several):
+            return False
+        found = PyDict_GetItem(self._files, handle)
+        if found is NULL:
+            return False
+        opened = <object>found
+        file = opened.file
+        if (not opened.readable or opened.closed or file.lost or file.untold or file.written is not None
+                or self._ops.guards_pages and file.inode not in self._paged):
+            return False
+        ahead = opened.ahead
+        if ahead.next == offset or ahead.units:
+            return False
+        cdef uint64_t file_bytes = file.attr.size
+        end = offset + size
+        if end > file_bytes or file_bytes <= small_bytes:
+            return False
+        cdef int bits = file.chunk_bits
+        cdef uint64_t index = offset >> bits
+        if end - 1 >> bits != index or index >> 32:
+            return False
+        key = index
+        if file.located and key in file.located:
+            return False
+        lane = (<dict>file.lanes).get(key)
+        if lane is None:
+            try:
+                lane = self.chunks.find_lane(file, key)
+            except Stale:
+                return False
+        if lane.pending:
+            return False
+        cdef long target = lane.target
+        cdef bytes grant = file.grant
+        cdef uint64_t epoch = self.chunks.epoch
+        if not 0 < target < 128 or PyBytes_GET_SIZE(grant) != 60 or not epoch:
+            return False
+        if self.short_cut.on and self.short_cut.may_serve(target):
+            return False
+        found = PyDict_GetItem(self.dialer._live, lane.endpoints)
+        if found is NULL:
+            return False
+        connection = <object>found
+        if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed:
+            return False
+        cdef dict in_flight = connection._in_flight
+        if not connection._writable or connection._waiting or len(in_flight) >= in_flight_max:
+            return False
+        cdef double now_s = self.now_s()
+        cdef double deadline_s = now_s + self.patience_s
+        cdef double timer_s = connection._timer_s
+        cdef uint32_t left_ms = <uint32_t>min(self.patience_s * 1000, <double>0xFFFFFFFF)
+        if not left_ms:
+            return False
+        cdef uint32_t number = <uint32_t><uint64_t>connection._number
+        number_key = None
+        while True:
+            number += 1
+            if number:
+                number_key = number
+                if number_key not in in_flight:
+                    break
+        cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
+        one.reads, one.file, one.lane, one.index = self, file, lane, key
+        one.unique, one.size, one.told = unique, size, False
+        one.skip = offset & (PAGE - 1)
+        one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
+        one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
+        one.since_s, one.sent_s, one.deadline_s = self.engine._since_s, now_s, deadline_s
+        cdef Way way = self.way_of(connection)
+        if way.count == BURST:
+            way.send()
+        if deadline_s < timer_s:
+            connection._arm(deadline_s)
+        connection._number = number_key
+        in_flight[number_key] = (one, None, deadline_s, one.span, method_key, now_s)
+        pack(way.frames + way.count * FRAME_BYTES, number, left_ms, epoch, <uint8_t>target, PyBytes_AS_STRING(grant),
+             file.inode, <uint32_t>index, one.within, one.span, self.flags)
+        way.count += 1
+        self.calls.begun += 1
+        file.grant_used = True
+        ahead.run = 0
+        ahead.reads = 0
+        ahead.next = end
+        self._counters["messages"] += 1
+        self._counters["reads"] += 1
+        cdef long others = lane.in_flight
+        lane.in_flight = others + 1
+        self.engine._work[unique] = one, pid, opcode_key, one.since_s
+        self.engine._kept += 1
+        if not others:  # the store has nothing to do
+            way.send()
+        elif way.count == 1:
+            self.waiting.append(way)
+        return True
+
+    cdef Way way_of(self, connection):
+        cdef PyObject *found = PyDict_GetItem(self.ways, connection)
+        cdef Way way
+        if found is not NULL:
+            return <Way><object>found
+        for known in list(self.ways):
+            if known.closed:
+                del self.ways[known]
+        way = Way.__new__(Way)
+        way.reads, way.connection = self, connection
+        self.ways[connection] = way
+        connection.take_answers = way.take
+        return way
+
+    def send(self):
+        """What was begun goes to the stores."""
+        cdef list waiting = self.waiting
+        if waiting:
+            self.waiting = []
+            for way in waiting:
+                (<Way>way).send()
+
+    cdef int go_on(self) except -1:
+        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
+        engine = self.engine
+        engine._some_ended()
+        if engine._work and engine._reading and not engine._taking:
+            engine._take()
+        return 0
+
+    cdef int count(self, double now_s, Asked one) except -1:
+        """As Calls.answered."""
+        calls = self.calls
+        cdef double took_s = now_s - one.sent_s
+        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+        cdef int slot = 0
+        calls.ended += 1
+        times = calls.by_method.get(method_key)
+        if times is None:
+            calls.answered(method_key, took_s, 0)
+            return 0
+        while micros:
+            micros >>= 1
+            slot += 1
+        counts = times.counts
+        counts[slot] += 1
+        times.sum_s += took_s
+        return 0
+
+    cdef int tell(self, Asked one, const char *bytes) except -1:
+        """Answer the kernel."""
+        cdef int error
+        engine = self.engine
+        self.read_bytes += one.size
+        if answer(self._fd, one.unique, bytes, one.size) < 0:
+            error = errno
+            if error not in (ENOENT, ENODEV, ECONNABORTED):
+                engine.answer_refused(one.unique, error, 16 + one.size)
+        del engine._work[one.unique]
+        if engine._interrupted:
+            engine._interrupted.pop(one.unique, None)
+        engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))
+        one.file = one.lane = None
+        if len(self.spares) < SPARES_MAX:
+            self.spares.append(one)
+        return 0
+
+    def close(self):
+        """What comes from now on is the ordinary way's."""
+        self.send()
+        for way in self.ways.values():
+            (<Way>way).close()
+        self.ways.clear()
+        self.spares.clear()
+
+
+cdef void put64(uint8_t *at, uint64_t value) noexcept:
+    put32(at, <uint32_t>value)
+    put32(at + 4, <uint32_t>(value >> 32))
+
+
+cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,
+               uint32_t index, uint32_t offset, uint32_t length, uint16_t flags) noexcept:
+    """As frame.pack_head of codec.encode_read_request."""
+    cdef uint8_t *message = at + HEADER_BYTES
+    message[0] = 0x09
+    put64(message + 1, epoch)
+    message[9], message[10], message[11], message[12] = 0x10, target, 0x1A, 60
+    memcpy(message + 13, grant, 60)
+    message[73], message[74] = 0x22, 24
+    put64(message + 75, inode)
+    put32(message + 83, index)
+    put32(message + 87, offset)
+    put32(message + 91, length)
+    message[95], message[96], message[97], message[98] = 0, 0, flags & 255, flags >> 8
+    at[0], at[1], at[2], at[3] = 0x4E, 0x50, 2, 0
+    at[4], at[5], at[6], at[7] = method_of_reads & 255, method_of_reads >> 8, 0, 0
+    put32(at + 8, number)
+    put32(at + 12, deadline_ms)
+    put32(at + 16, MESSAGE_BYTES)
+    put32(at + 20, 0)
+    put32(at + 24, crc_of(message, MESSAGE_BYTES))
+    put32(at + 28, crc_of(at, 28))

@@ -1,0 +1,550 @@
+"""Reads that a mount asks a store for in one compiled step: the bytes and the errors of the ordinary way, whatever happens
+meanwhile."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from test_kernel_engine import Kernel
+
+from nvpool.base import errors
+from nvpool.base.units import KIB, MIB
+from nvpool.client.options import ClientOptions
+from nvpool.fuse import farreads
+from nvpool.fuse.protocol import requests
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire.tally import TALLY
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole, some
+
+TWINS = ("ordinary",) if farreads._farreads is None else ("ordinary", "compiled")
+compiled_only = pytest.mark.skipif(farreads._farreads is None, reason="_farreads is not compiled here")
+CONTENT = some(5 * MIB + 1234)
+FAR = ClientOptions(deadline_s=20.0, short_cut=False)
+
+
+class Store:
+    """What a store's listener asks: the service, unless a test has something else to say to a read."""
+
+    def __init__(self, service):
+        self.service = service
+        self.asked = 0
+        self.instead = None
+        reads = service.at_once
+        self.at_once = None if reads is None else lambda *all: 0 if self.instead else reads.answer(*all)
+
+    def __call__(self, call):
+        if call.method == DATA_READ:
+            self.asked += 1
+            if self.instead is not None:
+                self.instead(call)
+                return
+        self.service.handle(call)
+
+
+class Far(Host):
+    options = FAR
+
+    async def __aenter__(self):
+        await self.pool.__aenter__()
+        self.doors = {}
+        for (role, number), listener in self.pool._listeners.items():
+            if role == "target":
+                listener.handler = self.doors[number] = Store(self.pool.stores[number])
+        self.client = await self.pool.client("reader", self.options)
+        self.vfs, self.short = self.client.vfs, self.client.vfs.chunks.short
+        return self
+
+    def instead(self, answer):
+        for door in self.doors.values():
+            door.instead = answer
+
+
+class Mounted(Kernel):
+    """A pool with real stores behind sockets below the engine, and the test in the place of the kernel."""
+
+    def __init__(self, host):
+        super().__init__(host.vfs)
+        self.host, self.vfs = host, host.vfs
+
+    async def hear(self):
+        while not (heard := await super().hear())[0]:
+            pass  # a notice
+        return heard
+
+    async def open(self, content=CONTENT, name=b"file"):
+        """The number of a handle of a file that another client wrote; its stores are connected, its pages looked after."""
+        writer = await self.host.writer()
+        theirs = await self.host.file(content, writer, name)
+        await writer.fsync(theirs, False)
+        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
+        await writer.release(theirs)
+        number = int.from_bytes(opened[:8], "little")
+        for at in range(0, len(content), MIB):
+            await self.read(number, at + 100, 1)
+        return number
+
+    def handle(self, number):
+        return self.engine._ops._files[number]
+
+    async def read(self, number, offset, size):
+        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
+
+    def say_read(self, number, offset, size, **more):
+        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
+
+    @property
+    def far(self):
+        return self.engine._far
+
+    def forget_pages(self):
+        for service in self.host.pool.stores.values():
+            evict(service.store.device.path)
+
+    async def all_of(self, asked):
+        """The answers to these reads, {unique: (offset, length)}, are right."""
+        while asked:
+            unique, error, answer = await self.hear()
+            offset, length = asked.pop(unique)
+            assert not error and answer == CONTENT[offset:offset + length]
+
+    def nothing_is_left(self):
+        assert not self.engine._work
+        for lane in self.vfs.chunks._lanes.values():
+            assert not lane.in_flight
+        for connection in self.connections():
+            assert not connection._in_flight and connection.closed or not [
+                one for one in connection._in_flight.values() if one[4] == DATA_READ]
+
+    def connections(self):
+        return list(self.vfs.chunks._dialer._live.values())
+
+
+@asynccontextmanager
+async def mounted(way="compiled", options=FAR):
+    host = Far()
+    host.options = options
+    async with host, Mounted(host) as kernel:
+        await kernel.init()
+        if way == "ordinary":
+            await kernel.engine._end_plain_reads()
+        yield kernel
+
+
+def on_a_mount(test, options=FAR):
+    def run(way):
+        async def all_of_it():
+            async with mounted(way, options) as kernel:
+                await test(kernel)
+                kernel.nothing_is_left()
+
+        run_whole(all_of_it(), 300)
+    run.__name__ = test.__name__
+    return run
+
+
+def by_both_ways(test):
+    return pytest.mark.parametrize("way", TWINS)(on_a_mount(test))
+
+
+def in_one_step(test):
+    run = on_a_mount(test)
+
+    def alone():
+        run("compiled")
+    alone.__name__ = test.__name__
+    return compiled_only(alone)
+
+
+def places(count, seed):
+    chance = random.Random(seed)
+    for _ in range(count):
+        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
+        offset = chance.randrange(len(CONTENT))
+        yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+
+
+@by_both_ways
+async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+    number = await kernel.open()
+    for offset, length in [*places(300, 1), (MIB - 1, 2), (MIB - BLOCK, BLOCK), (MIB - BLOCK, 2 * BLOCK), (len(CONTENT), 10),
+                           (len(CONTENT) - 1, 1), (len(CONTENT) - 5, 100), (5 * MIB, 4 * KIB)]:
+        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+    if kernel.far is not None:
+        assert kernel.far.read_bytes > MIB
+
+
+@by_both_ways
+async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+    number = await kernel.open()
+    before = kernel.engine._plain_bytes + kernel.engine.read_bytes
+    total = 0
+    for seed in range(6):
+        if seed % 2 == 0:
+            kernel.forget_pages()
+        asked = {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)}
+        total += sum(len(CONTENT[offset:offset + length]) for offset, length in asked.values())
+        await kernel.all_of(asked)
+    assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
+
+
+@by_both_ways
+async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+    content = bytearray(CONTENT)
+    number = await kernel.open()
+    other = await kernel.host.writer()
+    inode = kernel.handle(number).inode
+    theirs = await other.open(inode, os.O_RDWR, ME)
+    handle = None
+    chance = random.Random(3)
+    for turn in range(60):
+        offset, new = chance.randrange(4 * MIB), chance.randbytes(chance.choice([10, BLOCK, 9000]))
+        if turn >= 30 and turn % 2:
+            handle = handle or await kernel.vfs.open(inode, os.O_RDWR, ME)
+            await kernel.vfs.write(handle, offset, new)
+            if turn % 3:
+                await kernel.vfs.flush(handle)
+        else:
+            if handle is not None:
+                await kernel.vfs.flush(handle)
+            await other.write(theirs, offset, new)
+            await other.flush(theirs)
+        content[offset:offset + len(new)] = new
+        for _ in range(3):
+            at = max(0, offset + chance.randrange(-5000, 5000))
+            assert await kernel.read(number, at, 4000) == content[at:at + 4000]
+    for vfs, opened in ((kernel.vfs, handle), (other, theirs)):
+        await vfs.release(opened)
+
+
+@by_both_ways
+async def test_holes_are_zeros(kernel):
+    number = await kernel.open()
+    other = await kernel.host.writer()
+    theirs = await other.open(kernel.handle(number).inode, os.O_RDWR, ME)
+    await other.write(theirs, 9 * MIB + 5, b"end")
+    await other.fsync(theirs, False)
+    await other.release(theirs)
+    opened = await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=kernel.handle(number).inode)
+    number = int.from_bytes(opened[:8], "little")
+    for index in range(10):
+        await kernel.read(number, index * MIB + 1, 1)
+    for at, length in ((7 * MIB + 5000, 5000), (6 * MIB + 4 * BLOCK, BLOCK), (9 * MIB, 8), (5 * MIB + 1000, 300)):
+        expected = (CONTENT + bytes(9 * MIB + 5 - len(CONTENT)) + b"end")[at:at + length]
+        assert await kernel.read(number, at, length) == expected
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("way", TWINS)
+def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
+    @on_a_mount
+    async def flipped(kernel):
+        number = await kernel.open()
+        file = kernel.handle(number).file
+        target = file.lanes[0].target
+        store = kernel.host.pool.stores[target].store
+        place = store.index.chunk(file.inode, 0).segments[0].disk[5]
+        fd = os.open(store.device.path, os.O_RDWR)
+        os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
+        os.close(fd)
+        if cold:
+            kernel.forget_pages()
+        for _ in range(3):
+            with pytest.raises(OSError) as refused:
+                await kernel.read(number, 5 * BLOCK, BLOCK)
+            assert refused.value.errno == errno.EIO
+        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK:8 * BLOCK]
+        assert kernel.vfs.chunks.counters["mismatches"] >= 1
+
+    flipped(way)
+
+
+class Changed:
+    """A call whose answer is another than the service's."""
+
+    def __init__(self, call, change):
+        self._call, self._change = call, change
+
+    def __getattr__(self, name):
+        return getattr(self._call, name)
+
+    def room(self, byte_count):
+        return None
+
+    def reply(self, message=b"", payload=()):
+        self._call.reply(*self._change(bytes(message), b"".join(payload)))
+
+
+@by_both_ways
+async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(kernel):
+    number = await kernel.open()
+    chance = random.Random(9)
+    changed = 0
+
+    def change(message, payload):
+        nonlocal changed
+        changed += 1
+        kind = changed % 4
+        if kind == 0:
+            at = chance.randrange(len(payload))
+            payload = payload[:at] + bytes([payload[at] ^ 1 << chance.randrange(8)]) + payload[at + 1:]
+        elif kind == 1:
+            at = chance.randrange(11, len(message))
+            message = message[:at] + bytes([message[at] ^ 1 << chance.randrange(8)]) + message[at + 1:]
+        elif kind == 2:
+            payload = payload[:chance.randrange(len(payload))]
+        else:
+            message, payload = chance.choice([b"", message[:20], message + message, chance.randbytes(33)]), payload
+        return message, [payload]
+
+    doors = kernel.host.doors.values()
+
+    def instead(call):
+        door = next(door for door in doors if door.service.target == kernel.vfs.chunks._lanes[door.service.target].target)
+        for door in doors:
+            if bytes(call.message)[10] == door.service.target:
+                break
+        once[0] -= 1
+        door.service.handle(Changed(call, change) if once[0] == 0 else call)
+
+    for turn in range(200):
+        once = [1]
+        kernel.host.instead(instead)
+        offset = chance.randrange(1200) * BLOCK
+        length = chance.choice([BLOCK, 3 * BLOCK])
+        with contextlib.suppress(OSError):  # a status that says so
+            assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length], turn
+        assert once[0] <= 0
+    assert changed == 200
+
+
+@pytest.mark.parametrize("error", [errors.StaleGrant, errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.StaleTenure,
+                                   errors.ChecksumMismatch, errors.Unavailable])
+@pytest.mark.parametrize("way", TWINS)
+def test_what_is_refused_for_now_is_asked_for_again(way, error):
+    @on_a_mount
+    async def refused(kernel):
+        number = await kernel.open()
+        repeats = kernel.vfs.chunks.counters["repeats"]
+
+        def instead(call):
+            kernel.host.instead(None)
+            call.fail(error())
+
+        for block in (3, 300):
+            kernel.host.instead(instead)
+            assert await kernel.read(number, block * BLOCK + 5, 1000) == CONTENT[block * BLOCK + 5:][:1000]
+        assert kernel.vfs.chunks.counters["repeats"] == repeats + 2
+
+    refused(way)
+
+
+@by_both_ways
+async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
+    number = await kernel.open()
+    asked = []
+
+    def instead(call):
+        asked.append(call)
+        call.fail(errors.AccessDenied("a test"))
+
+    kernel.host.instead(instead)
+    with pytest.raises(OSError) as refused:
+        await kernel.read(number, 3 * BLOCK, BLOCK)
+    assert refused.value.errno == errno.EACCES and len(asked) == 1
+    kernel.host.instead(None)
+    assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK:6 * BLOCK]
+
+
+@pytest.mark.parametrize("way", TWINS)
+def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
+    async def silent(kernel):
+        number = await kernel.open()
+        kernel.host.instead(lambda call: None)
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(OSError) as refused:
+            await kernel.read(number, 3 * BLOCK, BLOCK)
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert refused.value.errno == errors.DeadlineExceeded.errno and 2.5 < took_s < 5.5
+        kernel.host.instead(None)
+        assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK:6 * BLOCK]
+
+    on_a_mount(silent, FAR._replace(deadline_s=3.0))(way)
+
+
+@by_both_ways
+async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+    number = await kernel.open()
+    calls = []
+    kernel.host.instead(calls.append)
+    nobody = 1 << 22  # there is no such process
+    late = [kernel.say_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
+    kernel.engine._take()
+    async with asyncio.timeout(60):
+        while len(calls) < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    for unique in late:
+        kernel.say(Op.INTERRUPT, (unique,))
+    kernel.engine._take()
+    for _ in late:
+        heard, error, _ = await kernel.hear()
+        assert heard in late and error == -errno.EINTR
+    assert not kernel.engine._work
+    await asyncio.sleep(0.05)
+    kernel.host.instead(None)
+    for call in calls:
+        kernel.host.doors[bytes(call.message)[10]].service.handle(call)
+    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK:7 * BLOCK]
+    await kernel.silent()
+
+
+@by_both_ways
+async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
+    number = await kernel.open()
+    kernel.host.instead(lambda call: None)
+    asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)}
+    kernel.engine._take()
+    await asyncio.sleep(0.05)
+    kernel.host.instead(None)
+    for connection in kernel.connections():
+        connection._transport.abort()
+    await kernel.all_of(asked)
+    for served in [served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)]:
+        served._transport.abort()
+    asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)}
+    await kernel.all_of(asked)
+    for offset, length in places(50, 4):
+        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+
+
+@by_both_ways
+async def test_answers_that_come_in_pieces(kernel):
+    number = await kernel.open()
+    chance = random.Random(5)
+
+    class Pieces:
+        def __init__(self, transport):
+            self._transport, self._left, self._running = transport, bytearray(), None
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+        def write(self, content):
+            self._left += content
+            if self._running is None or self._running.done():
+                self._running = asyncio.ensure_future(self._drip())
+
+        def writelines(self, parts):
+            self.write(b"".join(parts))
+
+        async def _drip(self):
+            while self._left:
+                count = chance.choice([1, 3, 31, 32, 33, 60, 4000, 4161, 5000, 20000, 140000])
+                self._transport.write(bytes(self._left[:count]))
+                del self._left[:count]
+                await asyncio.sleep(0 if chance.random() < 0.7 else 0.001)
+
+    for (role, _), listener in kernel.host.pool._listeners.items():
+        if role == "target":
+            for served in listener.connections:
+                served._transport = Pieces(served._transport)
+    for seed in range(6):
+        await kernel.all_of({kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)})
+
+
+@by_both_ways
+async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+    number = await kernel.open()
+    unique = kernel.say_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.hear()
+    assert heard == unique and error
+    whole = requests.encode(requests.Request(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
+                                             (), b""))
+    for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
+        kernel.ours.send(broken)
+        heard, error, _ = await kernel.hear()
+        assert error == -errno.EINVAL and heard == 777
+    chance = random.Random(4)
+    for _ in range(300):
+        at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
+        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1:])
+        heard, error, answer = await kernel.hear()
+        assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
+    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK:4 * BLOCK]
+
+
+@in_one_step
+async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+    number = await kernel.open()
+    kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
+    for _ in range(2):
+        unique = kernel.say_read(number, 200 * BLOCK, 60 * KIB)
+        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+
+
+@in_one_step
+async def test_it_counts_as_the_ordinary_way_does(kernel):
+    number = await kernel.open()
+    chunks, calls = kernel.vfs.chunks, TALLY.calls
+    before = chunks.counters["reads"], calls.begun, calls.ended, sum(calls.by_method[DATA_READ].counts), kernel.far.read_bytes
+    for block in range(3, 23, 2):
+        await kernel.read(number, block * BLOCK, BLOCK)
+    assert (chunks.counters["reads"] - before[0], calls.begun - before[1], calls.ended - before[2],
+            sum(calls.by_method[DATA_READ].counts) - before[3], kernel.far.read_bytes - before[4]) == (*[10] * 4, 10 * BLOCK)
+
+
+@compiled_only
+def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
+    async def work():
+        async with Far() as host:
+            kernel = Mounted(host)
+            calls = []
+            async with kernel:
+                await kernel.init()
+                number = await kernel.open()
+                host.instead(calls.append)
+                asked = [kernel.say_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
+                kernel.engine._take()
+                await asyncio.sleep(0.05)
+                assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
+                await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
+                assert not kernel.engine._work and kernel.far is None
+                answered = [await kernel.hear() for _ in asked]
+                assert {unique for unique, _, _ in answered} == set(asked)
+                assert {error for _, error, _ in answered} == {-errno.EINTR}
+            host.instead(None)
+            for call in calls:
+                host.doors[bytes(call.message)[10]].service.handle(call)
+            await asyncio.sleep(0.05)
+            assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
+
+    run_whole(work(), 120)
+
+
+@compiled_only
+def test_a_mount_that_leaves_waits_for_the_answers():
+    async def work():
+        async with Far() as host, Mounted(host) as kernel:
+            await kernel.init()
+            number = await kernel.open()
+            calls = []
+            host.instead(calls.append)
+            asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 100, 7)}
+            kernel.engine._take()
+            await asyncio.sleep(0.05)
+            leaving = asyncio.ensure_future(kernel.engine.leave(60))
+            await asyncio.sleep(0.05)
+            assert not leaving.done()
+            host.instead(None)
+            for call in calls:
+                host.doors[bytes(call.message)[10]].service.handle(call)
+            await kernel.all_of(asked)
+            await asyncio.wait_for(leaving, 60)
+
+    run_whole(work(), 120)

@@ -1,0 +1,265 @@
+"""Reads that a store begins where they arrive, since the drive has to be asked: answered when it has answered, with the bytes
+of the ordinary way; and whatever happens meanwhile, as that way would have it."""
+
+import asyncio
+import math
+import os
+import random
+
+import pytest
+
+from nvpool.base.checksum import piece_checksums
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import Draining, DriveFailed, StaleEpoch, StaleTenure
+from nvpool.store import atonce
+from nvpool.wire.frame import read_head
+from nvpool.wire.registry import transport
+from nvpool.wire.transport import Greeting
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+from tests.unit.test_client_shortcut import evict
+from tests.unit.test_store_atonce import BLOCKS, HOLE, Ordinary, open_bench, pool_map
+
+pytestmark = pytest.mark.skipif(atonce._atonce is None, reason="_atonce is not compiled here")
+
+
+class Later(Ordinary):
+    """The answering end of a connection, as the listener's is."""
+
+    def __init__(self, service):
+        super().__init__(service)
+        self._out, self._out_bytes = [], 0
+
+    def _flush(self):
+        self.sent += self._out
+        self._out, self._out_bytes = [], 0
+
+
+class Cold:
+    """A store that has nothing of its chunk in memory."""
+
+    def __init__(self, bench):
+        self.bench, self.reads, self.store, self.service = bench, bench.reads, bench.service.store, bench.service
+        self.side = Later(bench.service)
+        self.answers = {block: bench.ordinary.ask(bench.frame(block)) for block in range(BLOCKS) if block != HOLE}
+        bench.mapped.close()
+        os.posix_fadvise(self.store.device.fd, 0, 0, os.POSIX_FADV_RANDOM)  # so that no read brings what the next is for
+
+    def expected(self, *frames):
+        """What the ordinary way answers from memory."""
+        with open(self.store.device.path, "rb") as file:
+            while file.read(1 << 20):
+                pass
+        return [self.bench.ordinary.ask(frame) for frame in frames]
+
+    def begin(self, *frames, side=None):
+        """They are read from the drive; it has not answered."""
+        evict(self.store.device.path)
+        waiting, out = self.reads.waiting, []
+        side = side or self.side
+        taken = self.reads.answer(bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._tally, out, side)
+        assert taken == sum(map(len, frames)) and not out and self.reads.waiting == waiting + len(frames)
+
+    async def come(self):
+        async with asyncio.timeout(60):
+            while self.reads.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        sent, self.side.sent = self.side.sent, []
+        assert not self.side._in_work and self.store.readings.oldest() == math.inf
+        assert self.side._tally.begun == self.side._tally.ended + self.side._tally.given_up
+        return sent
+
+
+def with_cold(test):
+    def run(tmp_path):
+        async def served():
+            async with open_bench(atonce.Reads, tmp_path) as bench:
+                if bench.service.store.device.read_path != "io_uring":
+                    pytest.skip("no io_uring here")
+                await test(Cold(bench))
+
+        asyncio.run(served())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def status(frame):
+    return read_head(bytearray(frame), 0, len(frame), 1 << 20)[1]
+
+
+@with_cold
+async def test_what_is_not_in_memory_comes_from_the_drive_with_the_bytes_of_the_ordinary_way(cold):
+    draw = random.Random(1)
+    missed, asked = cold.store.reader.missed_count, 0
+    for count in (1, 1, 3, 4, 5, 16, 100):
+        frames = [cold.bench.frame(block, number=block + 1) for block in draw.sample(sorted(cold.answers), count)]
+        cold.begin(*frames)
+        assert cold.service.waiting and cold.service.waiting_count == count and cold.store.readings.oldest() < math.inf
+        assert sorted(await cold.come()) == sorted(cold.expected(*frames))
+        asked += count
+    for first, count in ((0, 8), (56, 8), (5, 2)):
+        frame = cold.bench.frame(first, count)
+        cold.begin(frame)
+        assert await cold.come() == cold.expected(frame)
+        asked += 1
+    assert cold.store.reader.missed_count - missed == asked
+    assert cold.side._tally.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
+    assert not cold.service.waiting
+
+
+@with_cold
+async def test_without_an_end_to_answer_later_nothing_is_begun(cold):
+    evict(cold.store.device.path)
+    assert cold.bench.at_once(cold.bench.frame(3)) == (0, []) and not cold.reads.waiting
+
+
+@with_cold
+async def test_who_has_gone_meanwhile_is_told_nothing_and_no_memory_of_his_is_used_again(cold):
+    gone = Later(cold.service)
+    cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(20)], side=gone)
+    cold.begin(cold.bench.frame(30, number=1), cold.bench.frame(31, number=2))
+    gone._asker_gone()
+    cold.side._cancelled(2)
+    assert await cold.come() == cold.expected(cold.bench.frame(30, number=1))
+    assert not gone.sent and gone._tally.given_up == 20 and cold.side._tally.given_up == 1
+
+
+@with_cold
+async def test_a_number_that_is_in_work_is_refused_as_always(cold):
+    cold.begin(cold.bench.frame(3, number=5))
+    with pytest.raises(Exception, match="sent twice"):
+        cold.side.ask(cold.bench.frame(4, number=5))
+    frame = cold.bench.frame(4, number=5)
+    assert cold.reads.answer(bytearray(frame), len(frame), cold.side._in_work, cold.side._tally, [], cold.side) == 0
+    assert len(await cold.come()) == 1
+
+
+@with_cold
+async def test_a_chain_that_has_gone_on_without_this_target_meanwhile_gives_no_bytes(cold):
+    frame = cold.bench.frame(3)
+    cold.begin(frame)
+    cold.service.update_map(pool_map(6))
+    assert [part[-4096:] for part in await cold.come()] == [cold.answers[3][-4096:]], "nothing of its chain has changed"
+    cold.begin(cold.bench.frame(3, epoch=6))
+    cold.service.update_map(pool_map(7))
+    cold.service._changed_at = dict.fromkeys(range(1024), 7)
+    [sent] = await cold.come()
+    assert status(sent) == StaleEpoch.wire_code
+
+
+@with_cold
+async def test_a_target_whose_time_is_over_meanwhile_gives_no_bytes(cold):
+    cold.begin(cold.bench.frame(3))
+    cold.service.tenure.shared, cold.service.tenure.until_s = True, cold.bench.clock.boottime_s() - 1
+    [sent] = await cold.come()
+    assert status(sent) == StaleTenure.wire_code
+
+
+@with_cold
+async def test_who_watches_sees_also_what_was_begun_before(cold):
+    cold.begin(cold.bench.frame(3))
+    cold.service.use.tell(pb.UseRequest(for_s=5))
+    assert await cold.come() == [cold.answers[3]]
+    assert cold.service.use._rows
+
+
+@with_cold
+async def test_a_drive_that_fails_is_an_error_as_always(cold):
+    device, frame = cold.store.device, cold.bench.frame(20)
+    kept = os.dup(device.fd)
+    size = os.fstat(kept).st_size
+    cold.begin(frame)
+    await cold.come()
+    os.ftruncate(kept, (cold.store.index.chunk(1, 0).segments[0].disk[20] << 12) + 100)
+    os.close(kept)
+    cold.begin(frame)
+    async with asyncio.timeout(60):
+        while not cold.side.sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert int.from_bytes(cold.side.sent[0][43:45], "little") == DriveFailed.wire_code, "of that read"
+    assert not await cold.come() or not cold.side.sent
+    os.truncate(cold.store.device.path, size)
+
+
+@with_cold
+async def test_what_is_read_is_given_to_no_write_meanwhile(cold):
+    before = cold.store.kv.sequence
+    cold.begin(cold.bench.frame(9))
+    assert cold.store.readings.oldest() == before
+    data = b"new!" * 1024
+    cold.store.write_now(1, 0, 9 << 12, memoryview(data), piece_checksums(data, 0))
+    assert await cold.come() == [cold.answers[9]], "as it was when it was asked for"
+
+
+@with_cold
+async def test_a_store_that_ends_answers_what_the_drive_brings_in_time(cold):
+    cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(50)])
+    await cold.service.close(drain_s=60)
+    sent = await cold.come()
+    assert len(sent) == 50 and not any(map(status, sent))
+
+
+@with_cold
+async def test_a_store_that_ends_at_once_refuses_what_it_has_begun_and_waits_for_the_drive(cold):
+    cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(50)])
+    await cold.service.close()
+    sent = await cold.come()
+    assert len(sent) == 50 and {status(frame) for frame in sent} <= {Draining.wire_code, 0}
+    assert not cold.reads.waiting
+
+
+@with_cold
+async def test_what_the_ring_has_no_room_for_is_left(cold):
+    frames = [cold.bench.frame(block, number=turn * BLOCKS + block + 1) for turn in range(3) for block in cold.answers]
+    evict(cold.store.device.path)
+    sent = bytearray(b"".join(frames))
+    out = []
+    taken = cold.reads.answer(sent, len(sent), cold.side._in_work, cold.side._tally, out, cold.side)
+    assert cold.reads.waiting <= 512 and taken <= len(sent)
+    await cold.come()
+
+
+@with_cold
+async def test_a_listener_answers_by_it_and_drains(cold):
+    asked = []
+
+    def handle(call):
+        asked.append(call)
+        cold.service.handle(call)
+
+    class Handling:
+        __call__ = staticmethod(handle)
+        at_once = staticmethod(cold.reads.answer)
+
+    door, greeting = transport("stream"), Greeting("test", "f")
+    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    deadline_s = SYSTEM_CLOCK.boottime_s() + 60
+    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+
+    def ask(block, count=1):
+        return connection.call(DATA_READ, cold.bench.frame(block, count)[32:], deadline_s=deadline_s)
+
+    draw = random.Random(2)
+    for count in (1, 2, 16, 60):
+        evict(cold.store.device.path)
+        blocks = draw.sample(sorted(cold.answers), count)
+        replies = await asyncio.gather(*[ask(block) for block in blocks])
+        for block, reply in zip(blocks, replies, strict=True):
+            assert cold.answers[block].endswith(bytes(reply.message) + bytes(reply.payload))
+    assert not asked and cold.store.reader.missed_count
+    evict(cold.store.device.path)
+    given_up = [asyncio.ensure_future(ask(block)) for block in range(30)]
+    await asyncio.sleep(0)
+    for task in given_up:
+        task.cancel()
+    assert bytes((await ask(50)).payload) == cold.answers[50][-4096:]
+    evict(cold.store.device.path)
+    last = [asyncio.ensure_future(ask(block)) for block in range(60, 100)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await listener.close(drain_s=30)
+    for block, task in zip(range(60, 100), last, strict=True):
+        assert task.exception() is not None or bytes(task.result().payload) == cold.answers[block][-4096:]
+    await connection.close()
+    assert not cold.reads.waiting
