@@ -27,7 +27,7 @@ VALUE_BYTES_MAX = 1 << 20
 """Far above any record of ours; a bound for what one change may weigh in the journal."""
 
 
-def checked_effects(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
+def checked_effects_plain(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
     """The effects of one change by key.
 
     InvalidRequest  a key is empty, too long, not below KEY_END, or occurs twice; a key or value is not bytes
@@ -46,6 +46,20 @@ def checked_effects(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
             if len(value) > VALUE_BYTES_MAX:
                 raise TooBig(f"a value has {VALUE_BYTES_MAX} bytes at most, not {len(value)}")
     return changed
+
+
+def _checked_compiled(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
+    pairs = effects if type(effects) is list else list(effects)
+    changed = _record.checked_effects(pairs)
+    return changed if changed is not None else checked_effects_plain(pairs)  # which says what is wrong
+
+
+try:
+    from nvpool.kv import _record
+except ImportError:  # not compiled
+    checked_effects = checked_effects_plain
+else:
+    checked_effects = _checked_compiled
 
 
 class Snapshot(Protocol):

@@ -32,6 +32,11 @@ from typing import NamedTuple
 from nvpool.base.checksum import crc32c
 from nvpool.base.errors import Fenced, NvpoolError, from_os_error
 
+try:
+    from nvpool.kv import _record
+except ImportError:  # not compiled
+    _record = None
+
 _HEAD = struct.Struct("<IQQQII")  # without the CRC
 _HEAD_BYTES = 4 + _HEAD.size
 _EFFECT = struct.Struct("<HI")
@@ -46,13 +51,16 @@ class Record(NamedTuple):
     length: int
 
 
-def encode(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
+def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
     """A record of effects that `contract.checked_effects` has passed."""
     pack = _EFFECT.pack
     body = b"".join([pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
                      for key, value in effects.items()])
     head = _HEAD.pack(_HEAD_BYTES + len(body), term, generation, sequence, len(effects), 0)
     return crc32c(body, crc32c(head)).to_bytes(4, "little") + head + body
+
+
+encode = encode_plain if _record is None else _record.encode
 
 
 def decode(buffer: memoryview, offset: int) -> Record | None:

@@ -32,12 +32,14 @@ from nvpool.kv.shipping import Shipping, ShippingOptions
 from nvpool.kv.standby import StandbyKv
 from nvpool.logic.poolmap import PoolMap, Shard, decode_map
 from nvpool.logic.shards import endpoints_of
+from nvpool.meta.atonce import IS_COMPILED
 from nvpool.meta.gate import Gate
 from nvpool.meta.service import MetaService
 from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor, WireStandby
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
+from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -66,6 +68,19 @@ class MemberOptions:
     shipping: ShippingOptions = ShippingOptions()
 
 
+class _AtOnce:
+    """Answers of a primary that need no gate, where they arrive: see meta/atonce."""
+
+    def __init__(self, member: ShardMember) -> None:
+        self._member = member
+
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list) -> int:
+        service = self._member._service
+        if service is None or self._member.handle != service.handle:
+            return 0
+        return service.at_once.answer(buffer, end, in_work, tally, out)
+
+
 class ShardMember:
     """What run/served serves: `handle`, `update_map`, `start`, `close`."""
 
@@ -90,6 +105,7 @@ class ShardMember:
         self._promoting = False
         self._closed = self._left = False
         self.handle: Callable[[Call], None] = self._not_yet
+        self.at_once = _AtOnce(self) if IS_COMPILED else None
 
     @property
     def _shard(self) -> Shard:

@@ -37,6 +37,7 @@ from nvpool.kv.contract import Kv
 from nvpool.logic.partition import partition_of_name
 from nvpool.logic.poolmap import PoolMap
 from nvpool.meta import records
+from nvpool.meta.atonce import answers_at_once
 from nvpool.meta.cuts import Cuts
 from nvpool.meta.fsck import Mend
 from nvpool.meta.gc import Collector, partitions_with_remains
@@ -150,6 +151,7 @@ class MetaService(Answers, SessionAnswers, VolumeAnswers):
                    self._cuts, self._watches, self._clock, self.update_map, self.take_volumes, self.forget_volumes,
                    self._spanning.holds.quiet),
             self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._term)
+        self.at_once = answers_at_once(self)
         return identity
 
     async def _take_up(self) -> None:

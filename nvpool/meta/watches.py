@@ -237,6 +237,20 @@ class Watches:
                 waits.append(done)
         return (lambda: _all(waits)) if waits else None
 
+    def is_free(self, session: int, numbers: Iterable[int]) -> bool:
+        """Whether `recall` would tell nobody of these and leave all as it is."""
+        if not self._unheard and len(self._watches) <= (session in self._watches):
+            return True
+        if self._unheard:
+            return False
+        for number in numbers:
+            if number in self._recalls or number in self._cool:
+                return False
+            for index in self._table.indexes(number):
+                if index == SEVERAL or (watch := self._by_index.get(index)) is not None and watch.session != session:
+                    return False
+        return True
+
     async def _until_heard(self) -> None:
         if self._heard is None or self._heard.done():
             self._heard = asyncio.get_running_loop().create_future()

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.errors import DriveFailed, Fenced, NoSpace
-from nvpool.kv.journal import Journal, Record, decode, encode
+from nvpool.base.checksum import crc32c
+from nvpool.base.errors import DriveFailed, Fenced, InvalidRequest, NoSpace, TooBig
+from nvpool.kv.contract import KEY_END, VALUE_BYTES_MAX, checked_effects, checked_effects_plain
+from nvpool.kv.journal import Journal, Record, _record, decode, encode, encode_plain
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kv-journal-record.hex"
 GOLDEN_RECORD = (7, 3, 42, {b"inode": b"\x01\x02\x03", b"\xff" * 3: None, b"empty": b""})
@@ -46,6 +48,37 @@ def test_a_record_is_read_back_whatever_stands_around_it(effects, term, generati
     raw = encode(term, generation, sequence, effects)
     record = decode(memoryview(around + raw + around), len(around))
     assert record == Record(term, generation, sequence, list(effects.items()), len(raw))
+
+
+@given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_compiled_and_plain_write_the_same_record(effects, term, generation, sequence):
+    assert encode(term, generation, sequence, effects) == encode_plain(term, generation, sequence, effects)
+    pairs = list(effects.items())
+    changed = checked_effects(pairs)
+    assert list(changed.items()) == pairs == list(checked_effects_plain(pairs).items()) and changed is not effects
+    assert list(checked_effects(iter(pairs)).items()) == pairs
+
+
+@pytest.mark.parametrize(("effects", "error"), [
+    ([(b"a", b"1"), (b"b", None), (b"a", None)], InvalidRequest), ([(b"", b"1")], InvalidRequest),
+    ([(KEY_END, b"1")], InvalidRequest), ([(bytes(512), b"1")], InvalidRequest), ([("a", b"1")], InvalidRequest),
+    ([(bytearray(b"a"), b"1")], TypeError), ([(b"a", "1")], InvalidRequest), ([(b"a", bytearray(b"1"))], InvalidRequest),
+    ([(b"a", bytes(VALUE_BYTES_MAX + 1))], TooBig), ([(b"a",)], ValueError), ([b"ab"], InvalidRequest)])
+def test_effects_that_can_not_be_are_refused_in_both_ways_alike(effects, error):
+    for check in (checked_effects, checked_effects_plain):
+        with pytest.raises(error):
+            check(effects)
+
+
+def test_effects_that_can_just_be_are_taken():
+    effects = [(KEY_END[:-1], bytes(VALUE_BYTES_MAX)), (b"\0", b""), (KEY_END[:-1] + b"\xfe", None)]
+    assert checked_effects(effects) == checked_effects_plain(effects) == dict(effects)
+
+
+@pytest.mark.skipif(_record is None, reason="nvpool.kv._record is not compiled")
+@given(st.binary(max_size=300), st.booleans())
+def test_checksums_of_records_are_those_of_the_library(some, by_table):
+    assert _record.crc32c(some, by_table) == crc32c(some)
 
 
 @given(st.binary(max_size=200), st.integers(0, 10))

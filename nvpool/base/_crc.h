@@ -1,0 +1,84 @@
+/* CRC32C of some hundred bytes, and numbers as formats have them: for the compiled modules that pack records. With the
+   instruction of x86-64 (SSE 4.2) where the processor has it, else by tables. `crc_begin` is called once, by the module. */
+
+#ifndef NVPOOL_BASE_CRC_H
+#define NVPOOL_BASE_CRC_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+static uint32_t crc_table[256];
+
+static uint32_t crc_by_table(uint32_t crc, const uint8_t *bytes, size_t count)
+{
+    for (; count; count--)
+        crc = crc >> 8 ^ crc_table[(crc ^ *bytes++) & 255];
+    return crc;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+__attribute__((target("sse4.2")))
+static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *bytes, size_t count)
+{
+    uint64_t word, wide = crc;
+    for (; count >= 8; count -= 8, bytes += 8) {
+        memcpy(&word, bytes, 8);
+        wide = __builtin_ia32_crc32di(wide, word);
+    }
+    crc = (uint32_t)wide;
+    for (; count; count--)
+        crc = __builtin_ia32_crc32qi(crc, *bytes++);
+    return crc;
+}
+
+static uint32_t (*crc_step)(uint32_t, const uint8_t *, size_t) = crc_by_table;
+
+static void crc_choose(void) { if (__builtin_cpu_supports("sse4.2")) crc_step = crc_by_instruction; }
+
+#else
+
+static uint32_t (*crc_step)(uint32_t, const uint8_t *, size_t) = crc_by_table;
+
+static void crc_choose(void) {}
+
+#endif
+
+static void crc_begin(int by_table)
+{
+    for (uint32_t number = 0; number < 256; number++) {
+        uint32_t crc = number;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
+        crc_table[number] = crc;
+    }
+    crc_step = crc_by_table;
+    if (!by_table)
+        crc_choose();
+}
+
+static inline uint32_t crc_of(const uint8_t *bytes, size_t count) { return ~crc_step(~0u, bytes, count); }
+
+static inline uint16_t get16(const uint8_t *at) { return at[0] | at[1] << 8; }
+
+static inline uint32_t get32(const uint8_t *at) { return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24; }
+
+static inline uint64_t get64(const uint8_t *at) { return get32(at) | (uint64_t)get32(at + 4) << 32; }
+
+static inline void put16(uint8_t *at, uint16_t value) { at[0] = value; at[1] = value >> 8; }
+
+static inline void put32(uint8_t *at, uint32_t value)
+{
+    at[0] = value; at[1] = value >> 8; at[2] = value >> 16; at[3] = value >> 24;
+}
+
+static inline void put64(uint8_t *at, uint64_t value) { put32(at, (uint32_t)value); put32(at + 4, value >> 32); }
+
+static inline void put64_big(uint8_t *at, uint64_t value)
+{
+    for (int byte = 7; byte >= 0; byte--, value >>= 8)
+        at[byte] = value;
+}
+
+#endif

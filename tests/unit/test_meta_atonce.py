@@ -1,0 +1,716 @@
+"""Requests that a shard answers where they arrive: the bytes, records and counts of the ordinary way, or left to that."""
+
+import asyncio
+import os
+import random
+import stat
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.base.errors import Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
+from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.meta import atonce, records
+from nvpool.meta.member import _AtOnce as member_at_once
+from nvpool.meta.records import Inode
+from nvpool.meta.service import MetaOptions, MetaService
+from nvpool.meta.view import fill_attr
+from nvpool.testing.meta_shard import ShardClient, StoreRecorder, small_map
+from nvpool.wire.exchange import IN_FLIGHT_MAX, Answerer
+from nvpool.wire.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head
+from nvpool.wire.registry import transport
+from nvpool.wire.status import decode_error
+from nvpool.wire.tally import Answers
+from nvpool.wire.transport import Greeting, Peer
+from nvpool.wire.v1 import meta_pb2 as pb
+from nvpool.wire.v1 import wire_pb2 as wire
+
+pytestmark = pytest.mark.skipif(not atonce.IS_COMPILED, reason="nvpool.meta._atonce is not compiled")
+FILE = stat.S_IFREG | 0o644
+CREATE, UNLINK, REPORT, LOOKUP, GETATTR = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP,
+                                           wire.META_GETATTR)
+MESSAGES = {CREATE: pb.CreateRequest, UNLINK: pb.UnlinkRequest, REPORT: pb.ReportRequest, LOOKUP: pb.LookupRequest,
+            GETATTR: pb.GetAttrRequest}
+
+
+class Ordinary(Answerer):
+    """What the service says to a frame, the ordinary way."""
+
+    def __init__(self, service):
+        super().__init__(service.handle, Peer("test", "", True), service._clock)
+        self._tally = Answers()
+        self.sent = []
+
+    def _send_answer(self, number, status, message, payload, payload_bytes):
+        self.sent.append(pack_head(REPLY, status, number, 0, message, payload_bytes) + b"".join(payload))
+
+    async def ask(self, frame):
+        _, method, number, deadline_ms, message, _ = read_head(bytearray(frame), 0, len(frame), 0)
+        self._arrived(number, method, deadline_ms, message, EMPTY)
+        for _ in range(100):
+            if self.sent:
+                break
+            await asyncio.sleep(0.01)
+        return self.sent.pop()
+
+
+class Bench:
+    """A shard that is asked at once as far as it can (`quick`), or never; each with the same clock and the same secrets."""
+
+    def __init__(self, kv, service, quick):
+        self.kv, self.service, self.quick = kv, service, quick
+        self.ordinary, self.tally = Ordinary(service), Answers()
+        self.taken = 0
+
+    async def begin(self, watch=True):
+        self.client = await ShardClient(self.service, 1000, 1000).begin(watch)
+        self.home = (await self.client.mkdir(1, b"home")).inode
+        for slot in range(64):
+            self.service._sessions.slot(self.service._sessions.get(self.client.session), slot)
+        return self
+
+    def at_once(self, frame, in_work=None):
+        out = []
+        taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out)
+        return taken, out
+
+    async def ask(self, method, request, number=7):
+        """(status, message) of the answer."""
+        message = request if type(request) is bytes else request.SerializeToString()
+        frame = pack_head(REQUEST, method, number, 1000, message, 0)
+        taken, out = self.at_once(frame) if self.quick else (0, [])
+        if taken:
+            assert taken == len(frame) and len(out) == 1
+            self.taken += 1
+        else:
+            assert not out
+            out = [await self.ordinary.ask(frame)]
+        kind, status, of, _, message, _ = read_head(bytearray(out[0]), 0, len(out[0]), 0)
+        assert kind == REPLY and of == number
+        return status, message
+
+    async def ordinary_client(self):
+        return await ShardClient(self.service).begin()
+
+    async def make(self, name, **fields):
+        """A file, opened; its inode."""
+        request = pb.CreateRequest(change=self.client.change(), parent=self.home, name=name, mode=FILE, open=True, rights=2,
+                                   exclusive=True, **fields)
+        status, message = await self.ask(CREATE, request)
+        assert not status, decode_error(status, message)
+        return pb.CreateReply.FromString(message).entry.attr.inode
+
+    def state(self):
+        """All that it has, on the drive and in memory."""
+        service, journal = self.service, self.kv._journal
+        sessions = [(session.number, session.opens, session.brought, [
+            (slot.sequence, slot.waits_for, slot.answer, repr(slot.error), slot.restored, slot.opened, slot.awaited)
+            for slot in session.slots if slot is not None]) for session in service._sessions.by_number.values()]
+        return {"records": self.kv.scan(b"", b"\xff" * 12, 1_000_000), "sequence": self.kv.sequence,
+                "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
+                "sessions": sessions, "holders": service._sessions.holders, "orphans": service._collector.orphans,
+                "counters": service._counters, "numbers": (service._view.next_number, service._view.inode_count),
+                "state": service._state, "cool": service._watches._cool,
+                "leases": (bytes(service._watches._table._new), bytes(service._watches._table._old))}
+
+
+@asynccontextmanager
+async def a_shard(path, quick, clock=None, watch=True, options=None):
+    kv = await LmdbKv.open(path, options or LmdbOptions(sync_interval_s=1000, checkpoint_interval_s=1000))
+    service = MetaService(kv, grant_secret=b"s" * 32, clock=clock or ManualClock(3), dialer=StoreRecorder(),
+                          options=MetaOptions(session_lease_s=3600, watch_s=3600, tick_s=1000))
+    await service.start()
+    service.update_map(small_map())
+    try:
+        yield await Bench(kv, service, quick).begin(watch)
+    finally:
+        await service.close()
+        await kv.close()
+
+
+def with_shard(test):
+    """Run it with one shard that answers at once."""
+
+    def run(tmp_path):
+        async def served():
+            async with a_shard(tmp_path / "kv", quick=True) as bench:
+                await test(bench)
+
+        asyncio.run(served())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def with_both(test):
+    """Run it twice, at once and the ordinary way, and compare what it gives and what is left."""
+
+    def run(tmp_path):
+        async def served(quick):
+            async with a_shard(tmp_path / f"kv-{quick}", quick) as bench:
+                told = await test(bench)
+                return told, bench.state(), bench.taken
+
+        told, state, taken = asyncio.run(served(True))
+        ordinarily_told, ordinary_state, _ = asyncio.run(served(False))
+        assert told == ordinarily_told and state == ordinary_state
+        assert taken
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+# -- the same ----------------------------------------------------------------------------------------------------------
+
+
+@with_both
+async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_the_ordinary_way(bench):
+    client, told = bench.client, []
+
+    async def ask(method, **fields):
+        told.append(await bench.ask(method, MESSAGES[method](**fields)))
+        assert not told[-1][0], decode_error(*told[-1])
+        return told[-1][1]
+
+    for number, (opened, rights, mode) in enumerate(((True, 2, 0o644), (True, 1, 0o600), (True, 3, 0o4755), (True, 0, 0),
+                                                     (False, 0, 0o666), (False, 2, 0o640))):
+        name = b"%d" % number
+        made = pb.CreateReply.FromString(await ask(
+            CREATE, change=client.change(number), parent=bench.home, name=name, open=opened, mode=stat.S_IFREG | mode,
+            rights=rights, exclusive=bool(number & 1)))
+        inode = made.entry.attr.inode
+        assert made.created and made.parent.size == number + 1 and made.entry.lease_ms
+        await ask(REPORT, change=client.change(9), inode=inode, end=1000 * number + 1, wrote=True, release=opened)
+        await ask(REPORT, change=client.change(9), inode=inode, end=1, wrote=True, blocks_delta=7)
+        await ask(REPORT, change=client.change(9), inode=inode, end=1 << 30, blocks_delta=80)
+        for wanted in (0, 1, 2, 3):
+            await ask(LOOKUP, session=client.session, parent=bench.home, name=name, rights=wanted)
+            await ask(GETATTR, session=client.session, inode=inode, rights=wanted)
+        await ask(GETATTR, session=client.session, inode=bench.home)
+    assert bench.taken == len(told) or not bench.quick
+    for number in range(6):
+        await ask(UNLINK, change=client.change(63), parent=bench.home, name=b"%d" % number)
+    assert bench.taken == len(told) or not bench.quick
+    return told
+
+
+@with_both
+async def test_requests_that_come_together_are_answered_together_in_their_order(bench):
+    frames = []
+    for number in range(20):
+        request = pb.CreateRequest(change=bench.client.change(number), parent=bench.home, name=b"%d" % number, mode=FILE)
+        frames.append(pack_head(REQUEST, CREATE, number, 1000, request.SerializeToString(), 0))
+    cut_off = frames[0][:-1]
+    if bench.quick:
+        taken, out = bench.at_once(b"".join(frames) + cut_off)
+        assert taken == sum(map(len, frames))
+        bench.taken += len(out)
+    else:
+        out = [await bench.ordinary.ask(frame) for frame in frames]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_asked_both_ways_give_the_same_answers_and_leave_the_same(tmp_path, seed):
+    async def served(quick):
+        clock = ManualClock(3)
+        async with a_shard(tmp_path / f"kv-{quick}", quick, clock, watch=seed != 1) as bench:
+            draw, told = random.Random(seed), []
+            if seed == 2:  # somebody else has leases, and takes and gives them
+                other = await ShardClient(bench.service, 7, 7).begin(watch=True)
+            for step in range(1500):
+                method, request = some_request(draw, bench)
+                told.append(await bench.ask(method, request, number=step))
+                if method == CREATE and not told[-1][0]:
+                    bench.inodes.append(pb.CreateReply.FromString(told[-1][1]).entry.attr.inode)
+                if seed == 2 and not draw.randrange(10):
+                    await other.getattr(draw.choice(bench.inodes[:3]))
+                    bench.service._watches._watches[other.session].until_s = 0  # it never holds anything up
+                clock.advance(draw.choice((0.0, 0.001, 1.0)))
+                if not draw.randrange(200):
+                    await bench.kv.checkpoint()
+            problems = await bench.client.fsck()
+            return told, bench.state(), bench.taken, problems
+
+    told, state, taken, problems = asyncio.run(served(True))
+    ordinarily_told, ordinary_state, _, _ = asyncio.run(served(False))
+    for number, (one, other) in enumerate(zip(told, ordinarily_told, strict=True)):
+        assert one == other, number
+
+    assert state == ordinary_state
+    assert taken > 100 and not problems
+    assert len({status for status, _ in told}) > 4  # refused in several ways, too
+
+
+def some_request(draw, bench):
+    """One of what is answered at once, in many shapes, some of them wrong; or something else."""
+    client = bench.client
+    if not hasattr(bench, "inodes"):
+        bench.inodes = [bench.home, 1]
+    names = [b"a", b"b", b"name with blanks", b"x" * 255, b"\xff\xfe"]
+    name = draw.choice(names) if draw.randrange(20) else draw.choice((b"", b".", b"..", b"a/b", b"a\0", b"x" * 256))
+    parent = bench.home if draw.randrange(10) else draw.choice((1, 2, 0, 1 << 63, *bench.inodes))
+    inode = draw.choice(bench.inodes) if draw.randrange(20) else draw.choice((0, 2, 1 << 62, (1 << 64) - 1))
+    change = client.change(draw.randrange(3))
+    if not draw.randrange(15):
+        change.sequence = max(0, change.sequence - draw.randrange(3))
+    if not draw.randrange(30):
+        change.session += 99
+    change.map_epoch, change.uid, change.gid = draw.choice((0, 1, 1 << 40)), draw.choice((0, 1000, 70_000)), draw.choice((0, 7))
+    rights, flag = draw.choice((0, 1, 2, 3, 4, 7)), lambda: bool(draw.randrange(2))
+    kind = draw.randrange(100)
+    if kind < 30:
+        mode = draw.choice((FILE,) * 8 + (stat.S_IFDIR | 0o2755, stat.S_IFLNK | 0o777, stat.S_IFIFO | 0o600, 0o644, 1 << 20))
+        more = {"target": b"where"} if stat.S_ISLNK(mode) else {}
+        return CREATE, pb.CreateRequest(change=change, parent=parent, name=name, mode=mode, open=flag(), rights=rights,
+                                        exclusive=flag(), truncate=not draw.randrange(10), **more)
+    if kind < 50:
+        return UNLINK, pb.UnlinkRequest(change=change, parent=parent, name=name)
+    if kind < 70:
+        return REPORT, pb.ReportRequest(change=change, inode=inode, cut=draw.choice((0, 0, 0, 1, 2)),
+                                        end=draw.choice((0, 1, 4096, 10_000, 1 << 40, 1 << 52)), wrote=flag(),
+                                        release=flag(), sync=not draw.randrange(10),
+                                        blocks_delta=draw.choice((0, 8, 1 << 20)))
+    if kind < 78:
+        return LOOKUP, pb.LookupRequest(session=change.session, parent=parent, name=name, rights=rights)
+    if kind < 86:
+        return GETATTR, pb.GetAttrRequest(session=change.session, inode=inode, rights=rights, map_epoch=change.map_epoch)
+    if kind < 90:
+        return wire.META_SETATTR, pb.SetAttrRequest(change=change, inode=inode, valid=draw.choice((1, 2, 4, 8, 16, 32)),
+                                                    mode=draw.choice((0o2777, 0o600)), uid=5, gid=6,
+                                                    size=draw.choice((0, 5000)),
+                                                    atime_ns=draw.choice((-5, 1 << 60)), mtime_ns=draw.choice((0, -(1 << 40))))
+    if kind < 92:
+        return wire.META_LINK, pb.LinkRequest(change=change, inode=inode, parent=parent, name=draw.choice(names))
+    if kind < 94:
+        return wire.META_RENAME, pb.RenameRequest(change=change, parent=parent, name=name, new_parent=bench.home,
+                                                  new_name=draw.choice(names))
+    if kind < 96:
+        return wire.META_OPEN, pb.OpenRequest(change=change, inode=inode, rights=rights)
+    if kind < 98:
+        return wire.META_RMDIR, pb.UnlinkRequest(change=change, parent=parent, name=name)
+    return wire.META_RELEASE, pb.ReleaseRequest(session=client.session, inodes=inode.to_bytes(8, "little"))
+
+
+@with_both
+async def test_a_request_that_comes_again_gets_its_kept_answer_and_is_not_made_twice(bench):
+    request = pb.CreateRequest(change=bench.client.change(5), parent=bench.home, name=b"a", mode=FILE, open=True, rights=3)
+    first, taken = await bench.ask(CREATE, request), bench.taken
+    again = await bench.ask(CREATE, request)
+    assert bench.taken == taken
+    assert first[1].startswith(again[1]) and pb.CreateReply.FromString(again[1]).created
+    request.change.sequence -= 1
+    return first, again, await bench.ask(CREATE, request)
+
+
+def test_what_was_answered_is_there_after_the_death_of_the_process(tmp_path):
+    async def check():
+        clock = ManualClock(3)
+        async with a_shard(tmp_path / "kv", True, clock) as bench:
+            made = [await bench.make(b"%d" % number) for number in range(50)]
+            await bench.ask(UNLINK, pb.UnlinkRequest(change=bench.client.change(), parent=bench.home, name=b"7"))
+            assert bench.taken == 51
+            session, sequence = bench.client.session, bench.client.sequences[0]
+            await bench.kv.abandon()
+        kv = await LmdbKv.open(tmp_path / "kv")
+        service = MetaService(kv, grant_secret=b"s" * 32, clock=clock, dialer=StoreRecorder())
+        await service.start()
+        after = await Bench(kv, service, True).ordinary_client()
+        assert await after.names(bench.home) == {b"%d" % number for number in range(50) if number != 7}
+        assert (await after.lookup(bench.home, b"9")).attr.inode == made[9]
+        assert service._sessions.slot(service._sessions.get(session), 0).sequence == sequence
+        assert not await after.fsck()
+        await service.close()
+        await kv.close()
+
+    asyncio.run(check())
+
+
+# -- left to the ordinary way --------------------------------------------------------------------------------------------
+
+
+def is_left(bench, method, request, in_work=None):
+    """Whether nothing of it is answered, and nothing changed."""
+    before = bench.state()
+    taken, out = bench.at_once(pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0), in_work)
+    if not taken:
+        assert not out and bench.state() == before
+    return not taken
+
+
+def a_create(bench, name=b"new", **fields):
+    return pb.CreateRequest(**{"change": bench.client.change(5), "parent": bench.home, "name": name, "mode": FILE, **fields})
+
+
+@with_shard
+async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(bench):
+    client, service, home = bench.client, bench.service, bench.home
+    there = await bench.make(b"there")
+    await client.create(home, b"link", stat.S_IFLNK | 0o777, target=b"there")
+    assert not is_left(bench, CREATE, a_create(bench, b"plain"))
+    for fields in ({"rdev": 1}, {"target": b"x"}, {"wide": True}, {"spread": True}, {"volume": pb.VolumeWish()},
+                   {"mode": stat.S_IFDIR | 0o755}, {"name": b"there"}, {"name": b"link"}, {"parent": there}, {"parent": 99}):
+        assert is_left(bench, CREATE, a_create(bench, **fields)), fields
+    change = client.change(5)
+    for name in (b"missing", b"..", b""):
+        assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=home, name=name))
+        assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=home, name=name))
+    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=1, name=b"home"))
+    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=home, name=b"there", spread=True))
+    for fields in ({"sync": True}, {"cut": 1}, {"end": 0, "wrote": False}, {"end": 1 << 52}, {"inode": home}, {"inode": 99}):
+        assert is_left(bench, REPORT, pb.ReportRequest(**{"change": change, "inode": there, "end": 9, "wrote": True, **fields}))
+    for parent in (there, 99, 0, 1 << 63):
+        assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=parent, name=b"there"))
+    never_written = (await client.file(home, b"never written")).inode
+    assert is_left(bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=2))
+    assert not is_left(bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=1))
+    # who asks, and in which place
+    assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session + 1, parent=home, name=b"there"))
+    for strange in ({"session": client.session + 1}, {"slot": 64}, {"slot": 1 << 31}, {"sequence": 0}, {"sequence": 1}):
+        wrong = client.change(5)
+        for field, value in strange.items():
+            setattr(wrong, field, value)
+        assert is_left(bench, CREATE, a_create(bench, change=wrong)), strange
+    service._sessions.get(client.session).slots[5].awaited = True
+    assert is_left(bench, CREATE, a_create(bench))
+    service._sessions.get(client.session).slots[5].awaited = False
+    assert is_left(bench, CREATE, a_create(bench), in_work={7: None})
+    assert is_left(bench, CREATE, a_create(bench), in_work=dict.fromkeys(range(1000, 1000 + IN_FLIGHT_MAX)))
+    assert not is_left(bench, CREATE, a_create(bench, b"last"), in_work={8: None})
+
+
+@with_shard
+async def test_a_shard_that_is_not_at_ease_leaves_everything(bench):
+    service = bench.service
+    there = await bench.make(b"there")
+
+    def all_left():
+        return [is_left(bench, CREATE, a_create(bench)),
+                is_left(bench, REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True)),
+                is_left(bench, LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there"))]
+
+    for state in ("draining", "fenced", "loading"):
+        service._state = state
+        assert all(all_left())
+        service._state = "serving"
+    hold = service._spanning.holds.take((9, 9, 9), 0, [b"held"])
+    assert all(all_left())
+    service._spanning.holds.release((9, 9, 9))
+    assert hold.done.done()
+    service._ranges.set_strange((77,), True)
+    assert all(all_left())
+    service._ranges.set_strange((77,), False)
+    service._ranges.close((88,))
+    assert all(all_left())
+    service._ranges.open((88,))
+    service._view.access.restricted[12] = object()
+    assert all(all_left())
+    service._view.access.restricted.clear()
+    bench.kv.sync_before_answer = True
+    assert all(all_left())
+    bench.kv.sync_before_answer = False
+    service._view.owners = (1,) * 4095 + (2,)
+    assert all(all_left())
+    service._view.owners = ()
+    service._moment.changes_wait = True
+    assert all_left() == [True, True, False]
+    service._moment.changes_wait = False
+    service._view.next_number, before = service._numbers.bounds.inode, service._view.next_number
+    assert all_left() == [True, True, False]
+    service._view.next_number = before
+    service._view.cutting[there] = asyncio.get_running_loop().create_future()
+    assert all_left() == [False, False, True]  # its size grows by a report all the same
+    service._view.cutting.clear()
+    assert all_left() == [True, False, False]  # the name is there by now
+
+
+@with_shard
+async def test_volumes_and_their_quotas_are_left(bench):
+    client = bench.client
+    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
+    root = volume.entry.attr.inode
+    inside = (await client.file(root, b"inside")).inode
+    change = client.change(5)
+    assert is_left(bench, CREATE, a_create(bench, parent=root))
+    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=root, name=b"inside"))
+    assert is_left(bench, REPORT, pb.ReportRequest(change=change, inode=inside, end=9, wrote=True))
+    assert not is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=root, name=b"inside"))
+
+
+@with_shard
+async def test_others_who_may_have_leases_are_told_the_ordinary_way(bench):
+    there = await bench.make(b"there")
+    other = await ShardClient(bench.service).begin(watch=True)
+    assert not is_left(bench, CREATE, a_create(bench, b"unshared"))  # he is there, and has none
+    assert (await other.lookup(bench.home, b"there")).lease_ms
+    change = bench.client.change(5)
+    assert is_left(bench, REPORT, pb.ReportRequest(change=change, inode=there, end=9, wrote=True))
+    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=bench.home, name=b"there"))
+    assert not is_left(bench, CREATE, a_create(bench, b"in a directory that he has not"))
+    assert (await other.getattr(bench.home)).lease_ms
+    assert is_left(bench, CREATE, a_create(bench))
+    bench.service._watches.after_restart([other.session])
+    assert is_left(bench, CREATE, a_create(bench))
+
+
+@with_shard
+async def test_records_that_are_damaged_are_left_to_who_says_so(bench):
+    there = await bench.make(b"there")
+    get = bench.kv.get
+
+    def damaged(key):
+        if key == records.inode_key(there):
+            raise CorruptRecord("damaged")
+        return get(key)
+
+    bench.kv.get = damaged
+    bench.service._ranges._look_through()
+    look = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")
+    assert is_left(bench, LOOKUP, look)
+    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there"))
+    status, message = await bench.ask(LOOKUP, look)
+    assert isinstance(decode_error(status, message), CorruptRecord)
+    bench.kv.get = get
+    for raw in (b"", b"\x01", bytes(40), b"\xff" * 40):
+        bench.kv.apply([(records.inode_key(there), raw)])
+        bench.service._ranges._look_through()
+        assert is_left(bench, LOOKUP, look)
+
+
+@with_shard
+async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_left(bench):
+    await bench.make(b"there")
+    message = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there").SerializeToString()
+    frame = pack_head(REQUEST, LOOKUP, 7, 1000, message, 0)
+    assert bench.at_once(frame)[0] == len(frame)
+    for bit in range(8 * len(frame)):
+        changed = bytearray(frame)
+        changed[bit >> 3] ^= 1 << (bit & 7)
+        assert bench.at_once(bytes(changed)) == (0, []), bit
+    for short in range(len(frame)):
+        assert bench.at_once(frame[:short]) == (0, [])
+    for other in (pack_head(HELLO, 0, 7, 0, message, 0), pack_head(REPLY, 0, 7, 0, message, 0),
+                  pack_head(REQUEST, LOOKUP, 7, 1000, message, 5) + bytes(5),
+                  pack_head(REQUEST, wire.META_STATUS, 7, 1000, b"", 0),
+                  pack_head(REQUEST, LOOKUP, 7, 1000, message + b"\x0a" * 2000, 0)):
+        assert bench.at_once(other) == (0, [])
+    with pytest.raises(ValueError, match="outside"):
+        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.tally, [])
+
+
+@with_shard
+async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(bench):
+    asked = []
+
+    def handle(call):
+        asked.append(call.method)
+        bench.service.handle(call)
+
+    class Handling:
+        __call__ = staticmethod(handle)
+        at_once = staticmethod(bench.service.at_once.answer)
+
+    door = transport("stream")
+    greeting = Greeting("test", "f")
+    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    deadline_s = SYSTEM_CLOCK.boottime_s() + 20
+    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+
+    async def ask(method, request):
+        return (await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)).message
+
+    made = pb.CreateReply.FromString(await ask(CREATE, a_create(bench, b"first", open=True, rights=2)))
+    assert made.created and not asked
+    creates = [a_create(bench, b"%d" % number, change=bench.client.change(10 + number)) for number in range(40)]
+    creates[20].mode = stat.S_IFDIR | 0o755
+    made = [pb.CreateReply.FromString(reply) for reply in await asyncio.gather(*(ask(CREATE, create) for create in creates))]
+    assert all(reply.created for reply in made) and 0 < len(asked) < 40
+    with pytest.raises(NotFound):
+        await ask(LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"missing"))
+    assert await bench.client.names(bench.home) == {b"first", *(b"%d" % number for number in range(40))}
+    await connection.close()
+    await listener.close()
+
+
+@with_shard
+async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gate(bench):
+    class Member:
+        _service, handle = None, None
+
+    member = Member()
+    look = pb.LookupRequest(session=bench.client.session, parent=1, name=b"home").SerializeToString()
+    frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
+
+    def taken():
+        return member_at_once(member).answer(bytearray(frame), len(frame), {}, bench.tally, [])
+
+    assert not taken()
+    member._service, member.handle = bench.service, lambda call: None  # behind a gate; or deposed
+    assert not taken()
+    member.handle = bench.service.handle
+    assert taken() == len(frame)
+
+
+# -- what the engine does not take ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [NoSpace("full"), Busy("later", retry_after_s=0.1), DriveFailed("broken"), Fenced("over"),
+                                   ValueError("a bug")], ids=lambda error: type(error).__name__)
+def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
+    async def served(quick):
+        async with a_shard(tmp_path / f"kv-{quick}", quick) as bench:
+            apply, calls = bench.kv.apply, []
+
+            def refuse(*effects, **more):
+                calls.append((effects, more))
+                raise error
+
+            bench.kv.apply = refuse
+            request = a_create(bench, open=True, rights=2)
+            told = [await bench.ask(CREATE, request)]
+            assert len(calls) == 1
+            bench.kv.apply = apply
+            told += [await bench.ask(CREATE, request), await bench.ask(CREATE, a_create(bench, b"other"))]
+            if bench.service.died.done():
+                bench.service.died.exception()
+            return told, calls, bench.state(), dict(bench.tally.errors) if quick else dict(bench.ordinary._tally.errors)
+
+    quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))
+    assert quick[:3] == ordinary[:3]
+    if not isinstance(error, Fenced):
+        assert list(quick[3].values())[0] == 1
+    assert quick[0][0][0]
+
+
+@with_shard
+async def test_a_full_engine_makes_changes_wait_and_look_ups_not(bench):
+    await bench.make(b"there")
+    kind = type(bench.kv)
+
+    class Full(kind):
+        full = True
+
+    bench.kv.__class__ = Full
+    assert is_left(bench, CREATE, a_create(bench))
+    assert not is_left(bench, LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there"))
+    bench.kv.__class__ = kind
+
+
+# -- its parts -----------------------------------------------------------------------------------------------------------
+
+
+def inodes():
+    number = st.integers
+    time = st.one_of(number(-(1 << 33), 1 << 33), number(1_700_000_000 * 10**9, 1_700_000_010 * 10**9),
+                     number(-(1 << 61), 1 << 61))
+    owner = st.one_of(st.just(0), number(0, 0xFFFF), number(0, 0xFFFFFFFF))
+    small = st.one_of(st.just(0), number(0, 300), number(0, (1 << 63) - 1))
+    mode = st.builds(lambda kind, bits: kind << 12 | bits, st.sampled_from(sorted(records.KINDS - {10})), number(0, 0o7777))
+    links = st.one_of(st.just(1), number(0, 0xFFFFFFFF))
+    return st.builds(Inode, number(1, (1 << 63) - 1), mode, links=links, uid=owner, gid=owner, size=small, blocks=small,
+                     atime_ns=time, mtime_ns=time, ctime_ns=time, change=small, cut=small, rdev=owner, table=number(0, 255),
+                     chunk_bits=st.one_of(st.just(20), number(0, 255)), flags=number(0, 0x1FF), parent=small, punches=small,
+                     volume=small)
+
+
+@given(inodes())
+def test_inodes_are_read_and_written_as_records_does(inode):
+    raw = records.encode_inode(inode)
+    record, attr = atonce._atonce.recoded(inode.number, raw)
+    assert record == raw
+    inode.flags &= ~records.TRASHED
+    said = pb.Attr()
+    fill_attr(said, inode)
+    if not raw[4:6] or not records.decode_inode(inode.number, raw).flags & records.TRASHED:
+        assert attr == said.SerializeToString()
+    target = b"over there"
+    link = Inode(inode.number, 0o120777, size=len(target), atime_ns=inode.atime_ns, mtime_ns=inode.mtime_ns,
+                 ctime_ns=inode.ctime_ns, target=target)
+    raw = records.encode_inode(link)
+    assert atonce._atonce.recoded(inode.number, raw)[0] == raw
+
+
+@given(st.one_of(st.binary(max_size=80), st.builds(
+    lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest, st.integers(0, (1 << 20) - 1), st.binary(max_size=90))))
+def test_records_that_make_no_sense_are_not_read(raw):
+    found = atonce._atonce.recoded(5, raw)
+    try:
+        inode = records.decode_inode(5, raw)
+    except CorruptRecord:
+        assert found is None
+    else:
+        if found is not None:
+            assert found[0] == records.encode_inode(inode)
+
+
+@given(st.integers(0, 4095), st.binary(max_size=10))
+def test_entries_are_read_as_records_does(partition, raw):
+    for value in (raw, b"\x18" + raw, b"\x14" + raw):
+        try:
+            inode, _ = records.decode_dentry(partition, value)
+        except CorruptRecord:
+            inode = 0
+        assert atonce._atonce.entry_of(partition, value) == inode
+
+
+def requests():
+    number = st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 64) - 1))
+    small = st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 32) - 1))
+    flag, name = st.booleans(), st.binary(max_size=20)
+    change = st.builds(pb.Change, session=number, slot=small, sequence=number, map_epoch=number, uid=small, gid=small)
+    return st.one_of(
+        st.tuples(st.just(CREATE), st.builds(pb.CreateRequest, change=change, parent=number, name=name, mode=small, open=flag,
+                                             rights=small, exclusive=flag, truncate=flag)),
+        st.tuples(st.just(UNLINK), st.builds(pb.UnlinkRequest, change=change, parent=number, name=name)),
+        st.tuples(st.just(REPORT), st.builds(pb.ReportRequest, change=change, inode=number, cut=number, end=number, wrote=flag,
+                                             sync=flag, release=flag, blocks_delta=number)),
+        st.tuples(st.just(LOOKUP), st.builds(pb.LookupRequest, session=number, map_epoch=number, parent=number, name=name,
+                                             rights=small)),
+        st.tuples(st.just(GETATTR), st.builds(pb.GetAttrRequest, session=number, map_epoch=number, inode=number, rights=small)))
+
+
+def fields_of(method, request):
+    """As request_of names them."""
+    change = request.change if hasattr(request, "change") else request
+    of = lambda what, name: getattr(what, name, b"" if name == "name" else 0)  # noqa: E731
+    found = {name: of(change, name) for name in ("session", "slot", "sequence", "uid", "gid")}
+    found |= {name: of(request, name) for name in ("name", "mode", "open", "rights", "cut", "end", "wrote", "sync", "release",
+                                                   "blocks_delta")}
+    return found | {"inode": of(request, "inode" if method in (REPORT, GETATTR) else "parent")}
+
+
+@given(requests())
+def test_requests_are_read_as_protobuf_does(asked):
+    method, request = asked
+    found = atonce._atonce.request_of(method, request.SerializeToString())
+    numbers = [fields_of(method, request)[name] for name in ("sequence", "cut", "end", "blocks_delta")]
+    if found is None:
+        assert max(numbers) >= 1 << 63
+    else:
+        assert found == fields_of(method, request)
+
+
+@given(requests(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255),
+                                      st.sampled_from(("change", "insert", "cut", "double"))), min_size=1, max_size=4))
+def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
+    method, request = asked
+    raw = bytearray(request.SerializeToString())
+    for at, byte, what in faults:
+        at = at % (len(raw) + 1)
+        if what == "change" and at < len(raw):
+            raw[at] = byte
+        elif what == "insert":
+            raw.insert(at, byte)
+        elif what == "cut":
+            del raw[at:at + byte % 4]
+        elif what == "double":
+            raw[at:at] = raw[at:at + byte % 12]
+    found = atonce._atonce.request_of(method, bytes(raw))
+    if found is not None:
+        read = MESSAGES[method].FromString(bytes(raw))  # raises where it can not be read
+        assert found == fields_of(method, read)
+        for field, value in read.ListFields():  # and nothing else was in it
+            assert field.name in ("change", "map_epoch", "exclusive", "truncate", "parent", *found), (field.name, value)
