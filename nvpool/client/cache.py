@@ -71,7 +71,7 @@ class OpenInode:
         self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
         self.unsure = False     # its shard may have forgotten changes: the next number counts, lower or not
         self.ended = 0, 0       # losses of chains, and a size that the file had after them: nothing was lost behind it
-        self.fetching = None    # (change, future): the whole of a small file, on its way
+        self.fetching = None    # the reader's: the whole of a small file, on its way
 
     @property
     def size(self) -> int:

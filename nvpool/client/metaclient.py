@@ -108,6 +108,26 @@ class MetaClient(Releasing):
                 tries, reason = tries + 1, reason_of(error, reason)
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
 
+    def is_ready(self, shard: int) -> bool:
+        """Whether nothing stands between a question and that shard: a session that was met over a living connection."""
+        state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
+        return (state is not None and state.session != 0 and known is not None and not known.standbys
+                and state.watching is not None and not state.watching.done()
+                and state.met is not None and state.met is self._dialer.live(known.endpoints))
+
+    def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
+        """Send a question once, without a task, where the shard `is_ready`; else False, and nothing has happened.
+        `on_done(reply, error)` is called later, once, with the error of this one try: `ask` does what it asks for."""
+        if self._closed or not self.is_ready(shard):
+            return False
+        self.counters["questions"] += 1
+        request.session = self._shards[shard].session
+        request.map_epoch = self._view.map.epoch
+        connection = self._shards[shard].met
+        connection.submit(method, request.SerializeToString(), on_done=on_done,
+                          deadline_s=self._clock.boottime_s() + self._options.deadline_s)
+        return True
+
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
                      file: OpenInode | None = None, once: bool = False):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.

@@ -220,8 +220,16 @@ class KernelRequests:
         found = self._ops.lookup_now(parent, name)
         if found is not ASK:
             self._entry(unique, found)
-        else:
+            return
+        asked = self._ops.begin_lookup(parent, name)
+        if asked is None:
             self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
+        elif not asked.done():
+            self._keep_in_work(asked, unique, "lookup", self._entry)
+        elif asked.outcome[1] is None:
+            self._entry(unique, asked.outcome[0])
+        else:
+            self._fail(unique, asked.outcome[1], "lookup")
 
     def _on_getattr(self, count: int) -> None:
         _, _, unique, node, *_ = requests.decode_getattr(self._buffer, count)
@@ -258,6 +266,9 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
+        if fields[2] <= FIRST and self._ops.release_now(fields[9]):
+            self._done(fields[2])
+            return
         self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _on_opendir(self, count: int) -> None:

@@ -64,6 +64,16 @@ class Siblings:
         known = self._directories.get(directory)
         return known.coming if known is not None and known.coming is not None and not known.coming.done() else None
 
+    def missed_alone(self, directory: int, name: bytes) -> bool:
+        """Whether `missed` would say one name; then it is as if it had been asked, else nothing has happened."""
+        known = self._directories.get(directory)
+        if known is not None and not known.asking and name != known.name and known.last_s + PAUSE_S >= self._clock.boottime_s():
+            used = known.hits * 2 >= known.window
+            if used if known.window else known.misses + 1 >= known.patience:
+                return False
+        self.missed(directory, name)
+        return True
+
     def missed(self, directory: int, name: bytes) -> int:
         """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
         now_s = self._clock.boottime_s()
