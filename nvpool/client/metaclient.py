@@ -25,7 +25,7 @@ from nvpool.base.errors import (
     Unavailable,
     WrongShard,
 )
-from nvpool.base.ids import partition_of
+from nvpool.base.ids import COUNTER_BITS, partition_of
 from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, reason_of
@@ -258,7 +258,8 @@ class MetaClient(Releasing):
         return state.taken_up == state.generation
 
     def _shard_of(self, inode: int) -> ShardSession:
-        return self._state(self.shard_of(inode))
+        shard = self._view.map.shard_of_partition[inode >> COUNTER_BITS]
+        return self._shards.get(shard) or self._state(shard)
 
     def _state(self, shard: int) -> ShardSession:
         state = self._shards.get(shard)
@@ -510,8 +511,8 @@ class MetaClient(Releasing):
     def opened_quietly(self, inode: int, now: bool) -> None:
         """We have opened `inode` by a lease, without a question: the service is told soon (`now`: at once, while we go on), or
         before it is changed. What is closed before that it is not told of."""
-        self.opened(inode)
         state = self._shard_of(inode)
+        state.open[inode] = state.open.get(inode, 0) + 1
         state.untold[inode] = state.untold.get(inode, 0) + 1
         if now:
             state.tell_now.set()

@@ -251,6 +251,10 @@ class Reader:
         """All bytes of a small file, where they are here and are what a read of the file would return now."""
         return self._contents.get(file.inode, file.attr.change) if file.written is None and not file.lost else None
 
+    def has_content(self, file: OpenInode) -> bool:
+        """Whether `content` may be there."""
+        return file.inode in self._contents
+
     def content_now(self, file: OpenInode, offset: int, length: int) -> memoryview | None:
         """As `read`, where the file's content is here and its end needs no question."""
         content = self.content(file)

@@ -39,6 +39,8 @@ EPOCH_MIN = (6, 16)
 """The first Linux with Notice.INC_EPOCH."""
 
 
+_DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
+
 FIRST = RESENT - 1
 """Mask: the number of a request, whether it is asked for the first time or again."""
 
@@ -456,5 +458,5 @@ class KernelRequests:
 
 
 def _opening(opened) -> int:
-    return (Opening.DIRECT_IO.value * bool(opened.direct_io) | Opening.KEEP_CACHE.value * bool(opened.keep_cache)
-            | Opening.NOFLUSH.value * bool(opened.no_flush))
+    return (_DIRECT_IO if opened.direct_io else 0) | (_KEEP_CACHE if opened.keep_cache else 0) \
+        | (_NOFLUSH if opened.no_flush else 0)

@@ -74,17 +74,16 @@ class Files(Together, Locks):
                 return None
             file.handles += 1
             return FileHandle(file, flags)
-        attr = self.cache.attr(inode, 0.0)
-        if not lease.grant or attr is None or not attr.links or not stat.S_ISREG(attr.mode):
+        file = self.cache.hold_lent(inode) if lease.grant else None
+        if file is None:
             return None
-        file = self.cache.hold(attr)
         file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)
         if not file.grant:
             self.cache.drop(file)
             return None
         file.untold = True
         file.opened = 1
-        self.meta.opened_quietly(inode, now=attr.size > SMALL_BYTES)
+        self.meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
 
     def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
@@ -158,6 +157,8 @@ class Files(Together, Locks):
         for what `read` would report."""
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
+            return None
+        if not file.located and not self.reader.has_content(file):
             return None
         if file.untold and not self.leases.keeps_bytes(file.inode):
             return None
@@ -341,7 +342,8 @@ class Files(Together, Locks):
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
             file.fetching = None  # by the time it is here the file may be another's
-            self.chunks.short.forget(file)
+            if file.located:
+                self.chunks.short.forget(file)
             if file.grant_rights & READ and not file.lost:
                 self.leases.keep_grant(file.inode, file.grant)
             self.writer.forget(file)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.base.errors import CorruptFrame, DeadlineExceeded, NotFound
-from nvpool.base.grants import READ
+from nvpool.base.grants import READ, allows
 from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.coming import Later
 from nvpool.client.vfs.names import Names
 from nvpool.wire.codec import decoded
@@ -64,10 +65,10 @@ class Together(Names):
             return None
         place, spread = found
         shard = self.meta.shard_of(place)
-        if not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
+        gathered = self._gathered.get(shard)
+        if gathered is None and not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
             return None
         asked = Asked(parent, name)
-        gathered = self._gathered.get(shard)
         if gathered is None:
             if not self._gathered and not self._holding:
                 asyncio.get_running_loop().call_soon(self._send_gathered)
@@ -133,14 +134,23 @@ class Together(Names):
         if code or entry.elsewhere:
             self._ask_alone(asked)
             return
-        attr = self._take(entry)
+        cache, attr = self.cache, entry.attr
         inode = attr.inode
-        self.cache.put_entry(asked.parent, asked.name, inode, sent_s, self._leased(entry, sent_s))
-        file = self.cache.open.get(inode)
-        if file is not None and file.written is not None:
-            self._ask_alone(asked)  # who looks waits for what is written here
-        else:
-            asked.end(attr, None)
+        if inode in cache.open or attr.flags & DIVIDED_FLAG:
+            attr = self._take(entry)
+            cache.put_entry(asked.parent, asked.name, inode, sent_s, self._leased(entry, sent_s))
+            file = cache.open.get(inode)
+            if file is not None and file.written is not None:
+                self._ask_alone(asked)  # who looks waits for what is written here
+                return
+        else:  # the same, written out: what nobody here has open
+            attr = cache.put_closed(attr, inode)
+            lease_ms, lease = entry.lease_ms, None
+            if lease_ms:
+                grant = entry.grant
+                lease = self.leases.take(inode, lease_ms, sent_s, grant if allows(grant, READ) else b"")
+            cache.put_entry(asked.parent, asked.name, inode, sent_s, lease)
+        asked.end(attr, None)
 
     def _ask_alone(self, asked: Asked) -> None:
         if asked.outcome is not None:
