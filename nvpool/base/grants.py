@@ -52,6 +52,14 @@ def read(raw: bytes) -> Grant:
     return Grant(*fields[1:], table or 1)
 
 
+def terms(raw: bytes) -> tuple[int, int, int, int]:
+    """Rights, session, cut and end (`ends_ms`) of a grant, as `read`."""
+    if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
+        raise StaleGrant("not a grant of a version that is known here")
+    _, rights, _, session, _, cut, ends_ms, _ = _BODY.unpack_from(raw)
+    return rights, session, cut, ends_ms
+
+
 def allows(raw: bytes, rights: int) -> bool:
     """Whether it is a grant of these rights, whenever it ends. For its holder."""
     return len(raw) == GRANT_BYTES and raw[1] & rights == rights

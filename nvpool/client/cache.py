@@ -20,6 +20,7 @@ from nvpool.logic.layout import Layout
 from nvpool.wire.entries import Listed, attr_of, change_of
 from nvpool.wire.v1.meta_pb2 import Attr
 
+S_IFMT, S_IFREG = 0o170000, 0o100000
 XATTR_FLAG, WIDE_FLAG, DIVIDED_FLAG = 1, 4, 32
 NEVER_S = float("-inf")
 NO_END = 1 << 63
@@ -71,7 +72,7 @@ class OpenInode:
         self.untold = False     # opened by a lease: without it the inode may be gone, and its bytes read as zeros
         self.unsure = False     # its shard may have forgotten changes: the next number counts, lower or not
         self.ended = 0, 0       # losses of chains, and a size that the file had after them: nothing was lost behind it
-        self.fetching = None    # (change, future): the whole of a small file, on its way
+        self.fetching = None    # the reader's: the whole of a small file, on its way
 
     @property
     def size(self) -> int:
@@ -81,14 +82,14 @@ class OpenInode:
         """Use `raw` from now on, when it is not weaker than what we have."""
         if not raw:
             return
-        grant = grants.read(raw)
-        if grant.cut < self.cut or self.grant_rights & ~grant.rights and grant.cut == self.grant_cut:
+        rights, session, cut, ends_ms = grants.terms(raw)
+        if cut < self.cut or self.grant_rights & ~rights and cut == self.grant_cut:
             return
         self.grant = raw
-        self.grant_session = grant.session
-        self.grant_cut = grant.cut
-        self.grant_rights = grant.rights
-        self.grant_half_ms = now_ms + (grant.ends_ms - now_ms) // 2
+        self.grant_session = session
+        self.grant_cut = cut
+        self.grant_rights = rights
+        self.grant_half_ms = now_ms + (ends_ms - now_ms) // 2
         self.grant_used = False
 
 
@@ -196,13 +197,27 @@ class Cache:
                     if opened.volume and opened.truncated > before:
                         opened.paid = opened.size
             return
-        inode, newest = attr.inode, attr
-        held = self._attrs.pop(inode, None)
+        self._keep(attr, attr.inode, now_s)
+
+    def put_closed(self, attr: Attr, inode: int) -> Attr:
+        """As `put_attr` of an inode that is not open; the newest attributes that are known."""
+        whole = self._whole.get(inode) if self._whole else None
+        if whole is not None and attr.change > whole.change:
+            self.forget_whole(inode)
+        newest = self._keep(attr, inode, self._clock.boottime_s())
+        return attr_of(newest) if type(newest) is bytes else newest
+
+    def _keep(self, attr: Attr, inode: int, now_s: float) -> Attr | bytes:
+        attrs = self._attrs
+        newest: Attr | bytes = attr
+        held = attrs.pop(inode, None)
         if held is not None and _change_of(held[0]) > attr.change:
             newest = held[0]
-        self._attrs[inode] = (newest, now_s)
-        for old in too_old(self._attrs, self._options.cached_entries):
-            del self._attrs[old]
+        attrs[inode] = (newest, now_s)
+        if len(attrs) > self._options.cached_entries:
+            for old in too_old(attrs, self._options.cached_entries):
+                del attrs[old]
+        return newest
 
     def put_attrs(self, listed: Listed) -> bool:
         """Believe the attributes of all entries. False, and nothing has changed, where one of them has to be looked at by
@@ -268,8 +283,9 @@ class Cache:
         key = (parent, name)
         self._entries.pop(key, None)
         self._entries[key] = (inode, self._clock.boottime_s(), sent_s, lease)
-        for old in too_old(self._entries, self._options.cached_entries):
-            del self._entries[old]
+        if len(self._entries) > self._options.cached_entries:
+            for old in too_old(self._entries, self._options.cached_entries):
+                del self._entries[old]
 
     def put_entries(self, parent: int, names: list[bytes], inodes: list[int], sent_s: float,
                     leases: list[Lease | None]) -> None:
@@ -349,6 +365,22 @@ class Cache:
             self._attrs.pop(attr.inode, None)
         opened.handles += 1
         self.put_attr(attr)
+        return opened
+
+    def hold_lent(self, inode: int) -> OpenInode | None:
+        """As `hold` of a file that is not open, by the attributes that are here and that the caller knows a lease on: they are
+        those of now. None where it is no regular file with a name, or there are none."""
+        attr, _ = self._attrs.get(inode, (None, NEVER_S))
+        if attr is None:
+            return None
+        if type(attr) is bytes:
+            attr = attr_of(attr)
+        if attr.mode & S_IFMT != S_IFREG or not attr.links:
+            return None
+        del self._attrs[inode]
+        opened = self.open[inode] = OpenInode(attr)
+        opened.attr_born_s = self._clock.boottime_s()
+        opened.handles = 1
         return opened
 
     def drop(self, opened: OpenInode) -> bool:

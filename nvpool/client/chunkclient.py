@@ -169,9 +169,11 @@ class ChunkClient:
         except Stale as error:
             self._again(job, error)
             return
-        if self.short.on and self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job),
-                                                 missed=missed):
-            return
+        if self.short.on:
+            if index not in file.located:
+                self.short.want(file, index, lane)
+            elif self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job), missed=missed):
+                return
         if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
             self.send(lane, [job])
             return

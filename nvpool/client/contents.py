@@ -30,6 +30,9 @@ class Contents:
         self._bytes = 0
         self.counters = {"small_hits": 0, "small_reads": 0}
 
+    def __contains__(self, inode: int) -> bool:
+        return inode in self._kept
+
     def get(self, inode: int, change: int) -> bytes | None:
         kept = self._kept.get(inode)
         if kept is None or kept[0] != change:

@@ -84,15 +84,20 @@ class Leases:
             return None
         now_s = self._clock.boottime_s()
         until_s = sent_s + lease_ms * WATCH_SHARE / 1000
-        before = self._leases.pop(inode, None)
+        leases = self._leases
+        before = leases.pop(inode, None)
         if before is not None and now_s < before.until_s:  # it has not ended in between
             lease = before._replace(until_s=max(before.until_s, until_s), grant=grant or before.grant)
         else:
             lease = Lease(until_s, now_s, grant, watch, self._next())
-        self._leases[inode] = lease
-        for old in too_old(self._leases, self._count_max):
-            del self._leases[old]
-        return self.held(inode)
+        leases[inode] = lease
+        if len(leases) > self._count_max:
+            for old in too_old(leases, self._count_max):
+                del leases[old]
+        if now_s >= lease.until_s or now_s >= watch.until_s:
+            return None
+        watch.used = True
+        return lease
 
     def _next(self) -> int:
         self._number += 1
@@ -114,6 +119,9 @@ class Leases:
 
     def keep_grant(self, inode: int, grant: bytes) -> None:
         """With the lease on the inode, where it holds: for the next who opens it."""
+        known = self._leases.get(inode)
+        if known is None or known.grant == grant:
+            return
         lease = self.held(inode)
         if lease is not None:
             self._leases[inode] = lease._replace(grant=grant)

@@ -25,7 +25,7 @@ from nvpool.base.errors import (
     Unavailable,
     WrongShard,
 )
-from nvpool.base.ids import partition_of
+from nvpool.base.ids import COUNTER_BITS, partition_of
 from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, reason_of
@@ -107,6 +107,26 @@ class MetaClient(Releasing):
             except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
                 tries, reason = tries + 1, reason_of(error, reason)
                 await self._mend(inode, error, reason, tries, deadline_s, request.session)
+
+    def is_ready(self, shard: int) -> bool:
+        """Whether nothing stands between a question and that shard: a session that was met over a living connection."""
+        state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
+        return (state is not None and state.session != 0 and known is not None and not known.standbys
+                and state.watching is not None and not state.watching.done()
+                and state.met is not None and state.met is self._dialer.live(known.endpoints))
+
+    def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
+        """Send a question once, without a task, where the shard `is_ready`; else False, and nothing has happened.
+        `on_done(reply, error)` is called later, once, with the error of this one try: `ask` does what it asks for."""
+        if self._closed or not self.is_ready(shard):
+            return False
+        self.counters["questions"] += 1
+        request.session = self._shards[shard].session
+        request.map_epoch = self._view.map.epoch
+        connection = self._shards[shard].met
+        connection.submit(method, request.SerializeToString(), on_done=on_done,
+                          deadline_s=self._clock.boottime_s() + self._options.deadline_s)
+        return True
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
                      file: OpenInode | None = None, once: bool = False):
@@ -238,7 +258,8 @@ class MetaClient(Releasing):
         return state.taken_up == state.generation
 
     def _shard_of(self, inode: int) -> ShardSession:
-        return self._state(self.shard_of(inode))
+        shard = self._view.map.shard_of_partition[inode >> COUNTER_BITS]
+        return self._shards.get(shard) or self._state(shard)
 
     def _state(self, shard: int) -> ShardSession:
         state = self._shards.get(shard)
@@ -490,8 +511,8 @@ class MetaClient(Releasing):
     def opened_quietly(self, inode: int, now: bool) -> None:
         """We have opened `inode` by a lease, without a question: the service is told soon (`now`: at once, while we go on), or
         before it is changed. What is closed before that it is not told of."""
-        self.opened(inode)
         state = self._shard_of(inode)
+        state.open[inode] = state.open.get(inode, 0) + 1
         state.untold[inode] = state.untold.get(inode, 0) + 1
         if now:
             state.tell_now.set()

@@ -15,7 +15,7 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import NvpoolError, Stale
 from nvpool.base.units import KIB
 from nvpool.client.cache import OpenInode
-from nvpool.client.coming import Coming
+from nvpool.client.coming import Coming, Later
 from nvpool.client.contents import SMALL_BYTES, Contents
 from nvpool.client.leases import Leases
 from nvpool.client.options import ClientOptions
@@ -52,6 +52,45 @@ class Ahead:
         self.units: dict[int, _Unit] = {}
         self.window = 0
         self.far = 0         # first unit that was never fetched in this run
+
+
+class Part(Later):
+    """The bytes [offset, end) of a small file that is being read as a whole."""
+
+    __slots__ = ("offset", "finish")
+
+    def __init__(self, offset: int, finish: int) -> None:
+        self.on_end = self.outcome = self.then = None
+        self.offset = offset
+        self.finish = finish
+
+
+class Whole:
+    """All bytes of a small file that is not written here, on their way, as a future that a Read is made with. Who reads it
+    meanwhile waits for the same answer: `parts`, None when that is there."""
+
+    __slots__ = ("file", "change", "size", "asked_s", "parts", "came")
+
+    def __init__(self, file: OpenInode, asked_s: float, part: Part, came: Callable[[Whole, bytes], None]) -> None:
+        self.file = file
+        self.change = file.attr.change
+        self.size = file.attr.size
+        self.asked_s = asked_s
+        self.parts: list[Part] | None = [part]
+        self.came = came
+
+    def done(self) -> bool:
+        return self.parts is None
+
+    def set_result(self, blocks: memoryview) -> None:
+        self.came(self, bytes(blocks[:self.size]))
+
+    def set_exception(self, error: BaseException) -> None:
+        file, parts, self.parts = self.file, self.parts, None
+        if file.fetching is self:
+            file.fetching = None
+        for part in parts:
+            part.end(None, error)
 
 
 class Reader:
@@ -110,6 +149,22 @@ class Reader:
             block = await self._chunks.read(file, index, (offset & file.chunk_mask) - skip, span)
             return block if span == length else block[skip:skip + length]
         return await self._chunks.read_range(file, offset, length)
+
+    def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> Part | None:
+        """As `read`, without a task, of a small file; `then` as in Later. None where it is none, or is written here, or its end
+        is to be asked for, and nothing has happened. `content_now` was tried before."""
+        size = file.attr.size
+        if size > SMALL_BYTES or file.written is not None or offset >= size or not self._options.small_bytes:
+            return None
+        end = offset + length
+        if end > size:
+            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
+                return None
+            end = size
+        part = Part(offset, end)
+        part.then = then
+        self._want_whole(file, part)
+        return part
 
     def begin(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> Coming | None:
         """As `read`, without a task, for what has nothing to do with other reads: a place at random, in one chunk. None where
@@ -196,6 +251,10 @@ class Reader:
         """All bytes of a small file, where they are here and are what a read of the file would return now."""
         return self._contents.get(file.inode, file.attr.change) if file.written is None and not file.lost else None
 
+    def has_content(self, file: OpenInode) -> bool:
+        """Whether `content` may be there."""
+        return file.inode in self._contents
+
     def content_now(self, file: OpenInode, offset: int, length: int) -> memoryview | None:
         """As `read`, where the file's content is here and its end needs no question."""
         content = self.content(file)
@@ -220,25 +279,34 @@ class Reader:
         except Stale:
             return 0
 
-    async def _read_whole(self, file: OpenInode) -> memoryview | bytes:
-        """All bytes of a small file that is not written here. Who reads it at the same time waits for the same answer."""
-        change, size = file.attr.change, file.attr.size
-        if file.fetching is None or file.fetching[0] != change:
-            future = self._chunks.read(file, 0, 0, size + 4095 & -4096)
-            file.fetching = change, future
-            future.add_done_callback(partial(self._whole_came, file, change, size, self._clock.boottime_s()))
-        return await asyncio.shield(file.fetching[1])
+    async def _read_whole(self, file: OpenInode) -> bytes:
+        """All bytes of a small file that is not written here."""
+        future = asyncio.get_running_loop().create_future()
+        part = Part(0, file.attr.size)
+        part.on_end = partial(_settle, future)
+        self._want_whole(file, part)
+        return await future
 
-    def _whole_came(self, file: OpenInode, change: int, size: int, asked_s: float, future: asyncio.Future) -> None:
-        wanted = file.fetching is not None and file.fetching[1] is future
+    def _want_whole(self, file: OpenInode, part: Part) -> None:
+        whole = file.fetching
+        if whole is not None and whole.change == file.attr.change:
+            whole.parts.append(part)
+            return
+        file.fetching = whole = Whole(file, self._clock.boottime_s(), part, self._whole_came)
+        self._chunks.begin(file, 0, 0, whole.size + 4095 & -4096, whole)
+
+    def _whole_came(self, whole: Whole, content: bytes) -> None:
+        file, parts, whole.parts = whole.file, whole.parts, None
+        wanted = file.fetching is whole
         if wanted:
             file.fetching = None
+        for part in parts:
+            all_of_it = part.finish - part.offset == len(content)
+            part.end(content if all_of_it else memoryview(content)[part.offset:part.finish], None)
         self._contents.counters["small_reads"] += 1
-        if future.cancelled() or future.exception() is not None:
-            return
         # written, cut or locked here meanwhile, by now it may be older than what is to be read
-        if wanted and file.attr.change == change and file.written is None:
-            self._contents.put(file.inode, change, bytes(future.result()[:size]), asked_s)
+        if wanted and file.attr.change == whole.change and file.written is None:
+            self._contents.put(file.inode, whole.change, content, whole.asked_s)
 
     async def _read_over(self, file: OpenInode, offset: int, length: int, laid: list) -> memoryview:
         if len(laid) == 1 and laid[0][0] == offset and laid[0][1] == offset + length:
@@ -367,6 +435,15 @@ class Reader:
             if file.written is not None and (file.written.dirty or file.written.sending):
                 await self._writer.store(file)
         await self._batches.read_many(reads, into)
+
+
+def _settle(future: asyncio.Future, found: memoryview | bytes | None, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(found)
+    else:
+        future.set_exception(error)
 
 
 def _seen(future: asyncio.Future) -> None:

@@ -226,8 +226,9 @@ class CachedOps:
         seen = self._seen
         before = seen.pop(attr.inode, None)
         seen[attr.inode] = attr.change, not attr.flags & HAS_XATTRS
-        for inode in too_old(seen, SEEN_MAX):
-            del seen[inode]
+        if len(seen) > SEEN_MAX:
+            for inode in too_old(seen, SEEN_MAX):
+                del seen[inode]
         return before is not None and before[0] == attr.change
 
     def _paging(self, inode: int) -> None:

@@ -385,7 +385,8 @@ class KernelEngine(PlainReading):
             self._lock_waits -= 1
             if self._stopped and isinstance(error, asyncio.CancelledError):
                 error = Unavailable("the mount ends")  # EINTR is for who has a signal to look at
-        self._interrupted.pop(unique, None)
+        if self._interrupted:
+            self._interrupted.pop(unique, None)
         if error is None:
             try:
                 answer(unique, result)
@@ -393,7 +394,8 @@ class KernelEngine(PlainReading):
                 self._fail(unique, bug, name)
         else:
             self._fail(unique, error, name)
-        self._from.pop(unique, None)
+        if self._from:
+            self._from.pop(unique, None)
         if self._held:
             self._ops.answered(unique & FIRST)
         self._some_ended()

@@ -39,6 +39,8 @@ EPOCH_MIN = (6, 16)
 """The first Linux with Notice.INC_EPOCH."""
 
 
+_DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
+
 FIRST = RESENT - 1
 """Mask: the number of a request, whether it is asked for the first time or again."""
 
@@ -220,8 +222,16 @@ class KernelRequests:
         found = self._ops.lookup_now(parent, name)
         if found is not ASK:
             self._entry(unique, found)
-        else:
+            return
+        asked = self._ops.begin_lookup(parent, name)
+        if asked is None:
             self._start(unique, "lookup", self._ops.lookup(parent, name), self._entry)
+        elif not asked.done():
+            self._keep_in_work(asked, unique, "lookup", self._entry)
+        elif asked.outcome[1] is None:
+            self._entry(unique, asked.outcome[0])
+        else:
+            self._fail(unique, asked.outcome[1], "lookup")
 
     def _on_getattr(self, count: int) -> None:
         _, _, unique, node, *_ = requests.decode_getattr(self._buffer, count)
@@ -258,6 +268,9 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
+        if fields[2] <= FIRST and self._ops.release_now(fields[9]):
+            self._done(fields[2])
+            return
         self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _on_opendir(self, count: int) -> None:
@@ -445,5 +458,5 @@ class KernelRequests:
 
 
 def _opening(opened) -> int:
-    return (Opening.DIRECT_IO.value * bool(opened.direct_io) | Opening.KEEP_CACHE.value * bool(opened.keep_cache)
-            | Opening.NOFLUSH.value * bool(opened.no_flush))
+    return (_DIRECT_IO if opened.direct_io else 0) | (_KEEP_CACHE if opened.keep_cache else 0) \
+        | (_NOFLUSH if opened.no_flush else 0)

@@ -36,6 +36,7 @@ from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.once import asking
 from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
+from nvpool.client.vfs.together import Asked
 from nvpool.fuse.again_ops import AgainOps
 from nvpool.fuse.cached_ops import HAS_XATTRS, FuseOptions
 from nvpool.fuse.handles import Handles
@@ -144,6 +145,21 @@ class FuseOps(LockOps, ListOps, AgainOps):
                 raise
             return None
         return ASK if attr is None else self._telling_name(parent, name, attr)
+
+    def begin_lookup(self, parent: int, name: bytes) -> Asked | None:
+        """`lookup`, begun, where that needs no task; as `begin_read`. `lookup_now` was tried before."""
+        asked = self._vfs.begin_lookup(parent, name) if name not in DOTS else None
+        if asked is not None:
+            asked.then = self._looked_up
+        return asked
+
+    def _looked_up(self, asked: Asked, attr: Attr | None, error: BaseException | None
+                   ) -> tuple[Attr | None, BaseException | None]:
+        if attr is not None:
+            return self._telling_name(asked.parent, asked.name, attr), None
+        if type(error) is NotFound and self._tell_absent(asked.parent, asked.name):
+            return None, None
+        return None, error
 
     def getattr_now(self, inode: int) -> Attr | None:
         """What `getattr` would bring, where nobody has to be asked; else None."""
@@ -427,6 +443,21 @@ class FuseOps(LockOps, ListOps, AgainOps):
         finally:
             self._changes += 1
 
+    def release_now(self, handle: int) -> bool:
+        """Whether that was done as by `release`, without waiting; else nothing has happened."""
+        file = self._files.get(handle)
+        if file is None or handle in self._appending or not self._vfs.release_now(file):
+            return False
+        del self._files[handle]
+        self._closed(file.inode, handle)
+        return True
+
+    def _closed(self, inode: int, handle: int) -> None:
+        self._handles.give_back(handle)
+        self.published.closed(inode, handle)
+        if inode in self._paged and not self._vfs.is_open(inode):
+            del self._paged[inode]
+
     async def release(self, handle: int, again: bool = False) -> None:
         """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again. `again`: the
         process before us may have done it."""
@@ -437,10 +468,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         try:
             await self._vfs.release(file)
         finally:
-            self._handles.give_back(handle)
-            self.published.closed(file.inode, handle)
-            if not self._vfs.is_open(file.inode):
-                self._paged.pop(file.inode, None)
+            self._closed(file.inode, handle)
 
     # -- extended attributes and the rest ----------------------------------------------------------------------------
 

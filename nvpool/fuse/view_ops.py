@@ -23,7 +23,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.fuse.ops import DOTS, FuseOps
 
 _BY_INODE = ("getattr_now", "getattr", "setattr", "readlink", "access", "open", "open_now", "opendir", "getxattr", "setxattr",
-             "listxattr", "removexattr", "lookup_now", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create")
+             "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create")
 """Requests whose first argument is an inode that the kernel names."""
 _CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "create", "write", "fallocate",
             "copy_file_range", "setxattr", "removexattr")

@@ -6,7 +6,7 @@ Pure, as decisions are: (view, request, now in ns) -> Draft; listings and the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from nvpool.base.errors import (
@@ -20,7 +20,7 @@ from nvpool.base.errors import (
     Stale,
     WrongShard,
 )
-from nvpool.base.grants import READ
+from nvpool.base.grants import READ, Grant, sign
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_COUNT
 from nvpool.meta import records
@@ -40,6 +40,9 @@ LOOKUP_STEP = 128
 NAMES_LIMIT = 1000
 """Entries that one step of a search for names looks through: a millisecond of the event loop (0.7 µs each)."""
 NAMES_INODES_MAX = 512
+_FLAGS = records.Inode.__slots__.index("flags")
+_MORE_TO_SAY = records.DIVIDED | records.TRASHED
+_TYPE, _REGULAR = 0o170000, 0o100000
 _BYTES_PER_FILE = 300
 """Of LMDB, cautiously: 146 with names of 16 bytes."""
 _EMPTY_SCAN = 4
@@ -80,19 +83,77 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
         raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
+    rights = request.rights & READ  # a write grant leaves a mark, which would be a change
     steps = 0
     for directory in request.directories:
-        one.parent, one.spread = directory.parent, directory.spread
-        for name in directory.names:
-            steps += 1
-            if not steps % LOOKUP_STEP:
+        all_names = directory.names
+        for first in range(0, len(all_names), LOOKUP_STEP):
+            some = all_names[first:first + LOOKUP_STEP]
+            steps += len(some)
+            if steps > LOOKUP_STEP:
                 yield None
-            one.name, one.rights = name, request.rights & READ  # a write grant leaves a mark, which would be a change
-            try:
-                reply.found.add(entry=lookup(view, one, now_ns()).reply)
-            except (Refused, Stale, CorruptRecord) as error:
-                reply.found.add(error=error.wire_code)
+                steps = len(some)
+            if _look_up_together(view, request.session, directory.parent, some, rights, now_ns(), reply):
+                continue
+            one.parent, one.spread = directory.parent, directory.spread
+            for name in some:
+                one.name, one.rights = name, rights
+                try:
+                    reply.found.add(entry=lookup(view, one, now_ns()).reply)
+                except (Refused, Stale, CorruptRecord) as error:
+                    reply.found.add(error=error.wire_code)
     yield reply
+
+
+def _look_up_together(view: View, session: int, parent: int, some: Sequence[bytes], rights: int, now_ns: int,
+                      reply: meta_pb2.LookupManyReply) -> bool:
+    """As `lookup` of each, with one search for all entries and one for all inodes: 14 µs a name in place of 20. False, and
+    nothing was added, where more is to be said of one of them than what its records tell."""
+    if len(some) < 2 or view.owners or view.access.restricted:
+        return False
+    try:
+        directory = view.directory(parent)
+        places = [view.place(directory, name) for name in some]
+        raws = view.get_many([key for _, _, key in places])
+        numbers = [records.decode_dentry(place[0], raw)[0] if raw is not None else 0
+                   for place, raw in zip(places, raws, strict=True)]
+        there = [number for number in numbers if number]
+        inodes = [records.inode_fields(number, raw) if raw is not None else None
+                  for number, raw in zip(there, view.get_many(list(map(records.inode_key, there))), strict=True)]
+    except (Refused, Stale, CorruptRecord):
+        return False
+    if not directory.links or None in inodes or not view.cutting.keys().isdisjoint(there) \
+            or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes]):
+        return False
+    lent = view.lend_all(session, inodes)
+    secret, ends_ms = view.grant_secret, now_ns // 1_000_000 + view.grant_ms
+    not_found, lease_ms = NotFound.wire_code, view.lease_ms
+    found, told = reply.found, iter(inodes)
+    for number in numbers:
+        if not number:
+            found.add(error=not_found)
+            continue
+        entry = found.add().entry
+        attr = entry.attr
+        (attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
+         attr.ctime_ns, attr.change, cut, rdev, attr.table, attr.chunk_bits, flags, above, _, punches, volume) = next(told)
+        if cut:
+            attr.cut = cut
+            if punches:
+                attr.punches = punches
+        if flags & records.SHOWN_FLAGS:
+            attr.flags = flags & records.SHOWN_FLAGS
+        if rdev:
+            attr.rdev = rdev
+        if above:
+            attr.parent = above
+        if volume:
+            attr.volume = volume
+        if rights and attr.mode & _TYPE == _REGULAR:
+            entry.grant = sign(Grant(rights, 0, session, number, cut, ends_ms, attr.table), secret)
+        if number in lent:
+            entry.lease_ms = lease_ms
+    return True
 
 
 def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:

@@ -3,18 +3,21 @@ closed costs it two messages (create, report)."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
+from functools import partial
 
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.cache import OpenInode
-from nvpool.client.coming import Coming
+from nvpool.client.coming import Later
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.reader import EMPTY
 from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.client.vfs.locks import Locks
-from nvpool.client.vfs.names import Names, check_name
+from nvpool.client.vfs.names import check_name
+from nvpool.client.vfs.together import Together
 from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -30,7 +33,7 @@ def rights_of(flags: int) -> int:
     return rights
 
 
-class Files(Names, Locks):
+class Files(Together, Locks):
     async def open(self, inode: int, flags: int, caller: Caller) -> FileHandle:
         """A handle, with attributes as the service has them now (close-to-open), asked for or known by a lease. flags as of
         open(2): access mode, O_TRUNC and O_APPEND count. NotFound where the inode is gone."""
@@ -71,17 +74,16 @@ class Files(Names, Locks):
                 return None
             file.handles += 1
             return FileHandle(file, flags)
-        attr = self.cache.attr(inode, 0.0)
-        if not lease.grant or attr is None or not attr.links or not stat.S_ISREG(attr.mode):
+        file = self.cache.hold_lent(inode) if lease.grant else None
+        if file is None:
             return None
-        file = self.cache.hold(attr)
         file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)
         if not file.grant:
             self.cache.drop(file)
             return None
         file.untold = True
         file.opened = 1
-        self.meta.opened_quietly(inode, now=attr.size > SMALL_BYTES)
+        self.meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
 
     def _opened(self, entry, flags: int, sent_s: float) -> FileHandle:
@@ -156,18 +158,41 @@ class Files(Names, Locks):
         file = handle.file
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
+        if not file.located and not self.reader.has_content(file):
+            return None
         if file.untold and not self.leases.keeps_bytes(file.inode):
             return None
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
 
-    def begin_read(self, handle: FileHandle, offset: int, size: int) -> Coming | None:
-        """As `read`, begun: the commonest read that has to wait costs no task. None where `read` has to be asked. `read_now`
+    def begin_read(self, handle: FileHandle, offset: int, size: int) -> Later | None:
+        """As `read`, begun: the commonest reads that have to wait cost no task. None where `read` has to be asked. `read_now`
         was tried before."""
         file = handle.file
-        if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost or file.untold:
+        if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
-        return self.reader.begin(file, handle.ahead, offset, size)
+        if file.attr.size <= SMALL_BYTES:
+            told = partial(self._if_told, handle, offset, size) if file.untold else None
+            return self.reader.begin_small(file, offset, size, told)
+        return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
+
+    def _if_told(self, handle: FileHandle, offset: int, size: int, part: Later, found, error: BaseException | None):
+        """Bytes that were read by an open which the service may not know of; see `read`, which looks after that."""
+        if error is not None or not handle.file.untold or self.leases.keeps_bytes(handle.file.inode):
+            return found, error
+        task = asyncio.get_running_loop().create_task(self.read(handle, offset, size))
+        self._renewals.add(task)
+        task.add_done_callback(partial(self._read_for, part))
+        return None
+
+    def _read_for(self, part: Later, task: asyncio.Task) -> None:
+        self._renewals.discard(task)
+        if task.cancelled():
+            part.cancel()
+        elif task.exception() is not None:
+            part.end(None, task.exception())
+        else:
+            part.end(task.result(), None)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> memoryview | bytes:
         """Up to `size` bytes, fewer only at the end of the file; the buffer is the caller's. ChecksumMismatch when no replica
@@ -301,10 +326,24 @@ class Files(Names, Locks):
             finally:
                 self._let_go(file)
 
+    def release_now(self, handle: FileHandle) -> bool:
+        """Whether `handle` was released as by `release`, without waiting; else nothing has happened, and `release` is to be
+        asked."""
+        file = handle.file
+        if handle.closed or file.written is not None or self.is_locked(file.inode):
+            return False
+        handle.closed = True
+        ahead = handle.ahead
+        if ahead.units or ahead in file.ahead:
+            self.reader.forget(file, ahead)
+        self._let_go(file)
+        return True
+
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):
             file.fetching = None  # by the time it is here the file may be another's
-            self.chunks.short.forget(file)
+            if file.located:
+                self.chunks.short.forget(file)
             if file.grant_rights & READ and not file.lost:
                 self.leases.keep_grant(file.inode, file.grant)
             self.writer.forget(file)

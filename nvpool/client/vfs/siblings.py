@@ -64,12 +64,23 @@ class Siblings:
         known = self._directories.get(directory)
         return known.coming if known is not None and known.coming is not None and not known.coming.done() else None
 
+    def missed_alone(self, directory: int, name: bytes) -> bool:
+        """Whether `missed` would say one name; then it is as if it had been asked, else nothing has happened."""
+        return self._missed(directory, name, True) == 1
+
     def missed(self, directory: int, name: bytes) -> int:
         """A look-up in it has to ask: for how many names, itself included. `asked` is to be called after more than one."""
+        return self._missed(directory, name, False)
+
+    def _missed(self, directory: int, name: bytes, alone: bool) -> int:
         now_s = self._clock.boottime_s()
-        known = self._directories.pop(directory, None)
+        known = self._directories.get(directory)
         if known is None or known.last_s + PAUSE_S < now_s:
             known = _Directory()
+        used = known.hits * 2 >= known.window
+        if alone and not known.asking and name != known.name and (used if known.window else known.misses + 1 >= known.patience):
+            return 0
+        self._directories.pop(directory, None)
         self._directories[directory] = known
         if len(self._directories) > DIRECTORIES_MAX:
             del self._directories[next(iter(self._directories))]
@@ -78,8 +89,8 @@ class Siblings:
             return 1
         known.name = name
         if known.window:
-            known.patience = MISSES_MIN if known.hits * 2 >= known.window else min(known.patience * 4, MISSES_MAX)
-            known.window = min(known.window * 4, WINDOW_MAX) if known.hits * 2 >= known.window else 0
+            known.patience = MISSES_MIN if used else min(known.patience * 4, MISSES_MAX)
+            known.window = min(known.window * 4, WINDOW_MAX) if used else 0
             known.misses = 0
         known.hits = 0
         if not known.window:
