@@ -250,14 +250,29 @@ class KernelRequests:
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             self._start(unique, "create", self._ops.create_again(handle), self._created)
             return
-        self._start(unique, "create", self._ops.create(node, name, mode, flags, Caller(uid, gid, pid)), self._created)
+        caller = Caller(uid, gid, pid)
+        begun = self._ops.begin_create(node, name, mode, flags, caller, unique) if unique <= FIRST else None
+        if begun is not None:
+            self._keep_in_work(begun, unique, "create", self._created)
+        else:
+            self._start(unique, "create", self._ops.create(node, name, mode, flags, caller), self._created)
 
     def _on_flush(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "flush", self._ops.flush(fields[9], fields[12]), self._done)
+        unique, handle = fields[2], fields[9]
+        begun = self._ops.begin_flush(handle)
+        if begun is True:
+            self._done(unique)
+        elif begun is not None:
+            self._keep_in_work(begun, unique, "flush", self._done)
+        else:
+            self._start(unique, "flush", self._ops.flush(handle, fields[12]), self._done)
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
+        if fields[2] <= FIRST and self._ops.release_now(fields[9]):
+            self._done(fields[2])
+            return
         self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _on_opendir(self, count: int) -> None:
@@ -326,7 +341,11 @@ class KernelRequests:
 
     def _on_unlink(self, count: int) -> None:
         unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
-        self._start(unique, "unlink", self._ops.unlink(parent, name, Caller(*caller)), self._done)
+        begun = self._ops.begin_unlink(parent, name, Caller(*caller), unique) if unique <= FIRST else None
+        if begun is not None:
+            self._keep_in_work(begun, unique, "unlink", self._done)
+        else:
+            self._start(unique, "unlink", self._ops.unlink(parent, name, Caller(*caller)), self._done)
 
     def _on_rmdir(self, count: int) -> None:
         unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
@@ -381,9 +400,11 @@ class KernelRequests:
         self._start(request.unique, "statfs", self._ops.statfs(request.node), self._space)
 
     def _on_getxattr(self, count: int) -> None:
-        request, body, _ = self._decoded(count)
-        self._start(request.unique, "getxattr", self._ops.getxattr(request.node, request.names[0]),
-                    partial(self._value, body.size))
+        unique, node, room, name = requests.decode_getxattr(self._buffer, count)
+        if self._ops.has_no_xattr(node, name):
+            self._send(replies.failed(unique, errno.ENODATA))
+        else:
+            self._start(unique, "getxattr", self._ops.getxattr(node, name), partial(self._value, room))
 
     def _on_setxattr(self, count: int) -> None:
         request, body, caller = self._decoded(count)

@@ -82,6 +82,14 @@ class MemoryVfs:
     def is_open(self, inode: int) -> bool:
         return inode in self._nodes and self._nodes[inode].handles > 0
 
+    def begin_create(self, *_) -> None:
+        """Nothing has to be waited for."""
+
+    begin_unlink = begin_flush = begin_create
+
+    def release_now(self, handle) -> bool:
+        return False
+
     def hold_reads(self) -> None:
         """There is nothing to send."""
 

@@ -242,6 +242,7 @@ def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
 # -- reads, with and without protobuf
 
 numbers32, numbers64 = st.integers(0, 2**32 - 1), st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
+small_or_32 = st.one_of(st.integers(0, 300), numbers32)
 grants_of = st.lists(st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)), min_size=1, max_size=3)
 packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size=60))
 
@@ -266,6 +267,25 @@ def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checks
     assert codec.decode_read_reply(memoryview(raw)) == (results, checksums)
 
 
+@settings(max_examples=300, deadline=None)
+@given(numbers64, small_or_32, st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)),
+       st.one_of(st.binary(min_size=44, max_size=44), st.binary(max_size=90)),
+       st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)), numbers64, small_or_32)
+def test_a_request_to_write_is_what_protobuf_makes_of_it(epoch, target, grant, writes, checksums, session, slot):
+    raw = codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
+    request = data_pb2.WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums,
+                                    session=session, slot=slot)
+    assert raw == request.SerializeToString()
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)))
+def test_an_answer_to_a_write_is_what_protobuf_makes_of_it(epoch, results):
+    raw = data_pb2.WriteReply(map_epoch=epoch, results=results).SerializeToString()
+    for form in (bytes, bytearray, memoryview):
+        assert codec.decode_write_reply(form(raw)) == results
+
+
 def read_by_protobuf(kind, raw, error):
     try:
         return kind.FromString(raw)
@@ -278,9 +298,12 @@ def read_by_protobuf(kind, raw, error):
 def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
     request = codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
     reply = codec.encode_read_reply(7, bytes(16), bytes(4))
+    wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
+    assert len(wrote) == codec._WRITE_REPLY_BYTES
     assert len(request) == codec._READ_REQUEST_BYTES and len(reply) == codec._READ_REPLY_BYTES
     for raw, kind, decode, error in ((request, data_pb2.ReadRequest, codec.decode_read_request, errors.InvalidRequest),
-                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame)):
+                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame),
+                                     (wrote, data_pb2.WriteReply, codec.decode_write_reply, errors.CorruptFrame)):
         spoiled = bytearray(raw)
         for place in data.draw(st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)):
             spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
@@ -288,6 +311,8 @@ def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
         if expected is error:
             with pytest.raises(error):
                 decode(bytes(spoiled))
+        elif kind is data_pb2.WriteReply:
+            assert decode(bytes(spoiled)) == expected.results
         elif kind is data_pb2.ReadReply:
             assert decode(bytes(spoiled)) == (expected.results, expected.checksums)
         else:
