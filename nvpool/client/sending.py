@@ -285,9 +285,10 @@ class Flush:
     def look(self) -> None:
         """A segment has ended."""
         written, number = self._written, self._number
-        for segment in written.segments():
-            if segment.number <= number:
-                return
+        if written.sending or written.dirty:
+            for segment in written.segments():
+                if segment.number <= number:
+                    return
         written.flushing = None
         if not self.report():
             self._do_otherwise()

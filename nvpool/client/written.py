@@ -114,8 +114,9 @@ class WrittenFile:
     def segments(self) -> Iterator[Segment]:
         """Older ones before newer ones that lie over them."""
         for units in (self.sending, self.dirty):
-            for segments in units.values():
-                yield from segments
+            if units:
+                for segments in units.values():
+                    yield from segments
 
     def was_cut(self) -> None:
         """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""

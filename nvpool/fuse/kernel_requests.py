@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
+from nvpool.base.clock import stopwatch_s
 from nvpool.client.vfs.contract import NOW, Caller
 from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.noticing import ByProcess, ByThreads
@@ -39,6 +40,8 @@ EPOCH_MIN = (6, 16)
 """The first Linux with Notice.INC_EPOCH."""
 
 
+_DIRECT_IO, _KEEP_CACHE, _NOFLUSH = Opening.DIRECT_IO.value, Opening.KEEP_CACHE.value, Opening.NOFLUSH.value
+
 FIRST = RESENT - 1
 """Mask: the number of a request, whether it is asked for the first time or again."""
 
@@ -60,6 +63,9 @@ class KernelRequests:
         self.notices: ByThreads | ByProcess = ByThreads()
         """Whoever serves may put another in its place."""
         self._spare: Step
+        self._late: list[bytes] = []  # RELEASE
+        self._since_s = 0.0
+        self._kept = 0  # of the requests taken since then, in work or late
         self._keeps = ops.kept is not None
         self._held = ops.held
         ops.invalidate_attributes = self._invalidate_attributes
@@ -96,15 +102,19 @@ class KernelRequests:
         if self._held:
             self._ops.answered(unique & FIRST)
 
-    def _send(self, *parts) -> None:
+    def _send(self, head: bytes, *more) -> None:
         try:
-            os.writev(self._back(parts[0]), parts)
+            fd = self._back(head) if self._from else self._fd
+            if more:
+                os.writev(fd, (head, *more))
+            else:
+                os.write(fd, head)
         except OSError as error:
-            self._not_taken(error, parts)
+            self._not_taken(error, (head, *more))
 
     def _back(self, head: bytes) -> int:
-        """Where the answer goes, or the notice."""
-        return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd) if self._from else self._fd
+        """Where the answer goes, or the notice, while others have handed on requests."""
+        return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd)
 
     def _not_taken(self, error: OSError, parts) -> None:
         """An answer that the kernel refuses would leave its caller waiting: say EIO instead."""
@@ -270,10 +280,31 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        if fields[2] <= FIRST and self._ops.release_now(fields[9]):
-            self._done(fields[2])
-            return
-        self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
+        if fields[2] <= FIRST:
+            self._late.append(bytes(self._view[:count]))
+            self._kept += 1
+        else:
+            self._start(fields[2], "release", self._ops.release(fields[9], True), self._done)
+
+    def _release_late(self) -> None:
+        """What was closed is released when nobody waits for us any more: the kernel tells of it while the application goes on.
+        `_buffer` holds no request that is being taken apart."""
+        late, self._late = self._late, []
+        for request in late:
+            since_s = self._since_s = stopwatch_s()
+            self._kept = 0
+            fields = requests.decode_release(request, len(request))
+            unique, handle = fields[2], fields[9]
+            try:
+                if self._ops.release_now(handle):
+                    self._done(unique)
+                else:
+                    self._view[:len(request)] = request
+                    self._start(unique, "release", self._ops.release(handle), self._done)
+            except Exception as error:
+                self._fail(unique, error, "release")
+            if not self._kept:
+                self.spent.add(Op.RELEASE, stopwatch_s() - since_s)
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)
@@ -466,5 +497,4 @@ class KernelRequests:
 
 
 def _opening(opened) -> int:
-    return (Opening.DIRECT_IO.value * bool(opened.direct_io) | Opening.KEEP_CACHE.value * bool(opened.keep_cache)
-            | Opening.NOFLUSH.value * bool(opened.no_flush))
+    return _DIRECT_IO * bool(opened.direct_io) | _KEEP_CACHE * bool(opened.keep_cache) | _NOFLUSH * bool(opened.no_flush)

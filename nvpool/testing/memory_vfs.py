@@ -87,9 +87,6 @@ class MemoryVfs:
 
     begin_unlink = begin_flush = begin_create
 
-    def release_now(self, handle) -> bool:
-        return False
-
     def hold_reads(self) -> None:
         """There is nothing to send."""
 
@@ -438,6 +435,13 @@ class MemoryVfs:
     def _give_turn(self, waiter: Waiter) -> None:
         if waiter.ticket in self._turns and not self._turns[waiter.ticket].done():
             self._turns[waiter.ticket].set_result(None)
+
+    def release_now(self, handle: FileHandle) -> bool:
+        if handle.flocks:
+            return False
+        handle.node.handles -= 1
+        self._collect(handle.node)
+        return True
 
     async def release(self, handle: FileHandle) -> None:
         for owner in list(handle.flocks):
