@@ -60,9 +60,11 @@ _BLOCK_MASK = BLOCK_BYTES - 1
 
 _READ_REQUEST = Struct("<BQBBBB60sBB24s")
 _READ_REQUEST_BYTES = _READ_REQUEST.size
-_WRITE_REQUEST = Struct("<BQBBBB60sBB44sBB4sBQBB")
+_WRITE_REQUEST = Struct("<BQBBBB60sBB40sBB4sBQBB")
+_WRITE_REQUEST_BYTES = _WRITE_REQUEST.size
 _WRITE_REPLY = Struct("<BQBB16s")
 _WRITE_REPLY_BYTES = _WRITE_REPLY.size
+_WRITE_MARKS = 0x09, 0x10, 0x1A, 60, 0x22, 40, 0x2A, 4, 0x31, 0x38
 _READ_REPLY = Struct("<BQBB16sBB4s")
 _READ_REPLY_BYTES = _READ_REPLY.size
 """ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and one write within a block,
@@ -91,12 +93,30 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
 
 def encode_write_request(epoch: int, target: int, grant: bytes, writes: bytes, checksums: bytes, session: int,
                          slot: int) -> bytes:
-    if len(checksums) == 4 and len(writes) == 44 and len(grant) == 60 and 0 < target < 128 and 0 < slot < 128 and epoch \
+    if len(checksums) == 4 and len(writes) == 40 and len(grant) == 60 and 0 < target < 128 and 0 < slot < 128 and epoch \
             and session:
-        return _WRITE_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grant, 0x22, 44, writes, 0x2A, 4, checksums, 0x31,
+        return _WRITE_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grant, 0x22, 40, writes, 0x2A, 4, checksums, 0x31,
                                    session, 0x38, slot)
     return WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums, session=session,
                         slot=slot).SerializeToString()
+
+
+def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes, int, int] | None:
+    """(epoch, target, grant, writes, checksums, session, slot) of one write within a block; None where it is anything else, or
+    no WriteRequest at all. The fields are not looked at."""
+    if len(message) != _WRITE_REQUEST_BYTES:
+        return None
+    one, epoch, two, target, *marks, grant, four, forty, writes, five, four_bytes, checksums, six, session, seven, slot = \
+        _WRITE_REQUEST.unpack(message)
+    if (one, two, *marks, four, forty, five, four_bytes, six, seven) != _WRITE_MARKS or target > 127 or slot > 127:
+        return None
+    return epoch, target, grant, writes, checksums, session, slot
+
+
+def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
+    if len(results) == 16 and epoch:
+        return _WRITE_REPLY.pack(0x09, epoch, 0x12, 16, results)
+    return WriteReply(map_epoch=epoch, results=bytes(results)).SerializeToString()
 
 
 def decode_write_reply(message: Buffer) -> bytes:

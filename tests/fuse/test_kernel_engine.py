@@ -446,7 +446,9 @@ class BeginningVfs(MemoryVfs):
         return self._begin(unique, lambda: on_end(None, None), lambda error: on_end(None, error))
 
     def begin_flush(self, handle, on_end):
-        return True if not handle.flags & os.O_ACCMODE else self._begin(0, lambda: on_end(None, None), lambda error: on_end(None, error))
+        if not handle.flags & os.O_ACCMODE:
+            return True
+        return self._begin(0, lambda: on_end(None, None), lambda error: on_end(None, error))
 
 
 def kernel_heard_after(making) -> bool:
