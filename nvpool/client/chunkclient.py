@@ -54,6 +54,7 @@ from nvpool.client.poolview import PoolView
 from nvpool.client.replicas import Replicas
 from nvpool.client.secondreads import SecondReads, settle
 from nvpool.client.shortcut import ShortCut
+from nvpool.client.writing import BeginsWrites, Writing
 from nvpool.logic.poolmap import Chain
 from nvpool.wire.codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, decoded, encode_read_request
 from nvpool.wire.v1 import data_pb2, wire_pb2
@@ -73,7 +74,7 @@ message drive, store, we and who reads take turns: 16 readers of 128 KiB got 245
 _LANES_PER_FILE = 65536
 
 
-class ChunkClient:
+class ChunkClient(BeginsWrites):
     """`renew(file, rights)` gets a new grant, and attributes, for an open inode."""
 
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
@@ -447,14 +448,20 @@ class ChunkClient:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-                    deadline_s: float) -> Stored:
+                    deadline_s: float, begun: Writing | None = None) -> Stored:
         """Make `parts`, `length` bytes in all, part of chunk `index` from `offset`; return who has them, for a flush.
 
         On return they survive kill -9 of the stores, and the loss of all but one. Repeated under the same name until then, or
         until `deadline_s`. The cut number sent is the one the file has now: StaleCut goes up to the writer, who knows what
         still applies. `parts` must not change until this returns. NoSpace: nothing was written. Anything Unavailable: it may
-        have been.
+        have been. `begun`: this very write, which has met an error; it goes on under its name.
         """
+        if begun is not None:
+            try:
+                return await self._write(file, index, offset, length, parts, checksums, begun.slot, begun.sequence, deadline_s,
+                                         begun.error)
+            finally:
+                self.leave(begun)
         return await self.named(lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
                                 deadline_s)
 
@@ -493,10 +500,13 @@ class ChunkClient:
         return self._slots.pop()
 
     async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
-                     sequence: int, deadline_s: float) -> Stored:
+                     sequence: int, deadline_s: float, failed: BaseException | None = None) -> Stored:
         tries, reason, flags = 0, None, 0
         while True:
             try:
+                if failed is not None:
+                    error, failed = failed, None
+                    raise error
                 chain = self.chain(file, index)
                 lane = self.lane(chain.targets[0])
                 cut = file.cut  # it may be another one than when we were called: grants and attributes are renewed in between
@@ -516,8 +526,7 @@ class ChunkClient:
                 status = results[0] | results[1] << 8
                 if status:
                     raise errors.BY_WIRE_CODE.get(status, Unavailable)()
-                self.short.forget_chunk(file, index)
-                return self.replicas.stored(file, index, chain.epoch, cut)
+                return self.was_written(file, index, chain.epoch, cut)
             except StaleCut:
                 raise
             except BytesLost:

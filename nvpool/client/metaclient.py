@@ -29,6 +29,7 @@ from nvpool.base.ids import COUNTER_BITS, partition_of
 from nvpool.base.kept import KeptMemory, Word
 from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client.answers import at_the_deadline, reason_of
+from nvpool.client.begun import Begins, Begun
 from nvpool.client.cache import OpenInode
 from nvpool.client.leases import WATCH_SHARE, Leases
 from nvpool.client.moved import Moved
@@ -53,7 +54,7 @@ _TELLS_WHO = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION)
 _ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 
 
-class MetaClient(Releasing):
+class MetaClient(Begins, Releasing):
     def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
                  kept: KeptMemory | None = None):
         self._view = view
@@ -129,27 +130,36 @@ class MetaClient(Releasing):
         return True
 
     async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
-                     file: OpenInode | None = None, once: bool = False):
+                     file: OpenInode | None = None, once: bool = False, begun: Begun | None = None):
         """Carry out a change that begins at `inode`'s partition, once; its answer. `request.change` is filled in here.
 
         Errors as `ask`. After Disconnected or DeadlineExceeded it may have been carried out. LockLost when `file`, on whose
-        behalf it is, has lost its locks: it is not sent in a later session. `once`: see `client/once`.
+        behalf it is, has lost its locks: it is not sent in a later session. `once`: see `client/once`. `begun`: see `go_on`.
         """
-        self.counters["changes"] += 1
-        deadline_s = self._clock.boottime_s() + self._options.deadline_s
         tries, reason, uncertain = 0, None, False
-        state, slot, sequence, generation = None, 0, 0, 0
-        unique = asking() if once and self.once is not None else 0
+        failed: BaseException | None = None
+        if begun is None:
+            self.counters["changes"] += 1
+            deadline_s = self._clock.boottime_s() + self._options.deadline_s
+            state, slot, sequence, generation = None, 0, 0, 0
+            unique = asking() if once and self.once is not None else 0
+        else:
+            deadline_s, unique, failed = begun.deadline_s, begun.unique, begun.take_error()
+            state, slot, sequence, generation = begun.state, begun.slot, begun.sequence, begun.generation
         change = request.change
         change.uid, change.gid = uid, gid
         try:
             while True:
-                now = self._asked_first(unique, method, state if uncertain else None, generation) or self._shard_of(inode)
+                now = state if failed is not None else (
+                    self._asked_first(unique, method, state if uncertain else None, generation) or self._shard_of(inode))
                 if uncertain and (now is not state or state.generation != generation):
                     raise Disconnected("the session ended before the answer to a change came")
                 try:
+                    if failed is not None:
+                        error, failed = failed, None
+                        raise error
                     if now is not state or state.generation != generation:
-                        self._leave(unique, state, slot, sequence, generation)
+                        self.leave(unique, state, slot, sequence, generation)
                         state = None
                         if not now.session:
                             await self.ensure_session(now, deadline_s)
@@ -168,7 +178,7 @@ class MetaClient(Releasing):
                         raise Disconnected("the session ended before the answer to a change came") from None
                     if isinstance(error, WrongShard) and state is not None:
                         # Said of this request: it was not carried out under its name, and never will be.
-                        self._leave(unique, state, slot, sequence, generation)
+                        self.leave(unique, state, slot, sequence, generation)
                         state, uncertain = None, False
                     uncertain = uncertain or error.may_be_applied and state is not None  # else it was a session's opening
                     tries, reason = tries + 1, reason_of(error, reason)
@@ -176,11 +186,15 @@ class MetaClient(Releasing):
         except (Refused, Stale):
             raise
         except BaseException:
-            for known in self._shards.values():  # who knows what it has changed, and where
-                self.leases.end_all(known.watch)
+            self.lost_sight()
             raise
         finally:
-            self._leave(unique, state, slot, sequence, generation)
+            self.leave(unique, state, slot, sequence, generation)
+
+    def lost_sight(self) -> None:
+        """A change was sent, and nobody knows what it has changed, and where."""
+        for known in self._shards.values():
+            self.leases.end_all(known.watch)
 
     def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
         """Where a change was sent that may have been carried out; another shard does not know that."""
@@ -311,7 +325,7 @@ class MetaClient(Releasing):
         slot, sequence = state.slots.popleft()
         return slot, sequence + 1, state.generation
 
-    def _leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+    def leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
         """The slot is not used any more; where a request of the kernel has it, when that is answered."""
         if unique and state is not None and state.generation == generation and sequence:
             self.once.held[unique] = Held(state, slot, sequence, generation)

@@ -67,6 +67,14 @@ class Once:
         """Whether a change for the kernel's present request was sent by the process before us: it may have been carried out."""
         return asking() in self._early
 
+    def knows(self, unique: int) -> bool:
+        """Whether a change was sent for that request before, by us or by the process before us."""
+        return unique in self.held or unique in self._early
+
+    def clear(self, number: int, slot: int) -> None:
+        """The request for which a change was noted there is answered."""
+        self._memory.clear_slot(number, slot)
+
     def shard_of(self, unique: int, method: int) -> int:
         """Where the process before us sent such a change for the request; 0: it sent none."""
         early = self._early.get(unique)

@@ -118,7 +118,7 @@ class Rooms:
     async def _wait_for_reports(self, room: Room) -> None:
         """What is on its way to be counted is, and what was removed and closed is not any more."""
         for file in list(room.files.values()):
-            if file.written is not None and file.written.reporting.locked():
+            if file.written is not None and file.written.reporting.taken:
                 async with file.written.reporting:
                     pass
         await self._meta.release_now(room.volume)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NotFound, NvpoolError, StaleCut, WritesLost
+from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
@@ -25,8 +25,10 @@ from nvpool.client.flushing import Stored
 from nvpool.client.keeping import Keeping, KeptFile
 from nvpool.client.once import asking
 from nvpool.client.options import ClientOptions
+from nvpool.client.sending import BeginReport, Sending
 from nvpool.client.unflushed import Unflushed
-from nvpool.client.written import Record, Segment, WrittenFile, copies, kept, prepared
+from nvpool.client.writing import Writing
+from nvpool.client.written import Record, Segment, WrittenFile, copies, kept
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +36,20 @@ _TAIL_BYTES = 256 * KIB
 """Up to this size small writes grow one buffer: growing larger ones would copy too much."""
 
 
-class Writer:
+class Writer(Sending):
     """`refresh(file, rights)` gets new attributes and a grant; `report(file, end, bytes, wrote, sync)` tells the service,
-    whose attributes for the file it puts into the cache."""
+    whose attributes for the file it puts into the cache; `begin_report` as `vfs/core` has it."""
 
     def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
                  refresh: Callable[[OpenInode, int], Awaitable[None]],
-                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]], keeping: Keeping | None = None):
+                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
+                 begin_report: BeginReport = lambda *_: None, keeping: Keeping | None = None):
         self._chunks = chunks
         self._options = options
         self._clock = clock
         self._refresh = refresh
         self._report = report
+        self._begin_report = begin_report
         self._keeping = keeping
         self._files: dict[int, WrittenFile] = {}
         self._held = 0
@@ -54,6 +58,7 @@ class Writer:
         self._room: list[asyncio.Future] = []
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
+        self._begun: set[Writing] = set()
         self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
                                     self._was_lost)
 
@@ -246,115 +251,6 @@ class Writer:
             except TimeoutError:
                 raise DeadlineExceeded("the stores took none of what was written", may_be_applied=False) from None
 
-    # -- sending -------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _all_due(written: WrittenFile) -> None:
-        for segments in written.dirty.values():
-            for segment in segments:
-                segment.due = True
-
-    def _pump(self, written: WrittenFile) -> None:
-        """Send what is due, as far as flight room allows and nothing on the way touches the same blocks."""
-        if written.paused:
-            return
-        for unit, segments in list(written.dirty.items()):
-            kept = []
-            for segment in segments:
-                if not segment.due or self._overlaps_sending(written, unit, segment):
-                    kept.append(segment)
-                elif self._in_flight and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes:
-                    kept.append(segment)
-                    self._stalled[written.file.inode] = written
-                else:
-                    self._in_flight += segment.end - segment.start
-                    written.sending.setdefault(unit, []).append(segment)
-                    task = asyncio.create_task(self._send(written, unit, segment))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-            if kept:
-                written.dirty[unit] = kept
-            else:
-                del written.dirty[unit]
-
-    @staticmethod
-    def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:
-        sending = written.sending.get(unit)
-        if not sending:
-            return False
-        first, last = segment.start // BLOCK_BYTES, (segment.end - 1) // BLOCK_BYTES
-        return any(s.start // BLOCK_BYTES <= last and (s.end - 1) // BLOCK_BYTES >= first for s in sending)
-
-    async def _send(self, written: WrittenFile, unit: int, segment: Segment) -> None:
-        file = written.file
-        length = segment.end - segment.start
-        try:
-            parts, checksums = prepared(segment)
-            # counted from the write, not from the sending: what waited behind others does not wait as long again
-            now_s = self._clock.boottime_s()
-            deadline_s = max(segment.born_s + self._options.deadline_s, now_s + min(1.0, self._options.deadline_s))
-            offset = segment.start & file.chunk_mask
-            index = segment.start >> file.chunk_bits
-            while True:
-                cut = file.cut
-                try:
-                    stored = await self._chunks.write(file, index, offset, length, parts, checksums, deadline_s)
-                    break
-                except StaleCut:
-                    # the file was cut by somebody else since: our bytes were never seen by others, so they come after the cut
-                    if self._clock.boottime_s() > deadline_s:
-                        raise
-                    await self._refresh(file, WRITE)
-                    if file.cut == cut:
-                        await asyncio.sleep(self._options.retry_first_s)
-            if file.lost:
-                raise LockLost()
-            if file.truncated <= stored.cut:
-                written.stored_end = max(written.stored_end, segment.end)
-                written.stored_bytes += length
-            # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
-            # and only one more stamp tells.
-            written.wrote = True
-            self._unflushed.note(file.inode, stored)
-            if self._keeping is not None:
-                self._note(written)
-        except NvpoolError as error:
-            log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", length, segment.start, file.inode,
-                      error)
-            written.error = written.error or error
-        except asyncio.CancelledError:
-            written.error = written.error or Cancelled("the client was closed before the bytes were stored")
-            raise
-        finally:
-            self._in_flight -= length
-            sending = written.sending[unit]
-            sending.remove(segment)
-            if not sending:
-                del written.sending[unit]
-            if self._keeping is not None:
-                self._keeping.drop(segment.records)
-            self._hold(written, -length)
-            if written.error is not None:
-                written.find_end()
-                self._note(written)
-            self._tell(written)
-            if written.dirty:
-                self._pump(written)
-            for _ in range(len(self._stalled)):  # once round: who finds no room waits for the next that ends
-                if self._in_flight >= self._options.write_flight_bytes:
-                    break
-                self._pump(self._stalled.popitem(last=False)[1])
-
-    def _note(self, written: WrittenFile) -> None:
-        if written.entry >= 0:
-            self._keeping.note(written)
-
-    @staticmethod
-    def _tell(written: WrittenFile) -> None:
-        """Wake who waits for segments to end: one has been stored, dropped or cut away."""
-        if written.changed is not None and not written.changed.done():
-            written.changed.set_result(None)
-
     # -- flushing ------------------------------------------------------------------------------------------------------
 
     async def store(self, file: OpenInode) -> None:
@@ -388,32 +284,21 @@ class Writer:
             return
         async with written.reporting:
             while True:
-                end, stored, wrote, cut = written.stored_end, written.stored_bytes, written.wrote, file.cut
-                if not (wrote or end or sync):
+                if not (written.wrote or written.stored_end or sync):
                     return
-                written.wrote = False
-                written.stored_bytes = 0
+                told = self._telling(written)
                 try:
-                    await self._report(file, end, stored, wrote, sync)
-                except StaleCut:
-                    written.wrote = written.wrote or wrote
-                    await self._refresh(file, WRITE)
-                    if file.cut == cut:
+                    await self._report(file, told.end, told.stored, told.wrote, sync)
+                except BaseException as error:
+                    self._not_told(written, told, error)
+                    if not isinstance(error, StaleCut):
                         raise
-                    continue
-                except NotFound:
-                    written.stored_end = 0  # the inode is gone: nobody will ever ask for its size
-                    self._note(written)
-                    raise
-                except BaseException:
-                    written.wrote = written.wrote or wrote
-                    written.stored_bytes += stored
-                    raise
-                if written.stored_end <= end:
-                    written.stored_end = 0
-                    written.find_end()
-                self._note(written)
-                return
+                    await self._refresh(file, WRITE)
+                    if file.cut == told.cut:
+                        raise
+                else:
+                    self._was_told(written, told)
+                    return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
         """The kept error, which is forgotten by this: to be raised to an application."""
@@ -535,10 +420,8 @@ class Writer:
                         segment.due = True
             if written.dirty:
                 self._pump(written)
-            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s) and not written.reporting.locked():
-                task = asyncio.create_task(self._settle_quietly(file))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if (written.stored_end or written.wrote and written.wrote_s <= oldest_s) and not written.reporting.taken:
+                self._own(self._settle_quietly(file))
             elif written.clean and not file.handles:
                 self._drop(written)
                 if file.written is written:
@@ -587,6 +470,8 @@ class Writer:
         except TimeoutError:
             pass
         sent = not self._held
+        for writing in list(self._begun):
+            writing.cancel()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

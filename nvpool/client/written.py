@@ -43,11 +43,54 @@ class Segment:
         return self.parts[0]
 
 
+class Turn:
+    """One at a time. Who finds it free may take it without a wait; so who waits may have to wait once more."""
+
+    __slots__ = ("taken", "_waiting")
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._waiting: list[asyncio.Future] = []
+
+    def take(self) -> bool:
+        """Whether it is the caller's now, who has to `release` it."""
+        if self.taken:
+            return False
+        self.taken = True
+        return True
+
+    def release(self) -> None:
+        self.taken = False
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            future = self._waiting.pop(0)
+            if not future.done():
+                future.set_result(None)
+                return
+
+    async def __aenter__(self) -> None:
+        while self.taken:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            try:
+                await future
+            except BaseException:
+                if not self.taken:
+                    self._wake()  # it was woken and went away: the next one may have it
+                raise
+        self.taken = True
+
+    async def __aexit__(self, *_) -> None:
+        self.release()
+
+
 class WrittenFile:
     """What the writer holds of one open inode."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes", "begun", "entry")
+                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing")
 
     def __init__(self, file: OpenInode):
         self.file = file
@@ -62,16 +105,18 @@ class WrittenFile:
         self.changed: asyncio.Future | None = None
         self.held = 0
         self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
-        self.reporting: asyncio.Lock = asyncio.Lock()
+        self.reporting = Turn()
         self.begun = False      # something was written
         self.paused = 0         # nothing is sent while the file is being cut
+        self.flushing = None    # who is told on the spot when a segment has ended; see client/sending
         self.entry = -1         # in the memory that outlives this process
 
     def segments(self) -> Iterator[Segment]:
         """Older ones before newer ones that lie over them."""
         for units in (self.sending, self.dirty):
-            for segments in units.values():
-                yield from segments
+            if units:
+                for segments in units.values():
+                    yield from segments
 
     def was_cut(self) -> None:
         """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""
@@ -85,7 +130,7 @@ class WrittenFile:
     @property
     def unsettled(self) -> bool:
         """Whether the service does not know all of our writes."""
-        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.locked())
+        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.taken)
 
     @property
     def clean(self) -> bool:

@@ -15,6 +15,7 @@ from nvpool.client.vfs.contract import Caller
 _INDEX_BITS = HANDLES_MAX.bit_length() - 1
 _SERIALS_PER_LIFE_BITS = 24
 _NOBODY = Caller(0, 0)
+_ROOM_MIN = 4096
 
 
 class Before(NamedTuple):
@@ -37,6 +38,11 @@ class Handles:
     def __init__(self, memory: KeptMemory | None) -> None:
         self._memory = memory
         self._last = memory.word(Word.LIVES) << _SERIALS_PER_LIFE_BITS if memory is not None else 0
+
+    @property
+    def has_room(self) -> bool:
+        """For as many as the kernel may ask for at a time."""
+        return self._memory is None or self._memory.handles.free > _ROOM_MIN
 
     def take(self, inode: int, flags: int, caller: Caller, unique: int, *, published: bool = False) -> int:
         """A number that nothing else has which is open; by request `unique` of the kernel. `published`: other processes of the

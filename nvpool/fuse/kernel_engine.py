@@ -144,8 +144,6 @@ class KernelEngine(PlainReading):
         self._waiting: list[Callable[[], None]] = []  # readers that could come in
         self._early: dict[int, None] = {}  # interrupts of what we have not: it may be on its way from a reader
         self._failed: NvpoolError | None = None
-        self._since_s = 0.0
-        self._kept = 0  # of the requests taken since then, in work
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
         self._poll: Callable = lambda wait_ms: []
@@ -318,6 +316,8 @@ class KernelEngine(PlainReading):
                 self._end_run(opcode, run)
             self._ops.burst_over()
             self._submit_plain_reads()
+            if self._late:
+                self._release_late()
             self._taking, self._took = False, took
 
     def _begin_run(self) -> None:
@@ -326,8 +326,9 @@ class KernelEngine(PlainReading):
     def _end_run(self, opcode: int, count: int) -> None:
         """Of these requests those that are not in work were answered since `_begin_run`."""
         now_s = stopwatch_s()
-        if count > self._kept:
-            self.spent.add(opcode, now_s - self._since_s, count - self._kept)
+        count -= self._kept
+        if count > 0:
+            self.spent.add(opcode, now_s - self._since_s, count)
         self._since_s, self._kept = now_s, 0
 
     def _broken(self, error: Exception) -> None:
@@ -463,6 +464,8 @@ class KernelEngine(PlainReading):
                 except Exception as error:
                     self._broken(error)
                 self._end_run(opcode, 1)
+                if self._late:
+                    self._release_late()
                 if unique not in self._work:
                     del self._from[unique]
                 elif unique in self._early:

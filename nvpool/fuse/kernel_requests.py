@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
+from nvpool.base.clock import stopwatch_s
 from nvpool.client.vfs.contract import NOW, Caller
 from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.noticing import ByProcess, ByThreads
@@ -62,6 +63,9 @@ class KernelRequests:
         self.notices: ByThreads | ByProcess = ByThreads()
         """Whoever serves may put another in its place."""
         self._spare: Step
+        self._late: list[bytes] = []  # RELEASE
+        self._since_s = 0.0
+        self._kept = 0  # of the requests taken since then, in work or late
         self._keeps = ops.kept is not None
         self._held = ops.held
         ops.invalidate_attributes = self._invalidate_attributes
@@ -98,15 +102,19 @@ class KernelRequests:
         if self._held:
             self._ops.answered(unique & FIRST)
 
-    def _send(self, *parts) -> None:
+    def _send(self, head: bytes, *more) -> None:
         try:
-            os.writev(self._back(parts[0]), parts)
+            fd = self._back(head) if self._from else self._fd
+            if more:
+                os.writev(fd, (head, *more))
+            else:
+                os.write(fd, head)
         except OSError as error:
-            self._not_taken(error, parts)
+            self._not_taken(error, (head, *more))
 
     def _back(self, head: bytes) -> int:
-        """Where the answer goes, or the notice."""
-        return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd) if self._from else self._fd
+        """Where the answer goes, or the notice, while others have handed on requests."""
+        return self._from.get(replies.HEADER.unpack_from(head)[2], self._fd)
 
     def _not_taken(self, error: OSError, parts) -> None:
         """An answer that the kernel refuses would leave its caller waiting: say EIO instead."""
@@ -260,18 +268,51 @@ class KernelRequests:
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             self._start(unique, "create", self._ops.create_again(handle), self._created)
             return
-        self._start(unique, "create", self._ops.create(node, name, mode, flags, Caller(uid, gid, pid)), self._created)
+        caller = Caller(uid, gid, pid)
+        begun = self._ops.begin_create(node, name, mode, flags, caller, unique) if unique <= FIRST else None
+        if begun is not None:
+            self._keep_in_work(begun, unique, "create", self._created)
+        else:
+            self._start(unique, "create", self._ops.create(node, name, mode, flags, caller), self._created)
 
     def _on_flush(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        self._start(fields[2], "flush", self._ops.flush(fields[9], fields[12]), self._done)
+        unique, handle = fields[2], fields[9]
+        begun = self._ops.begin_flush(handle)
+        if begun is True:
+            self._done(unique)
+        elif begun is not None:
+            self._keep_in_work(begun, unique, "flush", self._done)
+        else:
+            self._start(unique, "flush", self._ops.flush(handle, fields[12]), self._done)
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        if fields[2] <= FIRST and self._ops.release_now(fields[9]):
-            self._done(fields[2])
-            return
-        self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
+        if fields[2] <= FIRST:
+            self._late.append(bytes(self._view[:count]))
+            self._kept += 1
+        else:
+            self._start(fields[2], "release", self._ops.release(fields[9], True), self._done)
+
+    def _release_late(self) -> None:
+        """What was closed is released when nobody waits for us any more: the kernel tells of it while the application goes on.
+        `_buffer` holds no request that is being taken apart."""
+        late, self._late = self._late, []
+        for request in late:
+            since_s = self._since_s = stopwatch_s()
+            self._kept = 0
+            fields = requests.decode_release(request, len(request))
+            unique, handle = fields[2], fields[9]
+            try:
+                if self._ops.release_now(handle):
+                    self._done(unique)
+                else:
+                    self._view[:len(request)] = request
+                    self._start(unique, "release", self._ops.release(handle), self._done)
+            except Exception as error:
+                self._fail(unique, error, "release")
+            if not self._kept:
+                self.spent.add(Op.RELEASE, stopwatch_s() - since_s)
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)
@@ -339,7 +380,11 @@ class KernelRequests:
 
     def _on_unlink(self, count: int) -> None:
         unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
-        self._start(unique, "unlink", self._ops.unlink(parent, name, Caller(*caller)), self._done)
+        begun = self._ops.begin_unlink(parent, name, Caller(*caller), unique) if unique <= FIRST else None
+        if begun is not None:
+            self._keep_in_work(begun, unique, "unlink", self._done)
+        else:
+            self._start(unique, "unlink", self._ops.unlink(parent, name, Caller(*caller)), self._done)
 
     def _on_rmdir(self, count: int) -> None:
         unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
@@ -394,9 +439,11 @@ class KernelRequests:
         self._start(request.unique, "statfs", self._ops.statfs(request.node), self._space)
 
     def _on_getxattr(self, count: int) -> None:
-        request, body, _ = self._decoded(count)
-        self._start(request.unique, "getxattr", self._ops.getxattr(request.node, request.names[0]),
-                    partial(self._value, body.size))
+        unique, node, room, name = requests.decode_getxattr(self._buffer, count)
+        if self._ops.has_no_xattr(node, name):
+            self._send(replies.failed(unique, errno.ENODATA))
+        else:
+            self._start(unique, "getxattr", self._ops.getxattr(node, name), partial(self._value, room))
 
     def _on_setxattr(self, count: int) -> None:
         request, body, caller = self._decoded(count)
@@ -458,5 +505,4 @@ class KernelRequests:
 
 
 def _opening(opened) -> int:
-    return (_DIRECT_IO if opened.direct_io else 0) | (_KEEP_CACHE if opened.keep_cache else 0) \
-        | (_NOFLUSH if opened.no_flush else 0)
+    return _DIRECT_IO * bool(opened.direct_io) | _KEEP_CACHE * bool(opened.keep_cache) | _NOFLUSH * bool(opened.no_flush)

@@ -26,7 +26,6 @@ import contextlib
 import errno
 import logging
 import os
-from typing import NamedTuple
 
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
@@ -38,6 +37,7 @@ from nvpool.client.vfs.contract import Caller, DirHandle
 from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.client.vfs.together import Asked
 from nvpool.fuse.again_ops import AgainOps
+from nvpool.fuse.begun_ops import Creating, Ending, Opened
 from nvpool.fuse.cached_ops import HAS_XATTRS, FuseOptions
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.list_ops import ListOps
@@ -59,16 +59,6 @@ DOTS = frozenset((b".", b".."))
 BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
                       "removexattr", "access"))
 """Requests that name an inode which the kernel once looked up."""
-
-
-class Opened(NamedTuple):
-    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right; no_flush:
-    nothing has to be done when a descriptor of it is closed."""
-
-    handle: int
-    direct_io: bool
-    keep_cache: bool
-    no_flush: bool = False
 
 
 def errno_of(error: BaseException, request: str) -> int:
@@ -274,6 +264,29 @@ class FuseOps(LockOps, ListOps, AgainOps):
             self._changes += 1
         return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
+    def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int) -> Creating | None:
+        """`create`, sent already, where nothing has to be waited for before: what has `cancel`, and calls its `on_end` as a
+        Step does. Else None, and `create` is to be asked. `unique`: the kernel's request. As the others that begin something it
+        has the kernel answered before our books are kept."""
+        if not self._handles.has_room:
+            return None
+        creating = Creating(self, parent, name, flags, caller, unique)
+        creating.begun = self._vfs.begin_create(parent, name, mode, flags, caller, unique, creating)
+        return None if creating.begun is None else creating
+
+    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int) -> Ending | None:
+        """`unlink`, as `begin_create`."""
+        ending = Ending(self)
+        ending.begun = self._vfs.begin_unlink(parent, name, caller, unique, ending.ended)
+        return None if ending.begun is None else ending
+
+    def begin_flush(self, handle: int) -> Ending | bool | None:
+        """`flush`, as `begin_create`; True: it is done. Only for who has no locks."""
+        file = self._files[handle]
+        ending = Ending(self, file.inode)
+        ending.begun = self._vfs.begin_flush(file, ending.ended)
+        return ending if ending.begun not in (None, True) else ending.begun
+
     async def _drop_set_ids(self, file) -> None:
         mode = _without_set_ids(file.attr.mode)
         if mode is not None:
@@ -287,21 +300,28 @@ class FuseOps(LockOps, ListOps, AgainOps):
             self.published.take_back(file.inode)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         published = reads_only and self._may_publish(file)
-        file.number = handle = self._handles.take(file.inode, flags, caller, unique, published=published)
-        self._files[handle] = file
+        handle = self._handles.take(file.inode, flags, caller, unique, published=published)
         if published:
             self.published.add(file.inode, handle)
-        elif not reads_only:
-            self.published.opened_to_write(file.inode, handle)
-        appending = bool(flags & os.O_APPEND) and not reads_only
-        if appending:
-            self._appending[handle] = caller
+        appending = self._keep_open(handle, file, flags, caller)
         if keeps and file.inode not in self._paged:
             self._paging(file.inode)
         return Opened(handle, appending, self.options.writeback or keeps,
                       # A close that has nothing to say is a request less. It ends record locks, so it is heard where there are
                       # any; one that is taken later through this descriptor ends with the open file instead.
                       reads_only and not self._vfs.is_locked(file.inode))
+
+    def _keep_open(self, handle: int, file, flags: int, caller: Caller) -> bool:
+        """Whether it is open for appending."""
+        file.number = handle
+        self._files[handle] = file
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            return False
+        self.published.opened_to_write(file.inode, handle)
+        if not flags & os.O_APPEND:
+            return False
+        self._appending[handle] = caller
+        return True
 
     def _may_publish(self, file) -> bool:
         """Whether other processes of this mount may read the file. Small ones are here as a whole sooner than they open
@@ -444,19 +464,20 @@ class FuseOps(LockOps, ListOps, AgainOps):
             self._changes += 1
 
     def release_now(self, handle: int) -> bool:
-        """Whether that was done as by `release`, without waiting; else nothing has happened."""
+        """Whether it was released as by `release`, without waiting; else nothing has happened."""
         file = self._files.get(handle)
-        if file is None or handle in self._appending or not self._vfs.release_now(file):
+        if file is None or not self._vfs.release_now(file):
             return False
+        self._appending.pop(handle, None)
         del self._files[handle]
-        self._closed(file.inode, handle)
+        self._released(file, handle)
         return True
 
-    def _closed(self, inode: int, handle: int) -> None:
+    def _released(self, file, handle: int) -> None:
         self._handles.give_back(handle)
-        self.published.closed(inode, handle)
-        if inode in self._paged and not self._vfs.is_open(inode):
-            del self._paged[inode]
+        self.published.closed(file.inode, handle)
+        if file.inode in self._paged and not self._vfs.is_open(file.inode):
+            del self._paged[file.inode]
 
     async def release(self, handle: int, again: bool = False) -> None:
         """The last descriptor of it is closed, and the locks that belong to it end. The number is not used again. `again`: the
@@ -468,16 +489,21 @@ class FuseOps(LockOps, ListOps, AgainOps):
         try:
             await self._vfs.release(file)
         finally:
-            self._closed(file.inode, handle)
+            self._released(file, handle)
 
     # -- extended attributes and the rest ----------------------------------------------------------------------------
 
+    def has_no_xattr(self, inode: int, name: bytes) -> bool:
+        """Whether the inode is known to have no file capabilities, which are asked for: the kernel does before each write."""
+        if name != CAPABILITY:
+            return False
+        seen = self._seen.get(inode)
+        return seen is not None and seen[1]
+
     async def getxattr(self, inode: int, name: bytes) -> bytes:
-        if name == CAPABILITY:  # the kernel asks before each write
-            seen = self._seen.get(inode)
-            if seen is not None and seen[1]:
-                raise errors.NoAttribute()
-        elif name.startswith(b"system."):
+        if self.has_no_xattr(inode, name):
+            raise errors.NoAttribute()
+        if name.startswith(b"system."):
             raise NotSupported("no access control lists")
         return await self._vfs.getxattr(inode, name)
 

@@ -23,7 +23,8 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.fuse.ops import DOTS, FuseOps
 
 _BY_INODE = ("getattr_now", "getattr", "setattr", "readlink", "access", "open", "open_now", "opendir", "getxattr", "setxattr",
-             "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create")
+             "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create",
+             "begin_create", "begin_unlink", "has_no_xattr")
 """Requests whose first argument is an inode that the kernel names."""
 _CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "create", "write", "fallocate",
             "copy_file_range", "setxattr", "removexattr")
@@ -137,6 +138,11 @@ class ReadOnlyOps:
 
     def write_now(self, *_) -> bool:
         raise ReadOnly(_READ_ONLY)
+
+    def begin_create(self, *_) -> None:
+        """`create` says so."""
+
+    begin_unlink = begin_create
 
 
 _READ_ONLY = "the pool is mounted read-only here"

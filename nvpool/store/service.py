@@ -55,6 +55,7 @@ from nvpool.store.telling import Telling
 from nvpool.store.tenure import Tenure
 from nvpool.store.upkeep import RESYNC_BYTES_PER_S, Upkeep
 from nvpool.store.use import Use
+from nvpool.store.writeone import WritesOne
 from nvpool.store.writes import WRITE, WriteBatch
 from nvpool.wire.codec import (
     LOCATE_BYTES_MAX,
@@ -64,6 +65,7 @@ from nvpool.wire.codec import (
     SAME_VERSION,
     decode_read_request,
     encode_read_reply,
+    encode_write_reply,
 )
 from nvpool.wire.handover import Handover
 from nvpool.wire.transport import Call
@@ -80,7 +82,7 @@ INODES_LISTED_MAX = 65_536
 TEND_S = 1.0
 
 
-class StoreService(Telling):
+class StoreService(WritesOne, Telling):
     def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
                  refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
                  dialer: Dialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
@@ -427,6 +429,8 @@ class StoreService(Telling):
     # -- writes ------------------------------------------------------------------------------------------------------
 
     def _write(self, call: Call) -> None:
+        if self._write_one(call):
+            return
         request = self._parse(pb.WriteRequest, call)
         if len(request.writes) % WRITE.size:
             raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
@@ -460,7 +464,7 @@ class StoreService(Telling):
             self.tenure.check()
         if self.use.on:
             self.use.wrote(call, work)
-        call.reply(pb.WriteReply(map_epoch=self._epoch, results=bytes(work.results)).SerializeToString())
+        call.reply(encode_write_reply(self._epoch, work.results))
 
     def _peer_write(self, call: Call) -> None:
         request = self._parse(pb.PeerWriteRequest, call)

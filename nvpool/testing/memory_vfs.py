@@ -82,6 +82,11 @@ class MemoryVfs:
     def is_open(self, inode: int) -> bool:
         return inode in self._nodes and self._nodes[inode].handles > 0
 
+    def begin_create(self, *_) -> None:
+        """Nothing has to be waited for."""
+
+    begin_unlink = begin_flush = begin_create
+
     def hold_reads(self) -> None:
         """There is nothing to send."""
 
@@ -344,9 +349,6 @@ class MemoryVfs:
         content = handle.node.content
         return bytes(memoryview(content)[offset:offset + size])
 
-    def release_now(self, handle: FileHandle) -> bool:
-        return False
-
     def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
         return False
 
@@ -436,6 +438,13 @@ class MemoryVfs:
     def _give_turn(self, waiter: Waiter) -> None:
         if waiter.ticket in self._turns and not self._turns[waiter.ticket].done():
             self._turns[waiter.ticket].set_result(None)
+
+    def release_now(self, handle: FileHandle) -> bool:
+        if handle.flocks:
+            return False
+        handle.node.handles -= 1
+        self._collect(handle.node)
+        return True
 
     async def release(self, handle: FileHandle) -> None:
         for owner in list(handle.flocks):

@@ -16,6 +16,7 @@ from itertools import count
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
 from nvpool.base.errors import StaleEpoch, StaleTerm, Unavailable
+from nvpool.base.kept import KeptMemory
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
@@ -113,9 +114,9 @@ class LocalPool:
         for closing in self._memory.values():
             await closing.close()
 
-    async def client(self, name: str = "test", options: ClientOptions | None = None) -> Client:
+    async def client(self, name: str = "test", options: ClientOptions | None = None, kept: KeptMemory | None = None) -> Client:
         """A client of its own session; closed with the pool."""
-        client = await Client.open(self.pool_map, name, options, clock=self.clock)
+        client = await Client.open(self.pool_map, name, options, clock=self.clock, kept=kept)
         self._clients.append(client)
         return client
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from nvpool.base.errors import CorruptFrame, InvalidRequest, TooBig
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.wire.transport import PAYLOAD_BYTES_MAX, Buffer
-from nvpool.wire.v1.data_pb2 import ReadReply, ReadRequest
+from nvpool.wire.v1.data_pb2 import ReadReply, ReadRequest, WriteReply, WriteRequest
 
 READ_ENTRY = Struct("<QIIIHH")
 """inode, chunk index, offset, length, grant (index into the request's grants), flags"""
@@ -60,10 +60,15 @@ _BLOCK_MASK = BLOCK_BYTES - 1
 
 _READ_REQUEST = Struct("<BQBBBB60sBB24s")
 _READ_REQUEST_BYTES = _READ_REQUEST.size
+_WRITE_REQUEST = Struct("<BQBBBB60sBB40sBB4sBQBB")
+_WRITE_REQUEST_BYTES = _WRITE_REQUEST.size
+_WRITE_REPLY = Struct("<BQBB16s")
+_WRITE_REPLY_BYTES = _WRITE_REPLY.size
+_WRITE_MARKS = 0x09, 0x10, 0x1A, 60, 0x22, 40, 0x2A, 4, 0x31, 0x38
 _READ_REPLY = Struct("<BQBB16sBB4s")
 _READ_REPLY_BYTES = _READ_REPLY.size
-"""ReadRequest with one grant and one read, ReadReply with one block, as protobuf encodes them: of each field tag, length
-(where it has one) and value."""
+"""ReadRequest with one grant and one read, ReadReply with one block, WriteRequest with one grant and one write within a block,
+WriteReply to one write, as protobuf encodes them: of each field tag, length (where it has one) and value."""
 
 
 def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False) -> bytes:
@@ -84,6 +89,43 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
     except DecodeError:
         raise InvalidRequest("not a ReadRequest") from None
     return request.map_epoch, request.target, request.grants, request.reads, request.verify
+
+
+def encode_write_request(epoch: int, target: int, grant: bytes, writes: bytes, checksums: bytes, session: int,
+                         slot: int) -> bytes:
+    if len(checksums) == 4 and len(writes) == 40 and len(grant) == 60 and 0 < target < 128 and 0 < slot < 128 and epoch \
+            and session:
+        return _WRITE_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grant, 0x22, 40, writes, 0x2A, 4, checksums, 0x31,
+                                   session, 0x38, slot)
+    return WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums, session=session,
+                        slot=slot).SerializeToString()
+
+
+def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes, int, int] | None:
+    """(epoch, target, grant, writes, checksums, session, slot) of one write within a block; None where it is anything else, or
+    no WriteRequest at all. The fields are not looked at."""
+    if len(message) != _WRITE_REQUEST_BYTES:
+        return None
+    one, epoch, two, target, *marks, grant, four, forty, writes, five, four_bytes, checksums, six, session, seven, slot = \
+        _WRITE_REQUEST.unpack(message)
+    if (one, two, *marks, four, forty, five, four_bytes, six, seven) != _WRITE_MARKS or target > 127 or slot > 127:
+        return None
+    return epoch, target, grant, writes, checksums, session, slot
+
+
+def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
+    if len(results) == 16 and epoch:
+        return _WRITE_REPLY.pack(0x09, epoch, 0x12, 16, results)
+    return WriteReply(map_epoch=epoch, results=bytes(results)).SerializeToString()
+
+
+def decode_write_reply(message: Buffer) -> bytes:
+    """The results. CorruptFrame when it is no WriteReply; the field is not looked at."""
+    if len(message) == _WRITE_REPLY_BYTES:
+        one, _, two, results_bytes, results = _WRITE_REPLY.unpack(message)
+        if one == 0x09 and two == 0x12 and results_bytes == 16:
+            return results
+    return decoded(WriteReply, message).results
 
 
 def decoded(reply_type, raw: Buffer):

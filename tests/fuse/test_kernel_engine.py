@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -414,6 +415,114 @@ async def test_stopping_waits_for_what_is_in_work(kernel):
     kernel.engine._ops._vfs.go.set()
     assert (await kernel.hear())[0] == asked
     await asyncio.wait_for(kernel.serving, 120)
+
+
+class BeginningVfs(MemoryVfs):
+    """Begins what client/vfs begins: each waits until the test ends it."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = []
+
+    def _begin(self, unique, done, given_up):
+        one = SimpleNamespace(unique=unique, done=done, cancel=lambda: given_up(asyncio.CancelledError()) or True)
+        self.begun.append(one)
+        return one
+
+    def begin_create(self, parent, name, mode, flags, caller, unique, making):
+        def done():
+            try:
+                self.create(parent, name, mode, flags, caller).send(None)
+            except StopIteration as end:
+                attr, handle = end.value
+                making.made(attr)
+                assert not kernel_heard_after(making)
+                making.opened(handle)
+            except errors.NvpoolError as error:
+                making.failed(error)
+        return self._begin(unique, done, making.failed)
+
+    def begin_unlink(self, parent, name, caller, unique, on_end):
+        return self._begin(unique, lambda: on_end(None, None), lambda error: on_end(None, error))
+
+    def begin_flush(self, handle, on_end):
+        if not handle.flags & os.O_ACCMODE:
+            return True
+        return self._begin(0, lambda: on_end(None, None), lambda error: on_end(None, error))
+
+
+def kernel_heard_after(making) -> bool:
+    """Whether books were kept before the kernel was answered."""
+    return making._handle in making._ops._files
+
+
+@played(BeginningVfs)
+async def test_what_is_begun_is_answered_before_books_are_kept_and_others_meanwhile(kernel):
+    await kernel.init()
+    vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
+    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.silent()
+    assert vfs.begun[0].unique == asked and len(kernel.engine._work) == 1
+    vfs.begun.pop().done()
+    heard, error, answer = await kernel.hear()
+    made = replies.read("create", answer)
+    assert (heard, error) == (asked, 0) and made.open_flags == 0 and ops._files[made.fh].inode == made.nodeid
+    assert not kernel.engine._work and made.nodeid in ops._told and ops._seen[made.nodeid][1]
+    with pytest.raises(OSError) as refused:
+        await kernel.ask(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
+    assert refused.value.errno == errno.ENODATA
+    assert ops.published.is_barred(made.nodeid)
+
+    again = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.silent()
+    vfs.begun.pop().done()
+    assert (await kernel.hear())[:2] == (again, -errno.EEXIST)
+
+    for opcode, body, names in ((Op.UNLINK, (), (b"f",)), (Op.FLUSH, (made.fh, 0, 0), ())):
+        asked = kernel.say(opcode, body, names=names)
+        await kernel.silent()
+        vfs.begun.pop().done()
+        assert (await kernel.hear())[:2] == (asked, 0)
+    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
+    assert not ops._files and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
+
+
+@played(BeginningVfs)
+async def test_who_is_dying_is_not_waited_for_where_something_was_begun(kernel):
+    await kernel.init()
+    vfs = kernel.engine._ops._vfs
+    flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL
+    asked = kernel.say(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.silent()
+    vfs.begun.pop().done()
+    made = replies.read("create", (await kernel.hear())[2])
+    assert made.open_flags == Opening.NOFLUSH
+    child = sleeping_process()
+    asked = kernel.say(Op.UNLINK, names=(b"f",), pid=child.pid)
+    kernel.say(Op.INTERRUPT, (asked,))
+    await kernel.silent()
+    child.kill()
+    child.wait()
+    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    assert not kernel.engine._work
+    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
+    await kernel.silent()
+
+
+@played()
+async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel):
+    await kernel.init()
+    handles = [(await kernel.create(b"%d" % number)) for number in range(4)]
+    inode, handle = handles.pop()
+    asked = [kernel.say(Op.RELEASE, (handle, 0, 0, 0)) for _, handle in handles]
+    waited_for = kernel.say(Op.STATFS)
+    assert [(await kernel.hear())[:2] for _ in range(4)] == [(unique, 0) for unique in (waited_for, *asked)]
+    assert list(kernel.engine._ops._files) == [handle]
+    await kernel.ask(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
+    released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))  # has locks: it goes the ordinary way
+    assert (await kernel.hear())[:2] == (released, 0)
+    assert not kernel.engine._ops._files and not kernel.engine._late
+    assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 4
 
 
 class BrokenVfs(MemoryVfs):

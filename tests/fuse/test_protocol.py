@@ -263,7 +263,8 @@ SHORT_CUTS = {Op.READ: requests.decode_read, Op.READDIR: requests.decode_read, O
               Op.GETATTR: requests.decode_getattr, Op.OPEN: requests.decode_open, Op.OPENDIR: requests.decode_open,
               Op.RELEASE: requests.decode_release, Op.RELEASEDIR: requests.decode_release, Op.FLUSH: requests.decode_release,
               Op.WRITE: requests.decode_write, Op.LOOKUP: requests.decode_lookup, Op.UNLINK: requests.decode_lookup,
-              Op.RMDIR: requests.decode_lookup, Op.REMOVEXATTR: requests.decode_lookup, Op.CREATE: requests.decode_create}
+              Op.RMDIR: requests.decode_lookup, Op.REMOVEXATTR: requests.decode_lookup, Op.CREATE: requests.decode_create,
+              Op.GETXATTR: requests.decode_getxattr}
 
 
 @settings(max_examples=300)
@@ -283,6 +284,8 @@ def test_the_short_cuts_read_what_decode_reads(request):
         case Op.WRITE:
             assert found[2:7] == request[1:6] and found[9:] == body[:4]
             assert raw[requests.WRITE_BYTES:] == bytes(request.payload)
+        case Op.GETXATTR:
+            assert found == (request.unique, request.node, body.size, request.names[0])
         case Op.RELEASE | Op.RELEASEDIR:
             assert found[2:7] == request[1:6] and found[9:] == tuple(body)
         case Op.FLUSH:

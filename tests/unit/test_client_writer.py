@@ -32,6 +32,9 @@ class Stores:
         self.lost: set[tuple[int, int]] = set()
         self.pieces: list[tuple[int, int]] = []
 
+    def way_to_write(self, file, index) -> None:
+        """There is something to wait for."""
+
     async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> Stored:
         start = (index << CHUNK_BITS) + offset
         self.pieces.append((start, length))

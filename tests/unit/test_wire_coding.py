@@ -242,6 +242,7 @@ def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
 # -- reads, with and without protobuf
 
 numbers32, numbers64 = st.integers(0, 2**32 - 1), st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
+small_or_32 = st.one_of(st.integers(0, 300), numbers32)
 grants_of = st.lists(st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)), min_size=1, max_size=3)
 packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size=60))
 
@@ -266,6 +267,30 @@ def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checks
     assert codec.decode_read_reply(memoryview(raw)) == (results, checksums)
 
 
+@settings(max_examples=300, deadline=None)
+@given(numbers64, small_or_32, st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)),
+       st.one_of(st.binary(min_size=40, max_size=40), st.binary(max_size=90)),
+       st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)), numbers64, small_or_32)
+def test_a_request_to_write_is_what_protobuf_makes_of_it(epoch, target, grant, writes, checksums, session, slot):
+    raw = codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
+    request = data_pb2.WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums,
+                                    session=session, slot=slot)
+    assert raw == request.SerializeToString()
+    found = codec.decode_write_request(raw)
+    assert found in (None, (epoch, target, grant, writes, checksums, session, slot))
+    one = 0 < target < 128 and 0 < slot < 128 and epoch and session
+    assert (found is not None) >= (one and len(grant) == 60 and len(writes) == codec.WRITE_ENTRY.size and len(checksums) == 4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)))
+def test_an_answer_to_a_write_is_what_protobuf_makes_of_it(epoch, results):
+    raw = codec.encode_write_reply(epoch, bytearray(results))
+    assert raw == data_pb2.WriteReply(map_epoch=epoch, results=results).SerializeToString()
+    for form in (bytes, bytearray, memoryview):
+        assert codec.decode_write_reply(form(raw)) == results
+
+
 def read_by_protobuf(kind, raw, error):
     try:
         return kind.FromString(raw)
@@ -275,12 +300,31 @@ def read_by_protobuf(kind, raw, error):
 
 @settings(max_examples=500, deadline=None)
 @given(st.data())
+def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_that(data):
+    raw = codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
+    assert codec.decode_write_request(raw) is not None
+    spoiled = bytearray(raw)
+    places = st.sampled_from([0, 9, 10, 11, 12, 73, 74, 115, 116, 121, 130, *range(len(raw))])
+    for place in data.draw(st.lists(places, max_size=3)):
+        spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
+    found = codec.decode_write_request(bytes(spoiled))
+    if found is not None:
+        read = data_pb2.WriteRequest.FromString(bytes(spoiled))
+        assert found == (read.map_epoch, read.target, *read.grants, read.writes, read.checksums, read.session, read.slot)
+        assert not read.versions
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
 def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
     request = codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
     reply = codec.encode_read_reply(7, bytes(16), bytes(4))
+    wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
+    assert len(wrote) == codec._WRITE_REPLY_BYTES
     assert len(request) == codec._READ_REQUEST_BYTES and len(reply) == codec._READ_REPLY_BYTES
     for raw, kind, decode, error in ((request, data_pb2.ReadRequest, codec.decode_read_request, errors.InvalidRequest),
-                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame)):
+                                     (reply, data_pb2.ReadReply, codec.decode_read_reply, errors.CorruptFrame),
+                                     (wrote, data_pb2.WriteReply, codec.decode_write_reply, errors.CorruptFrame)):
         spoiled = bytearray(raw)
         for place in data.draw(st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)):
             spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
@@ -288,6 +332,8 @@ def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
         if expected is error:
             with pytest.raises(error):
                 decode(bytes(spoiled))
+        elif kind is data_pb2.WriteReply:
+            assert decode(bytes(spoiled)) == expected.results
         elif kind is data_pb2.ReadReply:
             assert decode(bytes(spoiled)) == (expected.results, expected.checksums)
         else:

@@ -39,10 +39,11 @@ class StatFs(NamedTuple):
 class FileHandle:
     """An open file. Belongs to its opener until `release`."""
 
-    __slots__ = ("file", "flags", "readable", "writable", "append", "ahead", "closed", "number")
+    __slots__ = ("file", "inode", "flags", "readable", "writable", "append", "ahead", "closed", "number")
 
     def __init__(self, file: OpenInode, flags: int):
         self.file = file
+        self.inode = file.inode
         self.flags = flags
         mode = flags & os.O_ACCMODE
         self.readable = mode != os.O_WRONLY
@@ -51,10 +52,6 @@ class FileHandle:
         self.ahead = Ahead()
         self.closed = False
         self.number = 0  # by which a successor of this process knows it, where there may be one
-
-    @property
-    def inode(self) -> int:
-        return self.file.inode
 
     @property
     def attr(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from nvpool.base import grants
 from nvpool.base.clock import Clock
@@ -11,6 +12,7 @@ from nvpool.base.errors import LockLost, NotFound, Unavailable, WrongShard
 from nvpool.base.grants import READ, allows
 from nvpool.base.kept import KeptMemory
 from nvpool.client.batchread import BatchReader
+from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import DIVIDED_FLAG, Cache, OpenInode
 from nvpool.client.chunkclient import ChunkClient
 from nvpool.client.keeping import Keeping
@@ -55,7 +57,8 @@ class Core:
         self.chunks.path_told = self.paths.told
         self.cache.on_change = self.chunks.short.forget
         self.keeping = Keeping(kept) if kept is not None else None
-        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report, keeping=self.keeping)
+        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report,
+                             begin_report=self._begin_report, keeping=self.keeping)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
         self.ranges = Ranges(self.chunks, dialer, clock)
@@ -196,7 +199,21 @@ class Core:
     async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool) -> None:
         request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
                                          blocks_delta=(stored + 511) // 512)
-        reply = await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply, file=file)
+        self._reported(file, wrote, await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
+                                                           file=file))
+
+    def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> Begun | None:
+        request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote,
+                                         blocks_delta=(stored + 511) // 512)
+        return self.meta.begin(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
+                               partial(self._begun_reported, file, wrote, on_end), file=file)
+
+    def _begun_reported(self, file: OpenInode, wrote: bool, on_end: OnEnd, reply, error: BaseException | None) -> None:
+        on_end(None, error)
+        if error is None:
+            self._reported(file, wrote, reply)
+
+    def _reported(self, file: OpenInode, wrote: bool, reply) -> None:
         if reply.HasField("attr"):
             self.cache.put_attr(reply.attr, ours=True)
             if wrote:

@@ -6,17 +6,21 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from collections.abc import Coroutine
 from functools import partial
+from typing import Protocol
 
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
 from nvpool.base.grants import READ, WRITE
+from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Later
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.reader import EMPTY
+from nvpool.client.sending import Flush
 from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.client.vfs.locks import Locks
-from nvpool.client.vfs.names import check_name
+from nvpool.client.vfs.names import check_name, is_name
 from nvpool.client.vfs.together import Together
 from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
@@ -31,6 +35,25 @@ def rights_of(flags: int) -> int:
     if rights is None:
         raise InvalidRequest(f"open flags {flags:#o} ask for no access that there is")
     return rights
+
+
+class Making(Protocol):
+    """Whoever has begun to create a file. Told one of: `made`, and right after it `opened`; `found`; `go_on`; `failed`."""
+
+    def made(self, attr: Attr) -> None:
+        """There is a new file with these attributes, open; nothing was kept of it yet."""
+
+    def opened(self, handle: FileHandle) -> None:
+        """The new file's handle."""
+
+    def found(self, attr: Attr, handle: FileHandle) -> None:
+        """The file was there, and is open."""
+
+    def go_on(self, opening: Coroutine[None, None, tuple[Attr, FileHandle]]) -> None:
+        """This is to be waited for, and is as `found`."""
+
+    def failed(self, error: BaseException) -> None:
+        """As `create` raises it."""
 
 
 class Files(Together, Locks):
@@ -129,11 +152,52 @@ class Files(Together, Locks):
                 self.reader.changed(cut)
         if handle is None:
             return await self._open_elsewhere(parent, name, mode, flags, caller, reply.entry.attr.inode)
+        self._created(parent, name, handle, sent_s, reply)
+        return self._merged(handle.attr), handle
+
+    def _created(self, parent: int, name: bytes, handle: FileHandle, sent_s: float, reply) -> None:
         if reply.created:
             self._named(parent, name, handle.inode, sent_s, reply, self.leases.held(handle.inode))
         else:
             self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
-        return self._merged(handle.attr), handle
+
+    def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
+                     making: Making) -> Begun | None:
+        """`create`, sent already, where nothing has to be waited for before; else None, and nothing has happened. `unique`: of
+        the kernel's request."""
+        rights = _RIGHTS.get(flags & os.O_ACCMODE)
+        if rights is None or not is_name(name) or not self._is_together(parent):
+            return None
+        exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
+        if truncate and not exclusive and self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
+                and not self.cache.is_absent(parent, name, self._absent_s):
+            return None  # it may be open here, and of what we write to it
+        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
+                                         rights=rights, exclusive=exclusive, truncate=truncate)
+        begun = self.meta.begin(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply,
+                                partial(self._made, making, parent, name, mode, flags, caller, self.clock.boottime_s()),
+                                uid=caller.uid, gid=caller.gid, unique=unique)
+        if begun is not None:
+            self.cache.forget_entry(parent, name)
+        return begun
+
+    def _made(self, making: Making, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent_s: float, reply,
+              error: BaseException | None) -> None:
+        if error is not None:
+            making.failed(error)
+            return
+        entry = reply.entry
+        if entry.elsewhere:
+            making.go_on(self._open_elsewhere(parent, name, mode, flags, caller, entry.attr.inode))
+        elif reply.created and entry.attr.inode not in self.cache.open:
+            making.made(entry.attr)
+            handle = self._opened(entry, flags, sent_s)
+            self._created(parent, name, handle, sent_s, reply)
+            making.opened(handle)
+        else:
+            handle = self._opened(entry, flags, sent_s)
+            self._created(parent, name, handle, sent_s, reply)
+            making.found(self._merged(handle.attr), handle)
 
     async def _open_elsewhere(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
                               inode: int) -> tuple[Attr, FileHandle]:
@@ -282,6 +346,16 @@ class Files(Together, Locks):
             if owner is not None:
                 await self.release_owner(handle, owner)
 
+    def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> Flush | bool | None:
+        """`flush`, begun, where that needs no task: what has `cancel` and tells `on_end(None, error)`. True: there is nothing
+        to be done. None: nothing has happened, and `flush` is to be asked, as for who has locks."""
+        file = handle.file
+        if file.lost or self.is_locked(file.inode):
+            return None
+        if file.written is None:
+            return True
+        return self.writer.begin_flush(file, on_end, partial(self._flush, handle))
+
     async def _flush(self, handle: FileHandle) -> None:
         file = handle.file
         if file.written is None:
@@ -305,6 +379,20 @@ class Files(Together, Locks):
         await self.writer.settle(file, sync=True)
         self.writer.raise_error(file)
 
+    def release_now(self, handle: FileHandle) -> bool:
+        """Whether the handle is given up as by `release`, without waiting; else nothing has happened, and `release` is to be
+        asked: where something is left to be stored, or locks end."""
+        file = handle.file
+        if handle.closed or self.is_locked(file.inode) or (
+                file.handles == 1 and file.written is not None and file.written.unsettled):
+            return False
+        handle.closed = True
+        ahead = handle.ahead
+        if ahead.units or ahead in file.ahead:
+            self.reader.forget(file, ahead)
+        self._let_go(file)
+        return True
+
     async def release(self, handle: FileHandle) -> None:
         """The handle is not used any more. Stores what is left (of a mapping written after close). Locks that belong to it end;
         of the rest the service hears later."""
@@ -325,19 +413,6 @@ class Files(Together, Locks):
                 await self._release_handle(handle)
             finally:
                 self._let_go(file)
-
-    def release_now(self, handle: FileHandle) -> bool:
-        """Whether `handle` was released as by `release`, without waiting; else nothing has happened, and `release` is to be
-        asked."""
-        file = handle.file
-        if handle.closed or file.written is not None or self.is_locked(file.inode):
-            return False
-        handle.closed = True
-        ahead = handle.ahead
-        if ahead.units or ahead in file.ahead:
-            self.reader.forget(file, ahead)
-        self._let_go(file)
-        return True
 
     def _let_go(self, file: OpenInode) -> None:
         if self.cache.drop(file):

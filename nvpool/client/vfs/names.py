@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from functools import partial
 
 from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
+from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.vfs.contract import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from nvpool.client.vfs.siblings import Siblings
@@ -21,6 +23,10 @@ ELSEWHERE_MAX = 4
 """Times that a name is looked up whose inode another shard has and does not know any more: it comes and goes, or is damaged."""
 COMING_S = 0.1
 """For an answer that is on its way and may bring the name: it takes four milliseconds. Then the name is asked for alone."""
+
+
+def is_name(name: bytes) -> bool:
+    return 0 < len(name) <= NAME_BYTES_MAX and b"/" not in name and b"\0" not in name and name not in (b".", b"..")
 
 
 def check_name(name: bytes) -> None:
@@ -282,6 +288,24 @@ class Names(Wide):
         check_name(name)
         await self._remove(parent, name, wire_pb2.META_UNLINK, caller)
 
+    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd) -> Begun | None:
+        """`unlink`, sent already, where nothing has to be waited for before; else None, and nothing has happened. `unique`: of
+        the kernel's request. `on_end(None, error)` comes before we keep our books."""
+        if not is_name(name) or not self._is_together(parent):
+            return None
+        request = meta_pb2.UnlinkRequest(parent=parent, name=name)
+        begun = self.meta.begin(parent, wire_pb2.META_UNLINK, request, meta_pb2.UnlinkReply,
+                                partial(self._unlinked, parent, name, self.clock.boottime_s(), on_end),
+                                uid=caller.uid, gid=caller.gid, unique=unique)
+        if begun is not None:
+            self.cache.forget_entry(parent, name)
+        return begun
+
+    def _unlinked(self, parent: int, name: bytes, sent_s: float, on_end: OnEnd, reply, error: BaseException | None) -> None:
+        on_end(None, error)
+        if error is None:
+            self._removed(parent, name, sent_s, reply)
+
     async def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
         check_name(name)
         await self._remove(parent, name, wire_pb2.META_RMDIR, caller)
@@ -291,7 +315,9 @@ class Names(Wide):
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
         place, request.spread = await self._place(parent, name)
-        reply = await self._change(place, method, request, meta_pb2.UnlinkReply, caller)
+        self._removed(parent, name, sent_s, await self._change(place, method, request, meta_pb2.UnlinkReply, caller))
+
+    def _removed(self, parent: int, name: bytes, sent_s: float, reply) -> None:
         self.cache.forget_attr(reply.inode)
         self._named(parent, name, 0, sent_s, reply)
 

@@ -37,6 +37,13 @@ class Wide(Core):
             self._learn_wide(directory)
         return bool(flags & WIDE_FLAG)
 
+    def _is_together(self, directory: int) -> bool:
+        """Whether its names are known to be at its own shard, without a question."""
+        if len(self.view.map.shards) == 1 or self.meta.name_hash is None:
+            return True
+        flags = self.cache.flags(directory) if directory not in self._wide else None
+        return flags is not None and not flags & WIDE_FLAG
+
     def _learn_wide(self, directory: int) -> None:
         self._wide[directory] = None
         for old in too_old(self._wide, _WIDE_MAX):

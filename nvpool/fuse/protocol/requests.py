@@ -222,6 +222,7 @@ _GETATTR_WHOLE = struct.Struct(_HEADER + "I4xQ")
 _OPEN_WHOLE = struct.Struct(_HEADER + "II")
 _RELEASE_WHOLE = struct.Struct(_HEADER + "QIIQ")
 _CREATE_WHOLE = struct.Struct(_HEADER + "IIII")
+_GETXATTR_WHOLE = struct.Struct(_HEADER + "I4x")
 
 
 def _fixed(whole: struct.Struct):
@@ -279,6 +280,17 @@ def decode_create(buffer, count: int) -> tuple[tuple, bytes]:
     if fields[0] != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
     return fields, name[:-1]
+
+
+def decode_getxattr(buffer, count: int) -> tuple[int, int, int, bytes]:
+    """unique, node, size, the name"""
+    if not _GETXATTR_WHOLE.size + 2 <= count <= len(buffer):
+        raise _odd(buffer, count)
+    length, _, unique, node, _, _, _, extension_words, _, size = _GETXATTR_WHOLE.unpack_from(buffer)
+    name = bytes(buffer[_GETXATTR_WHOLE.size:max(count - 8 * extension_words, 0)])
+    if length != count or name.find(b"\0") != len(name) - 1 or not name:
+        raise _odd(buffer, count)
+    return unique, node, size, name[:-1]
 
 
 def _odd(buffer, count: int) -> Malformed:

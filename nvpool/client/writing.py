@@ -1,0 +1,118 @@
+"""A write to a store that was begun without a task: sent at once under its name, and told of in the callback of its answer.
+Made by chunkclient, for the writer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from nvpool.base import errors
+from nvpool.base.errors import CorruptFrame, StaleEpoch, Unavailable
+from nvpool.client.cache import OpenInode
+from nvpool.client.flushing import Stored
+from nvpool.wire.codec import WRITE_ENTRY, decode_write_reply, encode_write_request
+from nvpool.wire.transport import Reply
+from nvpool.wire.v1.wire_pb2 import DATA_WRITE
+
+if TYPE_CHECKING:
+    from nvpool.client.chunkclient import ChunkClient
+    from nvpool.client.lanes import Lane
+    from nvpool.logic.poolmap import Chain
+
+
+class Writing:
+    """`on_end` is called once with (this, what to flush, None) or (this, None, error). After an error that is none of a
+    cancellation the write still has its name, `slot` and `sequence`, and goes on by ChunkClient.write."""
+
+    __slots__ = ("slot", "sequence", "error", "_chunks", "_file", "_index", "_epoch", "_cut", "_on_end", "_connection",
+                 "_number", "_ended")
+
+    def __init__(self, chunks: ChunkClient, file: OpenInode, index: int, epoch: int, slot: int, sequence: int,
+                 on_end: Callable[[Writing, Stored | None, BaseException | None], None]) -> None:
+        self.slot = slot
+        self.sequence = sequence
+        self.error: BaseException | None = None
+        self._chunks = chunks
+        self._file = file
+        self._index = index
+        self._epoch = epoch
+        self._cut = file.cut
+        self._on_end = on_end
+        self._ended = False
+
+    def send(self, way: tuple[Chain, Lane, object], map_epoch: int, offset: int, length: int, parts: Sequence, checksums: bytes,
+             deadline_s: float) -> None:
+        _, lane, connection = way
+        file = self._file
+        header = WRITE_ENTRY.pack(file.inode, self._cut, self.sequence, self._index, offset, length, 0, 0)
+        self._connection = connection
+        self._number = connection.submit(
+            DATA_WRITE, encode_write_request(map_epoch, lane.target, file.grant, header, checksums, file.grant_session,
+                                             self.slot),
+            parts, deadline_s=deadline_s, on_done=self._done)
+
+    def cancel(self) -> None:
+        """The listener is told a CancelledError now. The store may have it all the same."""
+        if not self._ended:
+            self._connection.give_up(self._number)
+            self._end(None, asyncio.CancelledError())
+
+    def _done(self, reply: Reply | None, error: BaseException | None) -> None:
+        if self._ended:
+            return
+        if error is None:
+            try:
+                results = decode_write_reply(reply.message)
+            except CorruptFrame as corrupt:
+                error = corrupt
+            else:
+                status = results[0] | results[1] << 8 if len(results) == 16 else -1
+                if not status:
+                    self._end(self._chunks.was_written(self._file, self._index, self._epoch, self._cut), None)
+                    return
+                error = CorruptFrame("a store's answer to a write does not fit the question") if status < 0 \
+                    else errors.BY_WIRE_CODE.get(status, Unavailable)()
+        self._end(None, error)
+
+    def _end(self, stored: Stored | None, error: BaseException | None) -> None:
+        self._ended = True
+        self.error = error
+        if error is None or isinstance(error, asyncio.CancelledError):
+            self._chunks.leave(self)
+        self._on_end(self, stored, error)
+
+
+class BeginsWrites:
+    def way_to_write(self: ChunkClient, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
+        """Where `begin_write` of the chunk may go, where nothing has to be waited for and nobody else can take its place."""
+        if not self._slots or self._slot_waiters:
+            return None
+        try:
+            chain = self.chain(file, index)
+            lane = self.lane(chain.targets[0])
+        except StaleEpoch:
+            return None
+        if len(chain.targets) > 1 or chain.joining:
+            return None
+        connection = self._dialer.live(lane.endpoints)
+        return None if connection is None else (chain, lane, connection)
+
+    def begin_write(self: ChunkClient, way: tuple[Chain, Lane, object], file: OpenInode, index: int, offset: int, length: int,
+                    parts: Sequence, checksums: bytes, deadline_s: float, on_end) -> Writing:
+        """`write`, sent already, the way that `way_to_write` has just told; see Writing."""
+        self.counters["writes"] += 1
+        self.sequence += 1
+        file.grant_used = True
+        writing = Writing(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
+        writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
+        return writing
+
+    def was_written(self: ChunkClient, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
+        self.short.forget_chunk(file, index)
+        return self.replicas.stored(file, index, epoch, cut)
+
+    def leave(self: ChunkClient, writing: Writing) -> None:
+        """Its name is not used any more."""
+        self._slots.append(writing.slot)
+        self._wake()

@@ -1,0 +1,112 @@
+"""Requests that were begun without a task, and how they end: the kernel is answered first, and our books are kept after.
+
+What is here is of `fuse/ops`, which makes it, and `fuse/kernel_engine`, which sets `on_end` and may cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvpool.client.vfs.contract import Caller
+
+if TYPE_CHECKING:
+    from nvpool.fuse.ops import FuseOps
+
+
+class Opened(NamedTuple):
+    """What the kernel is told of an open file. direct_io: no pages; keep_cache: the pages it has are still right; no_flush:
+    nothing has to be done when a descriptor of it is closed."""
+
+    handle: int
+    direct_io: bool
+    keep_cache: bool
+    no_flush: bool = False
+
+
+class Ending:
+    """A change that ends with nothing but an error. `inode`: of a file whose pages the kernel has, and no store, where it
+    fails."""
+
+    __slots__ = ("begun", "on_end", "_ops", "_inode")
+
+    def __init__(self, ops: FuseOps, inode: int = 0) -> None:
+        self.begun: Any = None
+        self.on_end: Callable[[Any, BaseException | None], None]
+        self._ops = ops
+        self._inode = inode
+
+    def cancel(self) -> bool:
+        return self.begun.cancel()
+
+    def ended(self, _, error: BaseException | None) -> None:
+        ops = self._ops
+        ops._changes += 1
+        if error is not None and self._inode:
+            ops._seen.pop(self._inode, None)
+        self.on_end(None, error)
+
+
+class Creating:
+    """client/vfs Making, for the kernel."""
+
+    __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task")
+
+    def __init__(self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int) -> None:
+        self.begun: Any = None
+        self.on_end: Callable[[Any, BaseException | None], None]
+        self._ops = ops
+        self._parent = parent
+        self._name = name
+        self._flags = flags
+        self._caller = caller
+        self._unique = unique
+        self._handle = 0
+        self._task: asyncio.Task | None = None
+
+    def cancel(self) -> bool:
+        return self._task.cancel() if self._task is not None else self.begun.cancel()
+
+    def made(self, attr) -> None:
+        ops, flags = self._ops, self._flags
+        ops._changes += 1
+        self._handle = handle = ops._handles.take(attr.inode, flags, self._caller, self._unique)
+        reads_only = flags & os.O_ACCMODE == os.O_RDONLY
+        # a new inode: the kernel has no pages of it, and nobody a lock
+        appending = bool(flags & os.O_APPEND) and not reads_only
+        self.on_end((attr, Opened(handle, appending, ops.options.writeback, reads_only)), None)
+
+    def opened(self, file) -> None:
+        ops = self._ops
+        ops._telling_name(self._parent, self._name, file.attr)
+        ops._keeps_pages(file.attr)
+        ops._keep_open(self._handle, file, self._flags, self._caller)
+
+    def found(self, attr, file) -> None:
+        ops = self._ops
+        ops._changes += 1
+        try:
+            told = ops._telling_name(self._parent, self._name, attr), ops._opened(file, self._flags, self._caller, self._unique)
+        except Exception as error:
+            self.on_end(None, error)
+        else:
+            self.on_end(told, None)
+
+    def go_on(self, opening: Coroutine) -> None:
+        self.begun.leave()  # the slot is the request's until that is answered
+        self._task = asyncio.get_running_loop().create_task(opening)
+        self._task.add_done_callback(self._gone_on)
+
+    def _gone_on(self, task: asyncio.Task) -> None:
+        if task.cancelled():
+            self.failed(asyncio.CancelledError())
+        elif task.exception() is not None:
+            self.failed(task.exception())
+        else:
+            self.found(*task.result())
+
+    def failed(self, error: BaseException) -> None:
+        self._ops._changes += 1
+        self.on_end(None, error)

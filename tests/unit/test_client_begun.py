@@ -1,0 +1,496 @@
+"""Changes and writes that are begun without a task: they end as what is asked for does, and are told before books are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nvpool.base import errors
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
+from nvpool.base.ids import ROOT_INODE
+from nvpool.base.kept import KeptMemory
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import Caller, DirHandle
+from nvpool.client.written import Turn
+from nvpool.testing.pool import LocalPool
+
+ME = Caller(5, 6)
+MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+UNIQUE = 1000
+
+
+class Told:
+    """Who has begun something, as the engine of a mount is: what it was told, and when."""
+
+    def __init__(self) -> None:
+        self.events: list = []
+        self.end: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.begun = None
+        self.on_told = lambda: None
+
+    def _tell(self, event, result, error=None) -> None:
+        self.events.append(event)
+        self.on_told()
+        assert not self.end.done(), "told twice"
+        if error is None:
+            self.end.set_result(result)
+        else:
+            self.end.set_exception(error)
+
+    def made(self, attr) -> None:
+        self.attr = attr
+        self.events.append("made")
+        self.on_told()
+
+    def opened(self, handle) -> None:
+        self._tell("opened", (self.attr, handle))
+
+    def found(self, attr, handle) -> None:
+        self._tell("found", (attr, handle))
+
+    def go_on(self, opening) -> None:
+        raise AssertionError("there is one shard")
+
+    def failed(self, error) -> None:
+        self._tell("failed", None, error)
+
+    def ended(self, _, error) -> None:
+        self._tell("ended", None, error)
+
+
+class Case:
+    def __init__(self, pool: LocalPool, vfs, kept) -> None:
+        self.pool, self.vfs, self.kept = pool, vfs, kept
+
+    @property
+    def state(self):
+        return self.vfs.meta._shards[1]
+
+    def create(self, name: bytes, flags: int = MAKE, unique: int = UNIQUE) -> Told:
+        told = Told()
+        told.begun = self.vfs.begin_create(ROOT_INODE, name, 0o640, flags, ME, unique, told)
+        return told
+
+    def unlink(self, name: bytes, unique: int = UNIQUE) -> Told:
+        told = Told()
+        told.begun = self.vfs.begin_unlink(ROOT_INODE, name, ME, unique, told.ended)
+        return told
+
+    def flush(self, handle) -> Told:
+        told = Told()
+        told.begun = self.vfs.begin_flush(handle, told.ended)
+        if told.begun is True:
+            told.ended(None, None)
+        return told
+
+    def answered(self) -> None:
+        """The engine has written the answer."""
+        self.vfs.meta.once.answered(UNIQUE)
+
+    def noted(self) -> list:
+        return [record[3] for record in self.kept.slots(self.state.record)]
+
+    async def stores_answer(self, *said: NvpoolError | None, sent: bool = False) -> None:
+        for target in self.pool.pool_map.targets:
+            await self.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
+            self.answers_instead(*said, sent=sent, endpoints=target.endpoints)
+
+    def answers_instead(self, *said: NvpoolError | None, sent: bool, endpoints=None) -> None:
+        """The next requests over that connection are answered so, or not at all; `sent`: after they were carried out."""
+        connection = self.vfs.meta._dialer.live(endpoints or self.pool.pool_map.shards[0].endpoints)
+        submit, left = connection.submit, list(said)
+
+        def answer(method, message, payload=(), *, on_done, **named):
+            if not left:
+                return submit(method, message, payload, on_done=on_done, **named)
+            error = left.pop(0)
+            if sent:
+                return submit(method, message, payload, on_done=lambda reply, failed: on_done(None, error), **named)
+            if error is not None:
+                asyncio.get_running_loop().call_soon(on_done, None, error)
+            return 0
+
+        connection.submit = answer
+
+
+@asynccontextmanager
+async def case(**options):
+    descriptor = KeptMemory.make(1 << 24)
+    try:
+        async with LocalPool() as pool:
+            kept = KeptMemory(descriptor)
+            client = await pool.client("begun", ClientOptions(retry_first_s=0.001, **options), kept=kept)
+            with pytest.raises(NotFound):
+                await client.vfs.lookup(ROOT_INODE, b"there is a session now")
+            yield Case(pool, client.vfs, kept)
+    finally:
+        os.close(descriptor)
+
+
+def scene(work, **options):
+    async def whole() -> None:
+        async with case(**options) as here:
+            await work(here)
+
+    asyncio.run(whole())
+
+
+# -- changes of names --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_begun_is_as_one_that_is_asked_for_and_is_told_of_before_books_are_kept():
+    async def work(here: Case) -> None:
+        slots = len(here.state.slots)
+        told = here.create(b"begun")
+        assert here.noted() == [UNIQUE], "before it is sent"
+
+        def look() -> None:
+            if told.events == ["made"]:
+                assert told.attr.inode not in here.vfs.cache.open and here.noted() == [UNIQUE]
+                assert len(here.state.slots) == slots - 1, "the kernel is not answered yet"
+
+        told.on_told = look
+        attr, handle = await told.end
+        assert told.events == ["made", "opened"] and here.noted() == [] and len(here.state.slots) == slots
+        other = (await here.pool.client("other")).vfs
+        seen = await other.lookup(ROOT_INODE, b"begun")
+        assert (seen.inode, seen.mode, seen.uid, seen.gid) == (attr.inode, 0o100640, 5, 6)
+        asked, asked_handle = await here.vfs.create(ROOT_INODE, b"asked", 0o640, MAKE, ME)
+        for field in ("mode", "links", "uid", "gid", "size", "table", "chunk_bits", "change"):
+            assert getattr(attr, field) == getattr(asked, field)
+        for slot in ("grant_rights", "handles", "opened", "volume", "untold", "written", "cut"):
+            assert getattr(handle.file, slot) == getattr(asked_handle.file, slot)
+        for name, made in ((b"begun", handle), (b"asked", asked_handle)):
+            assert here.vfs.cache.entry(ROOT_INODE, name, 1.0) == made.inode
+            assert here.vfs.leases.held(made.inode) is not None and here.state.open[made.inode] == 1
+            assert made.writable and not made.readable
+            assert here.vfs.release_now(made) and not here.vfs.release_now(made)
+            assert not here.vfs.is_open(made.inode)
+    scene(work)
+
+
+def test_an_unlink_that_is_begun_is_as_one_that_is_asked_for():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        await here.vfs.release(handle)
+        told = here.unlink(b"f")
+        assert here.noted() == [UNIQUE]
+        assert await told.end is None and told.events == ["ended"] and here.noted() == []
+        with pytest.raises(NotFound):
+            await here.vfs.lookup(ROOT_INODE, b"f")
+        assert here.vfs.getattr_now(ROOT_INODE) is not None, "the answer has brought the directory's attributes"
+    scene(work)
+
+
+def test_what_is_refused_is_told_and_its_slot_is_free():
+    async def work(here: Case) -> None:
+        await here.create(b"f").end
+        slots = len(here.state.slots)
+        with pytest.raises(AlreadyExists):
+            await here.create(b"f").end
+        with pytest.raises(NotFound):
+            await here.unlink(b"g").end
+        assert here.noted() == [] and len(here.state.slots) == slots
+    scene(work)
+
+
+def test_a_file_that_is_there_is_opened_and_its_attributes_are_told_with_what_was_written_here():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        await here.vfs.write(handle, 0, b"abc")
+        told = here.create(b"f", os.O_WRONLY | os.O_CREAT)
+        attr, again = await told.end
+        assert told.events == ["found"] and again.file is handle.file and attr.size == 3 and handle.file.handles == 2
+        assert here.create(b"f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC).begun is None, "what is written to it has to be stopped"
+        new = here.create(b"new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        assert (new.begun is None) == (here.vfs.cache.entry(ROOT_INODE, b"new", 0.05) != 0)
+    scene(work)
+
+
+@pytest.mark.parametrize("sent", (True, False), ids=("carried-out", "not-sent"))
+@pytest.mark.parametrize("lost", (Disconnected("lost"), errors.Busy(), StaleEpoch()), ids=lambda error: type(error).__name__)
+def test_a_change_whose_answer_is_lost_goes_on_under_its_name_and_is_made_once(sent, lost):
+    async def work(here: Case) -> None:
+        here.answers_instead(lost, sent=sent)
+        attr, handle = await here.create(b"f").end
+        assert here.noted() == [UNIQUE], "it may be asked for again"
+        here.answered()
+        assert await _listed(here) == [b"f"] and handle.inode == attr.inode and here.noted() == []
+        assert here.state.open[attr.inode] == 1
+        here.answers_instead(lost, sent=sent)
+        await here.unlink(b"f").end  # once: the second time it would not be there
+        here.answered()
+        assert await _listed(here) == [] and here.noted() == []
+    scene(work)
+
+
+async def _listed(here: Case) -> list[bytes]:
+    return (await (await here.pool.client("another")).vfs.readdir(DirHandle(ROOT_INODE), 0, 100))[0].names
+
+
+def test_a_session_that_has_ended_is_followed_by_another_one_where_nothing_was_sent():
+    async def work(here: Case) -> None:
+        session = here.state.session
+        here.answers_instead(StaleSession(), sent=False)
+        await here.create(b"f").end
+        here.answered()
+        assert here.state.session != session and here.noted() == []
+    scene(work)
+
+
+def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
+    async def work(here: Case) -> None:
+        here.answers_instead(Disconnected("lost"), sent=True)
+        told = here.create(b"f")
+        send = here.vfs.meta._send
+
+        async def ended(state, method, request, deadline_s):
+            here.vfs.meta._send = send
+            raise StaleSession()
+
+        here.vfs.meta._send = ended
+        with pytest.raises(Disconnected):
+            await told.end
+        here.answered()
+        await here.unlink(b"f").end  # it was
+    scene(work)
+
+
+def test_who_gives_up_is_told_once_and_the_slot_goes_on_behind_what_was_sent():
+    async def work(here: Case) -> None:
+        slots = len(here.state.slots)
+        told = here.create(b"f")
+        assert told.begun.cancel() and not told.begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await told.end
+        assert told.events == ["failed"] and here.noted() == [] and len(here.state.slots) == slots
+        for number in range(2 * slots):
+            await here.vfs.release((await here.create(b"%d" % number).end)[1])
+        assert told.events == ["failed"]
+    scene(work)
+
+
+def test_who_gives_up_what_goes_on_is_told_when_that_has_ended():
+    async def work(here: Case) -> None:
+        slots = len(here.state.slots)
+        here.answers_instead(Disconnected("lost"), sent=False)
+        for steps in range(3):  # before its first step, and after
+            told = here.create(b"f")
+            while told.begun._task is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            assert told.begun.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await told.end
+            assert len(here.state.slots) == slots - 1 and here.noted() == [UNIQUE], "until the kernel is answered"
+            here.answered()
+            assert len(here.state.slots) == slots and here.noted() == []
+            here.answers_instead(Disconnected("lost"), sent=False)
+    scene(work)
+
+
+def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened():
+    async def work(here: Case) -> None:
+        vfs, meta, state = here.vfs, here.vfs.meta, here.state
+        before = dict(meta.counters)
+
+        def nothing(name: bytes = b"f", flags: int = MAKE) -> None:
+            assert here.create(name, flags).begun is None and here.unlink(name).begun is None
+            assert meta.counters == before and here.noted() == []
+
+        for name in (b"", b".", b"..", b"a/b", b"a\0", b"x" * 256):
+            nothing(name)
+        assert here.create(b"f", os.O_CREAT | 3).begun is None
+        session, state.session = state.session, 0
+        nothing()
+        state.session = session
+        slots = list(state.slots)
+        state.slots.clear()
+        nothing()
+        state.slots.extend(slots)
+        met, state.met = state.met, None
+        nothing()
+        state.met = met
+        meta.once.held[UNIQUE] = None
+        nothing()
+        del meta.once.held[UNIQUE]
+        dialer, endpoints = meta._dialer, here.pool.pool_map.shards[0].endpoints
+        live = dialer._live.pop(endpoints)
+        nothing()
+        dialer._live[endpoints] = live
+        meta._closed = True
+        nothing()
+        meta._closed = False
+        await here.create(b"f").end
+        assert vfs.cache.entry(ROOT_INODE, b"f", 1.0)
+    scene(work)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_file_is_written_and_closed_without_a_task():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        content = os.urandom(4096)
+        await here.stores_answer()
+        tasks = asyncio.all_tasks()
+        assert here.vfs.write_now(handle, 0, content)
+        told = here.flush(handle)
+        assert asyncio.all_tasks() == tasks and told.begun not in (None, True)
+        await told.end
+        assert handle.file.written.clean and not handle.file.written.unsettled and handle.file.attr.size == 4096
+        assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
+        assert here.flush(handle).begun is True, "there is nothing more to tell"
+        other = (await here.pool.client("other")).vfs
+        found = await other.lookup(ROOT_INODE, b"f")
+        reader = await other.open(found.inode, os.O_RDONLY, ME)
+        assert found.size == 4096 and bytes(await other.read(reader, 0, 8192)) == content
+    scene(work)
+
+
+@pytest.mark.parametrize("error", (Disconnected("lost"), StaleEpoch(), errors.Busy(), errors.CorruptFrame("spoiled")),
+                         ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("sent", (True, False), ids=("stored", "not-sent"))
+def test_a_write_whose_answer_is_lost_goes_on_under_its_name(error, sent):
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        content = os.urandom(5000)
+        await here.stores_answer(error, sent=sent)
+        slots = len(here.vfs.chunks._slots)
+        assert here.vfs.write_now(handle, 0, content)
+        await here.flush(handle).end
+        assert len(here.vfs.chunks._slots) == slots
+        reader = await here.vfs.open(handle.inode, os.O_RDONLY, ME)
+        assert bytes(await here.vfs.read(reader, 0, 8192)) == content
+    scene(work)
+
+
+def test_what_can_not_be_stored_is_told_by_the_close_once():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        await here.stores_answer(NoSpace(), sent=False)
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        with pytest.raises(NoSpace):
+            await here.flush(handle).end
+        told = here.flush(handle)
+        assert told.begun is True or await told.end is None
+        assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
+    scene(work)
+
+
+@pytest.mark.parametrize("error", (Disconnected("lost"), errors.Busy(), StaleSession()), ids=lambda error: type(error).__name__)
+def test_a_report_that_meets_an_error_goes_on(error):
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        here.answers_instead(error, sent=False)
+        await here.flush(handle).end
+        other = (await here.pool.client("other")).vfs
+        assert (await other.lookup(ROOT_INODE, b"f")).size == 4096
+    scene(work)
+
+
+def test_a_report_to_a_file_that_others_cut_is_made_again_under_the_new_cut():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        here.answers_instead(StaleCut(), sent=False)
+        other = (await here.pool.client("other")).vfs
+        await other.setattr(handle.inode, size=0, caller=Caller(0, 0))
+        await here.flush(handle).end
+        assert handle.file.written is None or not handle.file.written.unsettled
+    scene(work)
+
+
+def test_a_report_that_is_refused_is_told_and_made_again():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        here.answers_instead(errors.AccessDenied("no"), sent=False)
+        with pytest.raises(errors.AccessDenied):
+            await here.flush(handle).end
+        written = handle.file.written
+        assert written.unsettled and written.stored_end == 4096 and written.stored_bytes == 4096 and not written.reporting.taken
+        await here.flush(handle).end
+        assert handle.file.attr.size == 4096
+    scene(work)
+
+
+def test_a_close_that_is_given_up_leaves_what_is_on_its_way_to_the_next():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        for _ in range(3):
+            assert here.vfs.write_now(handle, 0, bytes(4096))
+            told = here.flush(handle)
+            assert told.begun.cancel() and not told.begun.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await told.end
+            second = here.flush(handle)
+            while second.begun._report is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert second.begun.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second.end
+            assert handle.file.written.unsettled and not handle.file.written.reporting.taken
+        await here.flush(handle).end
+        assert handle.file.attr.size == 4096 and told.events == ["ended"]
+    scene(work)
+
+
+def test_a_close_ends_where_what_it_waits_for_is_cut_away_or_the_client_is_closed():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        told = here.flush(handle)
+        await asyncio.gather(told.end, here.vfs.setattr(handle.inode, size=0, caller=ME))
+        await here.vfs.flush(handle)
+        assert (await here.vfs.getattr(handle.inode)).size == 0
+        await here.stores_answer(None)
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        told = here.flush(handle)
+        await here.vfs.writer.close(0.0)
+        with pytest.raises(NvpoolError):
+            await told.end
+    scene(work)
+
+
+def test_a_file_with_locks_or_an_error_that_was_not_told_is_closed_the_ordinary_way():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f", os.O_RDWR | os.O_CREAT).end
+        await here.vfs.setlk(handle, 7, 0, 10, 2)
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        assert here.flush(handle).begun is None and not here.vfs.release_now(handle)
+        await here.vfs.flush(handle, 7)
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        handle.file.written.error = NoSpace()
+        assert here.flush(handle).begun is None
+        with pytest.raises(NoSpace):
+            await here.vfs.flush(handle)
+    scene(work)
+
+
+def test_turns_are_one_at_a_time_also_where_who_waits_goes_away():
+    async def whole() -> None:
+        turn, order = Turn(), []
+
+        async def work(number: int) -> None:
+            async with turn:
+                order.append(number)
+                await asyncio.sleep(0)
+                assert turn.taken and not turn.take()
+
+        assert turn.take() and not turn.take()
+        tasks = [asyncio.create_task(work(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        turn.release()
+        tasks[0].cancel()  # woken, and away
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert sorted(order) == [2, 3, 4] and turn.take()
+    asyncio.run(whole())

@@ -1,0 +1,185 @@
+"""One write within a block, answered in one step, is answered as the batches of writes are: the same bytes, the same errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+import pytest
+
+from nvpool.base import errors, grants
+from nvpool.base.checksum import piece_checksums
+from nvpool.base.clock import ManualClock
+from nvpool.store.chunkstore import MustWait
+from nvpool.store.memory import MemoryChunkStore
+from nvpool.store.reads import READ
+from nvpool.store.service import WRITE, StoreService
+from nvpool.wire.v1 import data_pb2 as pb
+from nvpool.wire.v1.wire_pb2 import Method
+
+SECRET = b"k" * 32
+BLOCK = bytes(range(256)) * 16
+
+
+class Call:
+    deadline_s = math.inf
+    cancelled = False
+
+    def __init__(self, method, message, payload=b""):
+        self.method, self.message, self.payload = method, message, memoryview(payload)
+        self.said = None
+        self.ended = asyncio.Event()
+
+    def room(self, byte_count):
+        return None
+
+    def reply(self, message=b"", payload=()):
+        assert self.said is None
+        self.said = bytes(message), b"".join(payload)
+        self.ended.set()
+
+    def fail(self, error):
+        assert self.said is None
+        self.said = type(error)
+        self.ended.set()
+
+
+class Store:
+    def __init__(self, at_once: bool) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryChunkStore(1 << 20)
+        self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
+        self.service._epoch = 7
+        self.taken = 0
+        one = self.service._write_one
+
+        def write_one(call) -> bool:
+            taken = at_once and one(call)
+            self.taken += taken
+            return taken
+
+        self.service._write_one = write_one
+
+    async def ask(self, method, message, payload=b""):
+        call = Call(method, message, payload)
+        try:
+            self.service.handle(call)
+        except errors.NvpoolError as error:
+            call.fail(error)
+        await asyncio.wait_for(call.ended.wait(), 60)
+        return call.said
+
+    async def write(self, *, inode=1, cut=0, sequence=1, index=0, offset=0, data=BLOCK, session=9, slot=3, epoch=7, target=1,
+                    grant_of=1, rights=grants.READ | grants.WRITE, grant_session=9, grant_cut=5, life_s=60, secret=SECRET,
+                    number=0, flags=0, checksums=None, length=None):
+        ends = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
+        right = grants.sign(grants.Grant(rights, 0, grant_session, grant_of, grant_cut, ends), secret)
+        header = WRITE.pack(inode, cut, sequence, index, offset, len(data) if length is None else length, number, flags)
+        message = pb.WriteRequest(map_epoch=epoch, target=target, grants=[right], writes=header, session=session, slot=slot,
+                                  checksums=piece_checksums(data, offset) if checksums is None else checksums)
+        return await self.ask(Method.DATA_WRITE, message.SerializeToString(), data)
+
+    async def content(self):
+        right = grants.sign(grants.Grant(grants.SERVICE, 0, 9, 0, 0, 1 << 62), SECRET)
+        reads = b"".join(READ.pack(inode, index, 0, 16384, 0, 0) for inode in (1, 2) for index in range(2))
+        return await self.ask(Method.DATA_READ, pb.ReadRequest(map_epoch=7, target=1, grants=[right],
+                                                                reads=reads).SerializeToString())
+
+
+PLAIN = ({}, {"sequence": 2, "data": b"a part"}, {"sequence": 2, "data": b"a part"}, {"sequence": 1},
+         {"index": 1, "offset": 4096}, {"offset": (1 << 32) - 4096}, {"offset": 4095, "data": b"x"}, {"offset": 100, "data": BLOCK[:3996]}, {"cut": 5, "sequence": 9}, {"slot": 127},
+         {"cut": 3, "sequence": 10, "slot": 4}, {"checksums": b"bad!", "sequence": 11}, {"life_s": -4.9, "sequence": 12})
+"""Some of these are refused by the store itself, once and for all."""
+NOT_PLAIN = ({"offset": 4095, "data": b"xy"}, {"data": BLOCK * 2}, {"session": 0}, {"slot": 0}, {"slot": 128}, {"epoch": 6},
+             {"epoch": 0}, {"epoch": 8}, {"target": 2}, {"grant_of": 2}, {"rights": grants.READ}, {"grant_session": 8},
+             {"cut": 6}, {"rights": grants.SERVICE | grants.WRITE}, {"life_s": -6}, {"secret": b"z" * 32}, {"number": 1}, {"length": 4095},
+             {"length": 0}, {"data": b""}, {"checksums": b""}, {"checksums": bytes(8)})
+
+
+async def both(steps):
+    ordinary, at_once = Store(False), Store(True)
+    for step in steps:
+        expected = await ordinary.write(**step)
+        assert await at_once.write(**step) == expected, step
+    assert await at_once.content() == await ordinary.content()
+    return at_once
+
+
+def test_what_is_plain_is_answered_at_once_and_as_ever():
+    async def scene():
+        assert (await both(PLAIN)).taken == len(PLAIN)
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("step", NOT_PLAIN, ids=str)
+def test_what_is_not_is_left_to_the_others(step):
+    async def scene():
+        assert (await both([step])).taken == 0
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_them_is_answered_as_ever(seed):
+    dice = random.Random(seed)
+    steps = [{**dice.choice((*PLAIN, *PLAIN, *NOT_PLAIN)), "sequence": dice.randrange(1, 60), "slot": dice.randrange(1, 4)}
+             for _ in range(200)]
+    assert asyncio.run(both(steps)).taken > 50
+
+
+@pytest.mark.parametrize("error", (errors.NoSpace, errors.DriveFailed, errors.Fenced, errors.Busy))
+def test_what_the_drive_says_is_told(error):
+    async def scene():
+        said = []
+        for at_once in (False, True):
+            store = Store(at_once)
+
+            def failing(*_, **__):
+                raise error()
+
+            store.store.write_now = failing
+            said.append(await store.write())
+        assert said[0] == said[1]
+    asyncio.run(scene())
+
+
+def test_a_write_that_has_to_wait_for_room_waits_and_is_done_once():
+    async def scene():
+        store = Store(True)
+        write_now, waited = store.store.write_now, []
+
+        async def room():
+            waited.append(True)
+
+        def full(*arguments, **named):
+            if len(waited) < 2:
+                raise MustWait(room)
+            return write_now(*arguments, **named)
+
+        store.store.write_now = full
+        said = await store.write()
+        assert store.taken == 0 and len(waited) == 2
+        assert said == await Store(False).write()
+    asyncio.run(scene())
+
+
+def test_chunks_that_others_have_too_or_lost_and_watched_stores_go_the_ordinary_way():
+    async def scene():
+        store = Store(True)
+        replica = store.service.replica
+        for on, off in ((lambda: setattr(replica, "shares", True), lambda: setattr(replica, "shares", False)),
+                        (lambda: replica.losing._chains.update({0: 1}), replica.losing._chains.clear),
+                        (lambda: setattr(store.store, "places_first", lambda *_: True),
+                         lambda: delattr(store.store, "places_first"))):
+            on()
+            assert not store.service._write_one(_plain(store))
+            off()
+        assert store.service._write_one(_plain(store))
+    asyncio.run(scene())
+
+
+def _plain(store: Store) -> Call:
+    right = grants.sign(grants.Grant(grants.WRITE, 0, 9, 1, 0, 1 << 62), SECRET)
+    message = pb.WriteRequest(map_epoch=7, target=1, grants=[right], session=9, slot=1, checksums=piece_checksums(BLOCK, 0),
+                              writes=WRITE.pack(1, 0, 1, 0, 0, 4096, 0, 0))
+    return Call(Method.DATA_WRITE, message.SerializeToString(), BLOCK)
