@@ -19,16 +19,20 @@ from typing import NamedTuple
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import PoolDirectory
 from nvpool.base.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
-from nvpool.base.mounts import look_at, mount_at, mounts_below, place_of
+from nvpool.base.mounts import Mount, look_at, mount_at, mounts, mounts_below, place_of
 
 _BY_ITSELF_S = 1.0
 """For a daemon to end because its mount is gone; where a copy of the mount lives on elsewhere, it does not."""
 
 _DETACH = """import ctypes, os, sys
-if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), 2 | 8):  # MNT_DETACH, UMOUNT_NOFOLLOW
+if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(sys.argv[1]), int(sys.argv[2])):
     sys.exit(os.strerror(ctypes.get_errno()))
 """
 """umount(8) looks at the mount first, also when lazy, and so waits for what does not answer."""
+_MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
+
+_ALL_PROCESSES = "pid:[4026531836]"
+"""The first name space of processes, from which all of the machine are seen; PROC_PID_INIT_INO of linux/proc_ns.h."""
 
 _DAEMON, _HOLDER, _ZYGOTE = (b"nvpool.run.mount_" + name for name in (b"daemon", b"holder", b"zygote"))
 
@@ -107,6 +111,9 @@ def _errors(log: Path, start: int) -> list[str]:
 def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     """Unmount the nvpool mount at `mountpoint`; True when it had to be taken out of sight while it was in use or dead.
 
+    Of a mount that nobody serves any more the calls end that wait in it: a process that was killed while it told the kernel of
+    something may keep it from being dead, for ever, and nobody would answer them.
+
     Returns when its daemon has stored everything and ended, or after wait_s (and the LOOK_S that a look at a hung mount takes)
     with DeadlineExceeded; the name is free then. Also where another mount name space has a copy of the mount: the daemon is
     asked to end. InUse when files are open there and `lazy` is not set, NotFound when nothing of ours is mounted.
@@ -118,12 +125,13 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
         raise NotFound(f"nothing is mounted at {mountpoint}")
     if not found.ours:
         raise InvalidRequest(f"{mountpoint} is a mount of type {found.type}, not of nvpool; nothing was done")
-    daemons = _daemons_of(place)
+    daemons, is_served = _daemons_of(place), True
     try:
         if not lazy and look_at(place) != "alive":
             lazy = True
             _ask_to_end(daemons)
-        _umount(place, lazy, deadline_s)
+            is_served = bool(daemons) or _may_be_served(found)
+        _umount(place, lazy, deadline_s, end_calls_of=None if is_served else found.device)
         if not lazy and not _ended_by(daemons, min(deadline_s, SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S)):
             _ask_to_end(daemons)
             if not _ended_by(daemons, deadline_s):
@@ -208,11 +216,22 @@ def _ended_by(daemons: dict[int, int], deadline_s: float) -> bool:
                for pidfd in daemons.values())
 
 
-def _umount(place: str, lazy: bool, deadline_s: float) -> None:
+def _may_be_served(mount: Mount) -> bool:
+    """Whether there may be a daemon of it: of another place where it is seen too, or in a container out of our sight."""
+    others = [other for other in mounts() if other.device == mount.device and other.point != mount.point]
+    return bool(others) or mount.root != Path("/") or os.readlink("/proc/self/ns/pid") != _ALL_PROCESSES
+
+
+def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None = None) -> None:
+    """`end_calls_of`: the device, of a mount that nobody serves."""
     if os.geteuid():
         command = ["fusermount3", "-u", *(["-z"] if lazy else []), place]
+        if end_calls_of is not None and lazy:
+            with contextlib.suppress(OSError):  # where that file system is not mounted, they wait on
+                Path("/sys/fs/fuse/connections", end_calls_of.partition(":")[2], "abort").write_text("1")
     elif lazy:
-        command = [sys.executable, "-I", "-S", "-c", _DETACH, place]
+        flags = _MNT_DETACH | _UMOUNT_NOFOLLOW | (_MNT_FORCE if end_calls_of is not None else 0)
+        command = [sys.executable, "-I", "-S", "-c", _DETACH, place, str(flags)]
     else:
         command = ["umount", place]
     running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -10,6 +10,7 @@ from conftest import Mounted, is_mounted
 
 from nvpool.base.errors import InUse, InvalidRequest, NotADirectory, NotFound
 from nvpool.base.mounts import look_at, mount_at, place_of
+from nvpool.cli import mounts as cli_mounts
 from nvpool.fuse.mount import check_mount_point, set_read_ahead, unmount
 
 pytestmark = pytest.mark.mount
@@ -77,6 +78,43 @@ def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
         assert not is_mounted(floor.place)
     finally:
         floor.process.send_signal(signal.SIGCONT)
+
+
+def test_who_waits_in_a_mount_that_nobody_serves_is_told_when_it_is_unmounted(floor, monkeypatch):
+    """No daemon of ours serves the floor; stopped, it stands for what a killed one may leave behind: a process that waits in
+    the kernel with a descriptor of the mount, and can not die."""
+    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    floor.process.send_signal(signal.SIGSTOP)
+    waiting = subprocess.Popen(["ls", floor.place], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert cli_mounts.unmount(str(floor.place))
+        assert not is_mounted(floor.place)
+        assert waiting.wait(5)
+    finally:
+        floor.process.send_signal(signal.SIGCONT)
+        waiting.wait()
+
+
+@pytest.mark.parametrize("seen_elsewhere", [False, True])
+def test_nobody_is_told_so_where_it_may_be_served(floor, tmp_path, monkeypatch, seen_elsewhere):
+    """By a daemon in a container, whose processes are not seen from here; or at another place of this machine."""
+    monkeypatch.setattr("nvpool.base.mounts.LOOK_S", 0.3)
+    (copy := tmp_path / "copy").mkdir()
+    if seen_elsewhere:
+        subprocess.run(["mount", "--bind", floor.place, copy], check=True)
+    else:
+        monkeypatch.setattr(cli_mounts, "_ALL_PROCESSES", "")
+    floor.process.send_signal(signal.SIGSTOP)
+    waiting = subprocess.Popen(["ls", floor.place], stdout=subprocess.DEVNULL)
+    try:
+        assert cli_mounts.unmount(str(floor.place))
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.5)
+    finally:
+        floor.process.send_signal(signal.SIGCONT)
+        assert waiting.wait() == 0
+        if seen_elsewhere:
+            subprocess.run(["umount", "--lazy", copy], check=True)
 
 
 def test_mounts_are_told_with_their_type_and_source(floor):
