@@ -5,11 +5,13 @@ from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
-from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
+from libc.errno cimport EAGAIN, ECONNABORTED, ENODEV, ENOENT, errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
+from posix.unistd cimport read
 
 import asyncio
+import os
 
 from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.base.errors import Stale
@@ -39,15 +41,15 @@ crc_fill()
 cdef enum:
     REQUEST_BYTES = 80          # requests._READ_WHOLE
     PAGE = 4096
-    LARGE_BYTES = 128 << 10
-    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
+    LARGE_BYTES = 64 << 10      # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
+    BLOCKS_MAX = LARGE_BYTES >> 12
     HEADER_BYTES = 32           # frame.HEADER_BYTES
     MESSAGE_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
     BURST = 64                  # frames that wait for the end of a burst
     SPARES_MAX = 64
-    TURN = 4                    # reads that are answered before what was asked for meanwhile is taken
+    TURN = 8                    # reads that are answered before what was asked for meanwhile is taken
 
 cdef int opcode_of_reads = Op.READ
 cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
@@ -166,13 +168,17 @@ cdef class Way:
         # It is as it should be.
         del in_flight[number_key]
         one.lane.in_flight -= 1
-        reads.count(boottime_s() if reads.is_system else reads.now_s(), one)
-        if self.connection._waiting:
-            self.connection._pump()
-        if one.told:
-            return length
-        one.told = True
-        reads.tell(one, <const char *>blocks + one.skip)
+        try:
+            reads.count(reads.now_s(), one)
+            if self.connection._waiting:
+                self.connection._pump()
+            if not one.told:
+                one.told = True
+                reads.tell(one, <const char *>blocks + one.skip)
+        except Exception as error:  # a bug: who waits is told, and the others are answered
+            entry = reads._work.get(one.unique)
+            if entry is not None and entry[0] is one:
+                reads.engine.read_ended(one.unique, error)
         return length
 
     def close(self):
@@ -184,17 +190,19 @@ cdef class Reads:
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, chunks, short_cut, dialer, replicas, calls, _counters, _clock
-    cdef dict _files, ways
+    cdef dict _files, _work, ways
     cdef bytearray _buffer
     cdef int _fd
     cdef bint is_system
     cdef double patience_s
     cdef uint16_t flags
+    cdef Py_ssize_t in_work_max
+    cdef readonly Py_ssize_t taken
     cdef list spares, waiting
 
-    def __init__(self, engine, ops, chunks):
-        self.engine, self.chunks = engine, chunks
-        self._fd, self._buffer = engine._fd, engine._buffer
+    def __init__(self, engine, ops, chunks, Py_ssize_t in_work_max):
+        self.engine, self.chunks, self.in_work_max = engine, chunks, in_work_max
+        self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
         self._ops, self._files, self._paged = ops, ops._files, ops._paged
         self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
         self._counters, self.calls = chunks.counters, TALLY.calls
@@ -207,7 +215,32 @@ cdef class Reads:
     cdef double now_s(self) except -1:
         return boottime_s() if self.is_system else self._clock.boottime_s()
 
+    def next_request(self, Py_ssize_t most):
+        """The length of the next request of the kernel, in the engine's buffer, that is not begun here; those before it are, and
+        `taken` says how many they were: up to `most`, else 0. -1: none waits. OSError."""
+        cdef ssize_t count
+        cdef int error
+        self.taken = 0
+        while self.taken < most:
+            count = read(self._fd, PyByteArray_AS_STRING(self._buffer), PyByteArray_GET_SIZE(self._buffer))
+            if count < 0:
+                error = errno
+                if error == EAGAIN:
+                    return -1
+                raise OSError(error, os.strerror(error))
+            if not self.begin(count):
+                return count
+            self.taken += 1
+        return 0
+
     def take(self, Py_ssize_t count):
+        """As `begin`, of a request that the engine has read."""
+        if not self.begin(count):
+            return False
+        self.engine._kept += 1
+        return True
+
+    cdef bint begin(self, Py_ssize_t count) except -1:
         """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
         happened."""
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self._buffer)
@@ -224,7 +257,7 @@ cdef class Reads:
         memcpy(&offset, at + 48, 8)
         memcpy(&size, at + 56, 4)
         if (length != REQUEST_BYTES or <int>opcode != opcode_of_reads or unique >> 63 or not size or size > LARGE_BYTES
-                or offset >> 62 or self.engine._from or self.replicas.several):
+                or offset >> 62 or self.engine._from or self.replicas.several or len(self._work) >= self.in_work_max):
             return False
         found = PyDict_GetItem(self._files, handle)
         if found is NULL:
@@ -286,6 +319,8 @@ cdef class Reads:
                 number_key = number
                 if number_key not in in_flight:
                     break
+        if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > BLOCKS_MAX:
+            return False
         cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
         one.reads, one.file, one.lane, one.index = self, file, lane, key
         one.unique, one.size, one.told = unique, size, False
@@ -312,8 +347,7 @@ cdef class Reads:
         self._counters["reads"] += 1
         cdef long others = lane.in_flight
         lane.in_flight = others + 1
-        self.engine._work[unique] = one, pid, opcode_key, one.since_s
-        self.engine._kept += 1
+        self._work[unique] = one, pid, opcode_key, one.since_s
         if not others:  # the store has nothing to do
             way.send()
         elif way.count == 1:
@@ -346,7 +380,7 @@ cdef class Reads:
         """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
         engine = self.engine
         engine._some_ended()
-        if engine._work and engine._reading and not engine._taking:
+        if self._work and engine._reading and not engine._taking:
             engine._take()
         return 0
 
@@ -378,7 +412,7 @@ cdef class Reads:
             error = errno
             if error not in (ENOENT, ENODEV, ECONNABORTED):
                 engine.answer_refused(one.unique, error, 16 + one.size)
-        del engine._work[one.unique]
+        del self._work[one.unique]
         if engine._interrupted:
             engine._interrupted.pop(one.unique, None)
         engine.spent.add(opcode_of_reads, max(0.0, stopwatch_s() - one.since_s))

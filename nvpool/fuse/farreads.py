@@ -7,7 +7,7 @@ at once; those that come together are checked and answered a few at a time, and 
 between. Where a compiler was (`_farreads`); its twin is the way of every request (kernel_requests to client/chunkclient), which
 gathers them in messages, and says the same.
 
-Only plain sailing: up to 128 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
+Only plain sailing: up to 64 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
 socket), with no short cut to it, of a file above SMALL_BYTES of which nothing is written here, at a place that does not go on
 where the handle has read before; and an answer with all of the blocks and their checksums, received in one piece. All else that
 comes of such a read (an error, a hole, a block that does not fit, a payload that is received elsewhere, a connection that ends)
@@ -40,12 +40,22 @@ class FarReading(KernelRequests):
 
     _far: Any = None
     _work: dict
+    _buffers: tuple
+    in_work_max: int
     _step_ended: Callable[..., None]
 
     def _begin_plain_reads(self) -> None:
         chunks = self._ops.chunks
         if _farreads is not None and _farreads.is_of_use() and chunks is not None:
-            self._far = _farreads.Reads(self, self._ops, chunks)
+            self._far = _farreads.Reads(self, self._ops, chunks, self.in_work_max)
+
+    def _following(self, most: int) -> tuple[int, int]:
+        """The length of the next request, which is in `_buffer`, -1 where none waits; and how many before it were begun where
+        they were read, at most so many: then 0, and there may be more. OSError."""
+        try:
+            return os.readv(self._fd, self._buffers), 0
+        except BlockingIOError:
+            return -1, 0
 
     def _on_read(self, count: int) -> None:
         if self._far is None or not self._far.take(count):

@@ -116,6 +116,7 @@ class KernelEngine(PlainReading):
     """See engine.Engine and the module."""
 
     name = "kernel"
+    in_work_max = IN_WORK_MAX
 
     def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
                  on_burst: Callable[[], None] = lambda: None):
@@ -273,15 +274,25 @@ class KernelEngine(PlainReading):
         self._taking = True
         self._on_burst()
         self._ops.burst()
-        readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
+        following, buffer, table = self._following, self._buffer, self._table
         opcode = -1
         run = took = 0  # so many requests of this operation came one behind the other; of all
         self._begin_run()
         try:
             for _ in range(BURST_MAX):
                 try:
-                    count = readv(fd, buffers)
-                except BlockingIOError:
+                    count, begun = following(BURST_MAX - took)
+                except OSError as error:
+                    if not self._may_read_on(error):
+                        return
+                    continue
+                if begun:
+                    took += begun
+                    if run:
+                        self._end_run(opcode, run)
+                        run = 0
+                    self._begin_run()
+                if count < 0:
                     if self._asked_again:
                         self._asked_again = False
                         self._ops.all_came_again({unique & FIRST for unique in self._work})
@@ -293,10 +304,8 @@ class KernelEngine(PlainReading):
                         return  # what waits for reads is in work: they are sent now
                     self._begin_run()
                     continue
-                except OSError as error:
-                    if not self._may_read_on(error):
-                        return
-                    continue
+                if not count:
+                    return
                 code = buffer[_OPCODE_AT]
                 if code != opcode:
                     if run:

@@ -16,14 +16,15 @@ pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
 VICTIMS = {"serving": (("mount_daemon",), ()),
+           "over-tcp": (("mount_daemon",), ("--transport=stream", "--no-short-cut")),
            "one-of-two": (("mount_daemon", "mount_reader"), ("--workers", "2")),
            "reader": (("mount_reader",), ("--workers", "2")),
            "holder": (("mount_holder",), ()),
            "zygote": (("mount_zygote",), ()),
            "notice": (("mount_daemon", "mount_notice"), ())}
-USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("one-of-two", "fio"), ("one-of-two", "loader"),
-         ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"), ("holder", "model"), ("zygote", "model"),
-         ("notice", "fio"))
+USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("over-tcp", "fio"), ("one-of-two", "fio"),
+         ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"), ("holder", "model"),
+         ("zygote", "model"), ("notice", "fio"))
 
 
 def run_while_killed(own, victim, load, seconds):
