@@ -41,6 +41,8 @@ _HEAD = struct.Struct("<IQQQII")  # without the CRC
 _HEAD_BYTES = 4 + _HEAD.size
 _EFFECT = struct.Struct("<HI")
 _DELETED = 0xFFFFFFFF
+_PAGE_BYTES = 4096
+_ZEROS = bytes(_PAGE_BYTES)
 
 
 class Record(NamedTuple):
@@ -137,8 +139,15 @@ class Journal:
         half = self._generation & 1
         descriptor = self._files[half]
         offset = self.offset
+        end = offset + len(record)
+        filling = -end % _PAGE_BYTES
         try:
-            written = os.pwrite(descriptor, record, offset)
+            if (end - 1) // _PAGE_BYTES > (offset - 1) // _PAGE_BYTES and end + filling <= self.capacity_bytes:
+                # A page that is begun is written to its end: the kernel would read it from the drive first, and we would wait
+                # for that, where it is not in memory any more and only a part of it is new.
+                written = os.pwrite(descriptor, record + _ZEROS[:filling], offset)
+            else:
+                written = os.pwrite(descriptor, record, offset)
             while written < len(record):  # POSIX allows a short write; the next one gives the reason
                 more = os.pwrite(descriptor, record[written:], offset + written)
                 if not more:
@@ -149,7 +158,7 @@ class Journal:
                 raise Fenced(f"the journal could not be written ({error.strerror}), and part of a change is in it") from error
             raise from_os_error(error, "write the journal") from error
         self._unsynced[half] = True
-        self.offset = offset + len(record)
+        self.offset = end
 
     @staticmethod
     def _wiped(descriptor: int, offset: int, record: bytes) -> bool:

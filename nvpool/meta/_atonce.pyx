@@ -26,6 +26,13 @@ cdef extern from "_crc.h":
     void put64(uint8_t *at, uint64_t value) nogil
     void put64_big(uint8_t *at, uint64_t value) nogil
 
+cdef extern from "_blake2b.h":
+    ctypedef struct blake2b_keyed:
+        pass
+    const size_t BLAKE2B_KEY_MAX
+    void blake2b_begin(blake2b_keyed *keyed, const uint8_t *key, size_t key_bytes, size_t digest_bytes) nogil
+    void blake2b_digest(const blake2b_keyed *keyed, const uint8_t *message, size_t count, uint8_t *digest) nogil
+
 cdef extern from *:
     """
     #include <time.h>
@@ -51,10 +58,14 @@ cdef enum:
     ANSWER_MAX = 1024           # header, twice the attributes, a grant
     GRANT_BYTES = 60
     GRANT_BODY = 44
+    MAC_BYTES = 16
+    HASH_BYTES = 7              # of a name, logic/partition
     SLOTS = 64
     SYMLINK_MAX = 4095
     COUNTER_BITS = 51
     RECORD_MAX = 160            # of an inode, without a symlink's target
+    LEASE_SLOT_BITS = 20        # watches: its table
+    SEVERAL = 0xFFFF
     # records: flags of an inode, and the kinds of its file
     DIVIDED = 32
     TRASHED = 64
@@ -91,6 +102,8 @@ cdef uint64_t NUMBER_MAX = <uint64_t>1 << 63
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, opens_max = OPEN_INODES_MAX
 cdef uint16_t CREATE = wire.META_CREATE, UNLINK = wire.META_UNLINK, REPORT = wire.META_REPORT
 cdef uint16_t LOOKUP = wire.META_LOOKUP, GETATTR = wire.META_GETATTR
+cdef uint64_t GOLDEN = 0x9E3779B97F4A7C15
+cdef uint32_t ANYTHING = 0xFFFFFFFF
 cdef bytes COUNTS_KEY = b"\x80\x04", ORPHAN_VALUE = b"\x01"
 
 
@@ -610,28 +623,38 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
     i.change += 1
 
 
+cdef int begin(blake2b_keyed *keyed, bytes key, size_t digest_bytes) except -1:
+    if not 0 < len(key) <= BLAKE2B_KEY_MAX:
+        raise ValueError(f"a key has 1 to {BLAKE2B_KEY_MAX} bytes, not {len(key)}")
+    blake2b_begin(keyed, <const uint8_t *>PyBytes_AS_STRING(key), len(key), digest_bytes)
+    return 0
+
+
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 cdef class AtOnce:
     """See atonce.py. One for what `service` reads and keeps at the moment."""
 
-    cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _sign, _failed, _raw
+    cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of
     cdef dict _by_number, _holders, _restricted, _cutting, _counters
     cdef bint _is_system
     cdef uint64_t _grant_ms
     cdef uint8_t _answer[ANSWER_MAX]
+    cdef blake2b_keyed _names, _grants
+    cdef uint32_t[::1] _leases
 
-    def __init__(self, service, sign, failed):
-        """`sign(body)`: the signature of a grant. `failed(service, session, slot, sequence, error, number)`: the frame that says
-        that a change was not made."""
+    def __init__(self, service, failed):
+        """`failed(service, session, slot, sequence, error, number)`: the frame that says that a change was not made."""
         self._service, self._kv, self._view, self._sessions = service, service._kv, service._view, service._sessions
         self._numbers, self._moment, self._watches = service._numbers, service._moment, service._watches
         self._collector, self._clock, self._counters = service._collector, service._clock, service._counters
-        self._sign, self._failed = sign, failed
+        self._failed = failed
         self._by_number, self._holders = self._sessions.by_number, self._sessions.holders
         self._restricted, self._cutting = self._view.access.restricted, self._view.cutting
         self._is_system = type(self._clock) is SystemClock
         self._grant_ms = self._view.grant_ms
+        begin(&self._names, self._view.name_key, HASH_BYTES)
+        begin(&self._grants, service._secret, MAC_BYTES)
 
     cdef double _now_s(self) except -1:
         return nanoseconds_of(CLOCK_BOOTTIME) * 1e-9 if self._is_system else self._clock.boottime_s()
@@ -649,8 +672,11 @@ cdef class AtOnce:
         cdef uint16_t method
         cdef Request request
         cdef bytes reply
-        cdef double since_s
+        cdef double since_s, took_s
         cdef uint32_t number
+        cdef uint16_t status
+        cdef uint64_t micros
+        cdef int length
         while end - at >= HEADER_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
             method = get16(frame + 4)
@@ -681,7 +707,22 @@ cdef class AtOnce:
             out.append(reply)
             total += PyBytes_GET_SIZE(reply)
             tally.begun += 1
-            tally.answered(method, self._now_s() - since_s, get16(<const uint8_t *>PyBytes_AS_STRING(reply) + 4), 0, 0)
+            took_s = self._now_s() - since_s
+            status = get16(<const uint8_t *>PyBytes_AS_STRING(reply) + 4)
+            tallied = tally.by_method.get(method)
+            if tallied is None or status:
+                tally.answered(method, took_s, status, 0, 0)
+                continue
+            tally.ended += 1
+            times = tallied.times
+            length = 0
+            micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+            while micros:
+                micros >>= 1
+                length += 1
+            counts = times.counts
+            counts[length] += 1
+            times.sum_s += took_s
         return at
 
     cdef bint _at_ease(self) except -1:
@@ -719,9 +760,14 @@ cdef class AtOnce:
                 or name[0] == c'.' and (count == 1 or count == 2 and name[1] == c'.')
                 or memchr(name, c'/', count) is not NULL or memchr(name, 0, count) is not NULL):
             return None
-        cdef bytes name_hash = self._view.name_hash(directory.number, PyBytes_FromStringAndSize(<const char *>name, count))
-        return dentry_key(<uint32_t>(directory.number >> COUNTER_BITS), directory.number,
-                          <const uint8_t *>PyBytes_AS_STRING(name_hash), name, count)
+        cdef uint8_t hashed[8 + NAME_MAX]
+        cdef uint8_t name_hash[HASH_BYTES]
+        put64_big(hashed, directory.number)
+        memcpy(hashed + 8, name, count)
+        blake2b_digest(&self._names, hashed, 8 + count, name_hash)
+        if not (name_hash[0] | name_hash[1] | name_hash[2] | name_hash[3] | name_hash[4] | name_hash[5] | name_hash[6]):
+            name_hash[6] = 1  # as logic/partition: never 0
+        return dentry_key(<uint32_t>(directory.number >> COUNTER_BITS), directory.number, name_hash, name, count)
 
     cdef object _session(self, Request *r):
         cdef PyObject *found = PyDict_GetItem(self._by_number, r.session)
@@ -746,23 +792,46 @@ cdef class AtOnce:
         """As View.lend, of what is in no sealed volume and is not divided."""
         if not i.links or self._cutting and i.number in self._cutting:
             return 0
-        return self._view.lease_ms if self._view.promise(session.number, (i.number,)) else 0
+        return self._view.lease_ms if self._promised(session.number, i.number) else 0
 
-    cdef uint8_t *_put_grant(self, uint8_t *at, Inode *i, uint32_t rights, session, int64_t now_ns) except NULL:
+    cdef bint _promised(self, session, uint64_t number) except -1:
+        """As Watches.lend, of one inode."""
+        cdef PyObject *found = PyDict_GetItem(<dict?>self._watches._watches, session)
+        if found is NULL:
+            return False
+        watch, table = <object>found, self._watches._table
+        cdef double now_s = self._now_s()
+        if <double>watch.until_s <= now_s:
+            return False
+        if (self._watches._withheld or self._watches._recalls or now_s >= <double>table._turn_s
+                or self._watches._cool and number in self._watches._cool):
+            return bool(self._watches.lend(session, (number,)))
+        if table._new is not self._leases_of:
+            self._leases_of = self._leases = table._new
+        cdef uint64_t spread = number * GOLDEN
+        cdef uint32_t slot = <uint32_t>(spread >> 64 - LEASE_SLOT_BITS)
+        cdef uint32_t mine = <uint32_t>(spread >> 12) & 0xFFFF0000 | <uint32_t>watch.index
+        cdef uint32_t held = self._leases[slot]
+        if held != mine:
+            if held:
+                mine = ANYTHING if held >> 16 != mine >> 16 else mine | SEVERAL
+            self._leases[slot] = mine
+        return True
+
+    cdef uint8_t *_put_grant(self, uint8_t *at, Inode *i, uint32_t rights, uint64_t session, int64_t now_ns) noexcept:
         """As View.grant, of a file that is not being cut."""
         cdef uint8_t *begin = at + 2
         cdef uint64_t ends_ms = now_ns // 1_000_000 + self._grant_ms
         at[0], at[1] = 2 << 3 | 2, GRANT_BYTES
         begin[0], begin[1], begin[2], begin[3] = 1, rights & 3, 0, 0
-        put64(begin + 4, session.number)
+        put64(begin + 4, session)
         put64(begin + 12, i.number)
         put64(begin + 20, i.cut)
         put64(begin + 28, ends_ms)
         begin[36] = i.table if i.table > 1 else 0
         for byte in range(37, GRANT_BODY):
             begin[byte] = 0
-        cdef bytes mac = self._sign(PyBytes_FromStringAndSize(<const char *>begin, GRANT_BODY))
-        memcpy(begin + GRANT_BODY, PyBytes_AS_STRING(mac), GRANT_BYTES - GRANT_BODY)
+        blake2b_digest(&self._grants, begin, GRANT_BODY, begin + GRANT_BODY)
         return begin + GRANT_BYTES
 
     # -- what is changed
@@ -822,7 +891,7 @@ cdef class AtOnce:
             stamp(&parent, now_ns, True)
             at = put_attr_within(entry, 1 << 3 | 2, &born)
             if r.opens and r.rights & 3:
-                at = self._put_grant(at, &born, r.rights, session, now_ns)
+                at = self._put_grant(at, &born, r.rights, r.session, now_ns)
             at = put_within(said, 1 << 3 | 2, entry, at - entry)
             at[0], at[1] = 2 << 3, 1
             at += 2
@@ -985,7 +1054,7 @@ cdef class AtOnce:
                 now_ns = self._now_ns()
                 if now_ns < 0:
                     return None
-                at = self._put_grant(at, &i, r.rights, session, now_ns)
+                at = self._put_grant(at, &i, r.rights, r.session, now_ns)
             lease_ms = self._lend(session, &i)
         except NvpoolError:
             return None
@@ -1018,3 +1087,11 @@ def request_of(uint16_t method, bytes message):
     return {"session": r.session, "slot": r.slot, "sequence": r.sequence, "uid": r.uid, "gid": r.gid, "inode": r.inode,
             "name": name, "mode": r.mode, "open": bool(r.opens), "rights": r.rights, "cut": r.cut, "end": r.end,
             "wrote": bool(r.wrote), "sync": bool(r.sync), "release": bool(r.release), "blocks_delta": r.blocks_delta}
+
+
+def blake2b(bytes message, bytes key, size_t digest_bytes):
+    cdef blake2b_keyed keyed
+    cdef uint8_t digest[64]
+    begin(&keyed, key, digest_bytes)
+    blake2b_digest(&keyed, <const uint8_t *>PyBytes_AS_STRING(message), len(message), digest)
+    return PyBytes_FromStringAndSize(<const char *>digest, digest_bytes)

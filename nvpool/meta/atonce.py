@@ -18,7 +18,6 @@ There is no twin in Python: without a compiler all is decided the ordinary way, 
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from nvpool.base.errors import Fenced, Refused
@@ -35,21 +34,13 @@ except ImportError:  # not compiled
     _atonce = None
 
 IS_COMPILED = _atonce is not None
-_MAC_BYTES = 16
 
 
 def answers_at_once(service: MetaService) -> Any | None:
     """What answers such requests of the service, by what that reads and keeps at the moment; None: not compiled."""
     if _atonce is None:
         return None
-    keyed = blake2b(key=service._secret, digest_size=_MAC_BYTES).copy
-
-    def sign(body: bytes) -> bytes:
-        state = keyed()
-        state.update(body)
-        return state.digest()
-
-    return _atonce.AtOnce(service, sign, _failed)
+    return _atonce.AtOnce(service, _failed)
 
 
 def _failed(service: MetaService, session: Session, slot: Slot, sequence: int, error: Exception, number: int) -> bytes:

@@ -75,6 +75,30 @@ def test_effects_that_can_just_be_are_taken():
     assert checked_effects(effects) == checked_effects_plain(effects) == dict(effects)
 
 
+def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp_path, monkeypatch):
+    capacity = 3 * 4096 + 2000
+    journal, writes = Journal(tmp_path, capacity), []
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, some, at: writes.append((at, at + len(some))) or write(file, some, at))
+    for generation in (2, 4):  # over what the first one has left
+        journal.begin(generation)
+        sequence, begun = 0, set()
+        while journal.offset < capacity - 700:
+            sequence += 1
+            journal.append(encode(1, generation, sequence, {b"k%d" % sequence: bytes(97 * sequence % 600)}))
+            (first, end), = writes
+            writes.clear()
+            for page in range(first // 4096, (end - 1) // 4096 + 1):
+                if page not in begun and page < 3:
+                    assert end >= 4096 * (page + 1), "a page is begun by a part"
+                begun.add(page)
+            assert end <= max(capacity, journal.offset)
+        assert begun == {0, 1, 2, 3}
+        assert [number for number, _ in replayed(journal, generation)] == [*range(1, sequence + 1)]
+    assert os.stat(tmp_path / "journal-0").st_size == capacity
+    journal.close()
+
+
 @pytest.mark.skipif(_record is None, reason="nvpool.kv._record is not compiled")
 @given(st.binary(max_size=300), st.booleans())
 def test_checksums_of_records_are_those_of_the_library(some, by_table):
