@@ -5,8 +5,11 @@ another in the order of listings come with their attributes in one answer, so a 
 name too: first a few, then more while they are used, up to WINDOW_MAX; where they are not, as with names at random, it stops
 and tries again after ever more misses, a few in a hundred thousand.
 
+Names in no order tell nothing of the next one; there it is counted how much of a directory was asked for name by name, and
+when it is time to ask for all of it (`through`).
+
 Who gets to the middle of such an answer will mostly want the next one: it is asked for then, and is here in time. Bookkeeping
-only, bounded. Used by names.
+only, bounded. Used by names and through.
 """
 
 from __future__ import annotations
