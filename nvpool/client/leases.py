@@ -123,7 +123,8 @@ class Leases:
 
     def unknown(self, inodes: list[int]) -> set[int]:
         """Those on which there is no lease, held or run out."""
-        return set(inodes) - self._leases.keys()
+        known = self._leases  # of which there may be very many: none but these is looked at
+        return {inode for inode in inodes if inode not in known}
 
     def keep_grant(self, inode: int, grant: bytes) -> None:
         """With the lease on the inode, where it holds: for the next who opens it."""
