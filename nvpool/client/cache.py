@@ -164,6 +164,12 @@ class Cache:
             self._attrs[inode] = attr, born_s
         return None if attr is None else attr.flags
 
+    def entries_of(self, directory: int) -> int:
+        """How many names the directory had when somebody last heard of it; 0: nobody has."""
+        opened = self.open.get(directory)
+        attr = opened.attr if opened is not None else self._attrs.get(directory, (None, NEVER_S))[0]
+        return 0 if attr is None else (attr_of(attr) if type(attr) is bytes else attr).size
+
     def is_believed(self, born_s: float, age_s: float) -> bool:
         """Of what was asked for at `born_s`: that it may be used for `age_s`, unless a lock was taken since."""
         return born_s + age_s > self._clock.boottime_s() and born_s >= self._trusted_from_s

@@ -103,19 +103,28 @@ class Leases:
         self._number += 1
         return self._number
 
-    def take_all(self, inodes: list[int], lease_ms: int, sent_s: float) -> list[Lease | None]:
-        """As `take` of each, without a grant. Those of which nothing was known get one lease together."""
-        if not lease_ms:
+    def take_all(self, inodes: list[int], lease_ms: int, sent_s: float,
+                 grants: list[bytes] | None = None) -> list[Lease | None]:
+        """As `take` of each. Those of which nothing was known get one lease together, each with its grant where there are
+        `grants`."""
+        if not lease_ms or not inodes:
             return [None] * len(inodes)
         watch = self._only_watch_of(inodes)
         if watch is None or sent_s <= watch.floor_s or not (
                 self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes)):
-            return [self.take(inode, lease_ms, sent_s) for inode in inodes]
+            return [self.take(inode, lease_ms, sent_s, grants[at] if grants else b"") for at, inode in enumerate(inodes)]
         lease = Lease(sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next())
-        self._leases.update(dict.fromkeys(inodes, lease))
+        until_s, since_s, _, _, number = lease
+        leases = [lease] * len(inodes) if not grants else [Lease(until_s, since_s, grant, watch, number) for grant in grants]
+        self._leases.update(zip(inodes, leases, strict=True))
         for old in too_old(self._leases, self._count_max):
             del self._leases[old]
-        return [self.held(inodes[-1])] * len(inodes)
+        return leases if self.held(inodes[-1]) is not None else [None] * len(inodes)
+
+    def unknown(self, inodes: list[int]) -> set[int]:
+        """Those on which there is no lease, held or run out."""
+        known = self._leases  # of which there may be very many: none but these is looked at
+        return {inode for inode in inodes if inode not in known}
 
     def keep_grant(self, inode: int, grant: bytes) -> None:
         """With the lease on the inode, where it holds: for the next who opens it."""

@@ -5,9 +5,11 @@ As the other questions (`meta/queries`) this changes nothing and does not wait. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from stat import S_IFREG
 
 from nvpool.base.errors import CorruptRecord, InvalidRequest, WrongShard
+from nvpool.base.grants import READ, Grant, sign
 from nvpool.base.ids import partition_of
 from nvpool.base.units import PARTITION_BITS, PARTITION_COUNT
 from nvpool.logic.partition import HASH_BITS, cursor_at, cursor_behind, cursor_parts, partition_of_name
@@ -18,14 +20,16 @@ from nvpool.wire import codec
 from nvpool.wire.entries import ENTRY
 from nvpool.wire.v1 import meta_pb2
 
+S_IFMT = 0o170000
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: with attributes a thousand of them hold the event loop for about five milliseconds."""
-_CHANGE, _TARGET, _FLAGS, _VOLUME = map(records.Inode.__slots__.index, ("change", "target", "flags", "volume"))
+_CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(records.Inode.__slots__.index, (
+    "change", "target", "flags", "volume", "cut", "table"))
 WIDE_STEP = 64
 """Partitions of a wide directory that are looked through before others get their turn."""
 
 
-def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.ListDirReply | None]:
+def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int]) -> Iterator[meta_pb2.ListDirReply | None]:
     """The entries behind the cursor, or from a name on, as one reply at the end; None where others should have their turn.
 
     Each name that is there from the first question to the last comes once. Names come in the order of their hashes,
@@ -33,7 +37,7 @@ def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.L
     more entries follow there is at least one in the reply, behind which the asker goes on.
     """
     while True:
-        reply, behind = yield from _part(view, request)
+        reply, behind = yield from _part(view, request, now_ns)
         if not reply.more or reply.packed or reply.entries:
             yield reply
             return
@@ -41,7 +45,8 @@ def listing(view: View, request: meta_pb2.ListDirRequest) -> Iterator[meta_pb2.L
         request.cursor, request.name = behind, b""
 
 
-def _part(view: View, request: meta_pb2.ListDirRequest) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
+def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int]
+          ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
     """Up to `limit` entries, less those that can not be shown; and the cursor behind them all."""
     from_hash, leave_out = cursor_parts(request.cursor)
     if request.name:
@@ -68,14 +73,14 @@ def _part(view: View, request: meta_pb2.ListDirRequest) -> Generator[None, None,
             break
         start, end = records.dentry_range(partition, directory.number)
     # what was found before others had their turn may have been changed by them
-    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP)
+    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP, now_ns)
     if behind and not reply.more:
         reply.next = cursor_at(behind)
     return reply, cursor
 
 
 def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
-            leave_out: int, limit: int, lends: bool) -> tuple[meta_pb2.ListDirReply, int]:
+            leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int]) -> tuple[meta_pb2.ListDirReply, int]:
     reply, behind = meta_pb2.ListDirReply(), request.cursor
     places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind it, inode, kind
     before, equal = from_hash, 0
@@ -112,6 +117,8 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             reply.lease_ms = view.lease_ms
         if request.packed:
             reply.packed = _packed(places, inodes, lent)
+            if request.rights & READ and lent and not view.access.restricted:  # else each is asked for, and looked at
+                reply.grants = _grants(view, request.session, inodes, lent, now_ns())
             return reply, behind
     for at, (name, cursor, number, kind) in enumerate(places):
         entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
@@ -119,6 +126,13 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             fill_attr(entry.attr, records.Inode(*inodes[at]))
             entry.promised = number in lent
     return reply, behind
+
+
+def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
+    """To read the regular files among these that are lent, in order."""
+    secret, ends_ms = view.grant_secret, now_ns // 1_000_000 + view.grant_ms
+    return b"".join([sign(Grant(READ, 0, session, fields[0], fields[_CUT], ends_ms, fields[_TABLE]), secret)
+                     for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
 
 
 def attributes(view: View, request: meta_pb2.GetAttrManyRequest) -> meta_pb2.GetAttrManyReply:

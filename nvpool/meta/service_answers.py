@@ -38,7 +38,7 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
         self._sessions.get(request.session)
-        self._reply_in_steps(call, listing(self._view, request))
+        self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns))
 
     def _lookup_many(self, call: Call) -> None:
         self._counters["requests"] += 1

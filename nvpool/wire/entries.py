@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from nvpool.base.errors import CorruptFrame
+from nvpool.base.grants import GRANT_BYTES
 from nvpool.wire.v1.meta_pb2 import Attr, DirEntry
 
 ENTRY = struct.Struct("<QQIIIIQQqqqQQIHBBQQBB")
@@ -21,6 +22,8 @@ ENTRY_BYTES = ENTRY.size
 _unpack = ENTRY.unpack
 _ATTR_FIELDS = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change", "cut",
                 "rdev", "table", "chunk_bits", "flags", "parent", "punches")
+_REGULAR = 8
+"""S_IFREG >> 12."""
 _CURSOR, _INODE, _CHANGE, _PROMISED, _NAME_BYTES = 0, 1, 11, 19, 20
 _CHANGE_WORD = struct.Struct("<Q")
 _CHANGE_AT = struct.calcsize("<QQIIIIQQqqq")
@@ -79,12 +82,32 @@ class Listed:
     def attr(self, at: int) -> Attr:
         return attr_of(self.records[at])
 
+    def grants(self, packed: bytes) -> list[bytes]:
+        """Of each entry what ListDirReply.grants has for it, b"" where that is nothing. CorruptFrame where they do not fit."""
+        found, at = [], 0
+        for words in self.words:
+            behind = at + GRANT_BYTES if words[_PROMISED] and words[2] >> 12 == _REGULAR else at
+            found.append(packed[at:behind])
+            at = behind
+        if at != len(packed):
+            raise CorruptFrame("the grants of a listing are not as many as its files")
+        return found
+
     def cursor(self, at: int) -> int:
         """It leads on behind the entry."""
         return self.words[at][_CURSOR]
 
     def is_promised(self, at: int) -> bool:
         return bool(self.words[at][_PROMISED])
+
+    def only(self, places: list[int]) -> Listed:
+        """The entries at these places."""
+        part = Listed(b"")
+        for name in ("names", "words", "records", "inodes", "changes"):
+            of_all = getattr(self, name)
+            setattr(part, name, [of_all[at] for at in places])
+        part.promised = sum([found[_PROMISED] for found in part.words])
+        return part
 
     def put(self, at: int, attr: Attr) -> None:
         """Show these attributes instead."""

@@ -5,8 +5,11 @@ another in the order of listings come with their attributes in one answer, so a 
 name too: first a few, then more while they are used, up to WINDOW_MAX; where they are not, as with names at random, it stops
 and tries again after ever more misses, a few in a hundred thousand.
 
+Names in no order tell nothing of the next one; there it is counted how much of a directory was asked for name by name, and
+when it is time to ask for all of it (`through`).
+
 Who gets to the middle of such an answer will mostly want the next one: it is asked for then, and is here in time. Bookkeeping
-only, bounded. Used by names.
+only, bounded. Used by names and through.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ MISSES_MIN, MISSES_MAX = 4, 1024
 """Look-ups that miss before names are asked for in advance: at first, and where that was of no use."""
 WINDOW_MIN, WINDOW_MAX = 32, 512
 """Names in one answer: 512 take the shard five milliseconds."""
+SHARE = 8
+"""Where an eighth of a directory's names had to be asked for, in whatever order, the others are asked for together: at a third
+of the price for each, so what is never looked at costs at most about three times what was spent till then."""
 DIRECTORIES_MAX = 256
 PAUSE_S = 30.0
 
 
 class _Directory:
-    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming")
+    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming",
+                 "asked_for", "share", "through", "learned", "used")
 
     def __init__(self) -> None:
         self.name = b""    # the last that missed: a directory on the way to others is looked up again and again
@@ -40,6 +47,10 @@ class _Directory:
         self.cursor = 0    # which leads on there
         self.ahead = 0     # names of the last answer
         self.coming: asyncio.Task | None = None
+        self.asked_for = 0   # look-ups that had to ask, since all names were last asked for
+        self.share = SHARE
+        self.through = False  # they are being asked for
+        self.learned = self.used = 0  # names that this has brought, one at least; look-ups that were answered since
 
 
 class Siblings:
@@ -55,6 +66,7 @@ class Siblings:
         known = self._directories.get(directory)
         if known is not None:
             known.hits += 1
+            known.used += 1
             if name == known.middle:
                 known.middle = b""
                 known.coming = self._ask_on(directory, known.cursor, min(known.ahead * 4, WINDOW_MAX))
@@ -85,6 +97,7 @@ class Siblings:
         if len(self._directories) > DIRECTORIES_MAX:
             del self._directories[next(iter(self._directories))]
         known.last_s = now_s
+        known.asked_for += 1
         if known.asking or name == known.name:
             return 1
         known.name = name
@@ -100,6 +113,24 @@ class Siblings:
             known.window = WINDOW_MIN
         known.asking = True
         return known.window
+
+    def is_to_be_known(self, directory: int, entries: int) -> bool:
+        """Whether to ask now for all names of a directory that has so many: look-ups have asked for a share of them one by one.
+        Then `went_through` is to be called at the end. Where most of what that has brought was of no use, a larger share counts
+        the next time."""
+        known = self._directories.get(directory)
+        if known is None or known.through or known.asked_for * known.share < entries:
+            return False
+        if known.learned > known.used * 2:
+            known.share, known.learned = known.share / 4, 0
+            return self.is_to_be_known(directory, entries)
+        known.through, known.asked_for, known.learned, known.used = True, 0, 0, 0
+        return True
+
+    def went_through(self, directory: int, learned: int) -> None:
+        known = self._directories.get(directory)
+        if known is not None:
+            known.through, known.asked_for, known.learned = False, 0, max(1, learned)
 
     def asked(self, directory: int, listed: Listed, more: bool) -> None:
         """The answer is here, `more` names follow behind it; or there is none."""

@@ -14,7 +14,7 @@ from nvpool.base.grants import READ, allows
 from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.coming import Later
-from nvpool.client.vfs.names import Names
+from nvpool.client.vfs.through import LOOKS_BETWEEN, Through
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
@@ -39,11 +39,12 @@ class Asked(Later):
         return super().cancel()
 
 
-class Together(Names):
+class Together(Through):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}   # shard -> (place that is asked, by the name, look-up)
         self._holding = False
+        self._looks = 0
 
     def hold_reads(self) -> None:
         super().hold_reads()
@@ -68,6 +69,9 @@ class Together(Names):
         gathered = self._gathered.get(shard)
         if gathered is None and not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
             return None
+        self._looks += 1
+        if not self._looks % LOOKS_BETWEEN:
+            self.look_through(parent)
         asked = Asked(parent, name)
         if gathered is None:
             if not self._gathered and not self._holding:

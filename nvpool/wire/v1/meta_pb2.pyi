@@ -536,7 +536,7 @@ class ReserveReply(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ...) -> None: ...
 
 class ListDirRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed", "spread")
+    __slots__ = ("session", "map_epoch", "inode", "cursor", "limit", "attrs", "name", "packed", "spread", "rights")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
@@ -546,6 +546,7 @@ class ListDirRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     SPREAD_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
@@ -555,7 +556,8 @@ class ListDirRequest(_message.Message):
     name: bytes
     packed: bool
     spread: bool
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ..., packed: _Optional[bool] = ..., spread: _Optional[bool] = ...) -> None: ...
+    rights: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., cursor: _Optional[int] = ..., limit: _Optional[int] = ..., attrs: _Optional[bool] = ..., name: _Optional[bytes] = ..., packed: _Optional[bool] = ..., spread: _Optional[bool] = ..., rights: _Optional[int] = ...) -> None: ...
 
 class DirEntry(_message.Message):
     __slots__ = ("name", "cursor", "inode", "kind", "attr", "promised")
@@ -574,18 +576,20 @@ class DirEntry(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., cursor: _Optional[int] = ..., inode: _Optional[int] = ..., kind: _Optional[int] = ..., attr: _Optional[_Union[Attr, _Mapping]] = ..., promised: _Optional[bool] = ...) -> None: ...
 
 class ListDirReply(_message.Message):
-    __slots__ = ("entries", "more", "lease_ms", "packed", "next")
+    __slots__ = ("entries", "more", "lease_ms", "packed", "next", "grants")
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     entries: _containers.RepeatedCompositeFieldContainer[DirEntry]
     more: bool
     lease_ms: int
     packed: bytes
     next: int
-    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., packed: _Optional[bytes] = ..., next: _Optional[int] = ...) -> None: ...
+    grants: bytes
+    def __init__(self, entries: _Optional[_Iterable[_Union[DirEntry, _Mapping]]] = ..., more: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., packed: _Optional[bytes] = ..., next: _Optional[int] = ..., grants: _Optional[bytes] = ...) -> None: ...
 
 class StatFsRequest(_message.Message):
     __slots__ = ("session", "map_epoch")

@@ -1,0 +1,242 @@
+"""Directories of which much was looked up by name, in no order: all of it is asked for, and nothing is missed for that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pytest
+
+from nvpool.base.errors import CorruptFrame, NotFound
+from nvpool.base.grants import GRANT_BYTES
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs import siblings
+from nvpool.client.vfs.siblings import SHARE, Siblings
+from nvpool.meta.service import MetaOptions
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.entries import Listed, pack_entry
+from nvpool.wire.v1.meta_pb2 import Attr
+from tests.unit.test_looked_up_together import outcome_of
+from tests.unit.test_small_files import EXACT, ME, Case, get, put, run
+
+META = MetaOptions(watch_s=30.0)
+
+
+@pytest.fixture(autouse=True)
+def only_by_name(monkeypatch):
+    """Nothing is asked for because names follow one another: what is looked at here is what no order tells."""
+    monkeypatch.setattr(siblings, "MISSES_MIN", 1 << 30)
+
+
+async def filled(vfs, count: int, parent: int = ROOT_INODE, **named) -> tuple[int, list[bytes]]:
+    there = (await vfs.mkdir(parent, b"there", 0o755, ME, **named)).inode
+    names = [b"%d" % number for number in range(count)]
+    for name in names:
+        await put(vfs, name, b"content of " + name, there)
+    random.Random(1).shuffle(names)
+    return there, names
+
+
+async def find(vfs, parent: int, name: bytes):
+    attr = vfs.lookup_now(parent, name)
+    if attr is not None:
+        return attr
+    asked = vfs.begin_lookup(parent, name)
+    return await (vfs.lookup(parent, name) if asked is None else outcome_of(asked))
+
+
+async def settled(vfs) -> None:
+    while vfs._renewals:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_without_a_question():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 400)
+            await case.one.getattr(there)
+
+            async def look(some: list[bytes]) -> None:
+                for name in some:
+                    assert (await find(case.one, there, name)).size == len(b"content of " + name)
+            _, sent = await case.counted(look(names[:64]))
+            assert sent["META_LOOKUP_MANY"] == 64
+            await settled(case.one)
+            assert case.pool.sent["META_LIST"] == 4
+
+            async def read(some: list[bytes]) -> None:
+                for name in some:
+                    handle = case.one.open_now((await find(case.one, there, name)).inode, os.O_RDONLY)
+                    part = case.one.begin_read(handle, 0, 4096)
+                    assert bytes(await outcome_of(part)) == b"content of " + name
+                    assert case.one.release_now(handle)
+            _, sent = await case.counted(read(names))
+            assert sent == {"DATA_READ": 400}
+            with pytest.raises(NotFound):
+                await find(case.one, there, b"nothing")
+    run(main())
+
+
+def test_what_others_change_is_seen_by_who_has_gone_through():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 200)
+            await case.one.getattr(there)
+            for name in names[:64]:
+                await find(case.one, there, name)
+            while not case.pool.sent["META_LIST"]:  # noqa: ASYNC110 - while it is under way, too
+                await asyncio.sleep(0)
+            changes = {name: b"another" * (at % 3) for at, name in enumerate(names[50:80])}
+            for name, content in changes.items():
+                await put(case.other, name, content, there)
+            await case.other.unlink(there, names[81], ME)
+            await case.other.rename(there, names[82], there, names[83], 0, ME)
+            await settled(case.one)
+            await put(case.other, names[90], b"later", there)
+            await case.other.unlink(there, names[91], ME)
+            for name, content in {**changes, names[83]: b"content of " + names[82], names[90]: b"later"}.items():
+                assert await get(case.one, name, there) == content
+            for name in (names[81], names[82], names[91]):
+                with pytest.raises(NotFound):
+                    await find(case.one, there, name)
+            assert case.pool.meta._watches.waited_out == 0
+    run(main())
+
+
+def test_what_is_open_or_written_here_stays_as_it_is():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 200)
+            handle = await case.one.open((await case.one.lookup(there, names[100])).inode, os.O_RDWR, ME)
+            await case.one.write(handle, 0, b"x" * 100)
+            await case.one.getattr(there)
+            for name in names[:64]:
+                await find(case.one, there, name)
+            await settled(case.one)
+            assert case.pool.sent["META_LIST"] == 2
+            assert (await find(case.one, there, names[100])).size == 100
+            assert bytes(await case.one.read(handle, 0, 1000)) == b"x" * 100
+            await case.one.release(handle)
+            assert await get(case.other, names[100], there) == b"x" * 100
+    run(main())
+
+
+def test_directories_that_can_not_be_remembered_or_are_small_are_not_gone_through():
+    async def main() -> None:
+        for options, count in ((EXACT._replace(cached_entries=400), 200), (EXACT, 60)):
+            async with Case(options, META) as case:
+                there, names = await filled(case.other, count)
+                await case.one.getattr(there)
+                case.pool.sent.clear()
+                for name in names:
+                    await find(case.one, there, name)
+                await settled(case.one)
+                assert not case.pool.sent["META_LIST"]
+    run(main())
+
+
+def test_where_no_rights_come_with_the_names_each_is_asked_for():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 200)
+            case.pool.meta._view.access.restricted[1 << 40] = None  # as if there were a volume with rights of its own
+            await case.one.getattr(there)
+            case.pool.sent.clear()
+            for name in names:
+                assert (await find(case.one, there, name)).size
+            await settled(case.one)
+            assert 1 <= case.pool.sent["META_LIST"] <= 3 and case.pool.sent["META_LOOKUP_MANY"] == 200
+    run(main())
+
+
+def test_names_that_are_not_there_do_not_bring_the_directory_again_and_again():
+    async def main() -> None:
+        async with Case(ClientOptions(leases=True, fresh_s=0.0, attr_s=0.0), META) as case:
+            there, _ = await filled(case.other, 100)
+            await case.one.getattr(there)
+            case.pool.sent.clear()
+            for number in range(1500):
+                with pytest.raises(NotFound):
+                    await find(case.one, there, b"no %d" % number)
+            await settled(case.one)
+            assert 1 <= case.pool.sent["META_LIST"] <= 4
+    run(main())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_wide_directory_is_gone_through_at_all_its_shards(shards):
+    async def main() -> None:
+        async with LocalPool(shards=shards, meta_options=META) as pool:
+            other, one = (await pool.client()).vfs, (await pool.client()).vfs
+            there, names = await filled(other, 300, wide=True)
+            await one.getattr(ROOT_INODE)
+            await one.getattr(there)
+            for shard in one.meta._shards.values():
+                assert shard.session
+            for name in names:
+                assert (await find(one, there, name)).size == len(b"content of " + name)
+            await settled(one)
+            for name in names:
+                assert await get(one, name, there) == b"content of " + name
+    run(main())
+
+
+def test_a_shard_that_is_gone_leaves_no_error_behind():
+    async def main() -> None:
+        async with Case(EXACT._replace(deadline_s=0.2), META) as case:
+            there, names = await filled(case.other, 200)
+            await case.one.getattr(there)
+            for name in names[:31]:
+                await find(case.one, there, name)
+            case.one.begin_lookup(there, names[31]).cancel()
+            assert case.one._renewals
+            await case.pool.stop_shard()
+            await settled(case.one)
+            await case.pool.start_shard()
+            assert (await find(case.one, there, names[40])).size
+    run(main())
+
+
+def test_a_larger_share_counts_where_it_was_of_no_use():
+    class Clock:
+        @staticmethod
+        def boottime_s() -> float:
+            return 1.0
+    known = Siblings(Clock(), lambda *_: None)
+    assert not known.is_to_be_known(1, 0)
+
+    def missed(count: int) -> None:
+        for number in range(count):
+            known.missed_alone(1, b"%d" % number)
+    missed(99)
+    assert not known.is_to_be_known(1, 800)
+    missed(1)
+    assert known.is_to_be_known(1, 800) and not known.is_to_be_known(1, 800)
+    missed(800)
+    assert not known.is_to_be_known(1, 800)  # it is under way
+    known.went_through(1, 800)
+    for _ in range(400):
+        known.hit(1, b"x")
+    missed(100)
+    assert known.is_to_be_known(1, 800)  # half of it was of use
+    known.went_through(1, 800)
+    missed(100)
+    assert not known.is_to_be_known(1, 800)
+    missed(300)
+    assert known.is_to_be_known(1, 800) and known._directories[1].share == SHARE / 4
+
+
+def test_the_grants_of_a_listing_belong_to_its_promised_files():
+    entries = [(Attr(inode=1, mode=0o100644), True), (Attr(inode=2, mode=0o040755), True),
+               (Attr(inode=3, mode=0o100644), False), (Attr(inode=4, mode=0o100600), True)]
+    listed = Listed(b"".join(pack_entry(at, attr, promised, b"n%d" % at) for at, (attr, promised) in enumerate(entries)))
+    first, last = b"\1" * GRANT_BYTES, b"\2" * GRANT_BYTES
+    assert listed.grants(first + last) == [first, b"", b"", last]
+    for odd in (first, first + last + b"x", first + last + last, b""):
+        with pytest.raises(CorruptFrame):
+            listed.grants(odd)
+    part = listed.only([1, 3])
+    assert (part.names, part.inodes, part.changes, part.promised) == ([b"n1", b"n3"], [2, 4], [0, 0], 2)
+    assert part.attr(1) == listed.attr(3) and len(part) == 2 and not listed.only([]).names
