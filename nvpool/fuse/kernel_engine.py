@@ -81,6 +81,7 @@ ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR,
 
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _OPCODE_MAX = 255
+_READ = Op.READ.value
 _SIGKILL_BIT = 1 << 8
 
 FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS
@@ -272,7 +273,7 @@ class KernelEngine(PlainReading):
             return
         self._taking = True
         self._on_burst()
-        self._ops.burst()
+        held = False  # reads among them are, to travel together
         readv, fd, buffers, buffer, table = os.readv, self._fd, self._buffers, self._buffer, self._table
         opcode = -1
         run = took = 0  # so many requests of this operation came one behind the other; of all
@@ -303,6 +304,9 @@ class KernelEngine(PlainReading):
                         self._end_run(opcode, run)
                         run = 0
                     opcode = code
+                    if code == _READ and not held:
+                        held = True
+                        self._ops.burst()
                 try:
                     table[code](count)
                 except Exception as error:
@@ -314,7 +318,8 @@ class KernelEngine(PlainReading):
         finally:
             if run:
                 self._end_run(opcode, run)
-            self._ops.burst_over()
+            if held:
+                self._ops.burst_over()
             self._submit_plain_reads()
             if self._late:
                 self._release_late()

@@ -476,8 +476,8 @@ class KernelRequests:
         self._start(request.unique, "access", self._ops.access(request.node, body.mask, caller), self._done)
 
     def _on_forget(self, count: int) -> None:
-        request, body, _ = self._decoded(count)
-        self._ops.forget(((request.node, body.nlookup),))
+        fields = requests.decode_forget(self._buffer, count)
+        self._ops.forget(((fields[3], fields[9]),))
 
     def _on_batch_forget(self, count: int) -> None:
         self._ops.forget(self._decoded(count)[0].payload)

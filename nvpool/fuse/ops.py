@@ -267,6 +267,8 @@ class FuseOps(LockOps, ListOps, AgainOps):
     def begin_flush(self, handle: int) -> Ending | bool | None:
         """`flush`, as `begin_create`; True: it is done. Only for who has no locks."""
         file = self._files[handle]
+        if self._vfs.is_flushed(file):
+            return True
         ending = Ending(self, file.inode)
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun

@@ -322,6 +322,11 @@ class Files(Names, Locks):
             if owner is not None:
                 await self.release_owner(handle, owner)
 
+    def is_flushed(self, handle: FileHandle) -> bool:
+        """Whether `flush` has nothing to do, for any owner of locks: nothing was written, and nobody has any."""
+        file = handle.file
+        return file.written is None and not file.lost and not self.is_locked(file.inode)
+
     def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> Flush | bool | None:
         """`flush`, begun, where that needs no task: what has `cancel` and tells `on_end(None, error)`. True: there is nothing
         to be done. None: nothing has happened, and `flush` is to be asked, as for who has locks."""
