@@ -85,14 +85,17 @@ class Sending:
                     kept.append(segment)
                     self._stalled[written.file.inode] = written
                 else:
-                    self._in_flight += segment.end - segment.start
-                    written.sending.setdefault(unit, []).append(segment)
-                    if not self._begin(written, unit, segment):
-                        self._own(self._send(written, unit, segment))
+                    self._set_out(written, unit, segment)
             if kept:
                 written.dirty[unit] = kept
             else:
                 del written.dirty[unit]
+
+    def _set_out(self, written: WrittenFile, unit: int, segment: Segment) -> None:
+        self._in_flight += segment.end - segment.start
+        written.sending.setdefault(unit, []).append(segment)
+        if not self._begin(written, unit, segment):
+            self._own(self._send(written, unit, segment))
 
     @staticmethod
     def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:

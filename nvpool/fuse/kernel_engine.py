@@ -386,12 +386,10 @@ class KernelEngine(PlainReading):
     def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
         work = self._work
         _, _, opcode, since_s = work.pop(unique)
-        self.spent.add(opcode, stopwatch_s() - since_s)
         if opcode == Op.SETLKW:
             self._lock_waits -= 1
             if self._stopped and isinstance(error, asyncio.CancelledError):
                 error = Unavailable("the mount ends")  # EINTR is for who has a signal to look at
-        self._interrupted.pop(unique, None)
         if error is None:
             try:
                 answer(unique, result)
@@ -399,6 +397,8 @@ class KernelEngine(PlainReading):
                 self._fail(unique, bug, name)
         else:
             self._fail(unique, error, name)
+        self.spent.add(opcode, stopwatch_s() - since_s)
+        self._interrupted.pop(unique, None)
         self._from.pop(unique, None)
         if self._held:
             self._ops.answered(unique & FIRST)

@@ -354,14 +354,15 @@ class FuseOps(LockOps, ListOps, AgainOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             return False
-        if file.inode not in self._paged:
-            self._paging(file.inode)
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):
                 return False
         except BaseException:
             self._seen.pop(file.inode, None)
             raise
+        finally:
+            if file.inode not in self._paged:
+                self._paging(file.inode)
         self._changes += 1
         return True
 

@@ -282,8 +282,10 @@ class Files(Names, Locks):
         check_range(file.layout, offset, len(buffer))
         if offset + len(buffer) > file.paid and not self.rooms.cover(file, offset + len(buffer)):
             return False
-        self.reader.changed(file)
-        return self.writer.write_now(file, offset, buffer, unique)
+        if not self.writer.write_now(file, offset, buffer, unique):
+            return False
+        self.reader.changed(file)  # by now the bytes are on their way; nobody can have read in between
+        return True
 
     async def _reserve(self, handle: FileHandle, length: int) -> int:
         file = handle.file
