@@ -280,11 +280,11 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        if fields[2] <= FIRST:
+        if fields[2] <= FIRST and not self._ops.is_locked(fields[9]):  # its locks end before others ask for theirs
             self._late.append(bytes(self._view[:count]))
             self._kept += 1
         else:
-            self._start(fields[2], "release", self._ops.release(fields[9], True), self._done)
+            self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _release_late(self) -> None:
         """What was closed is released when nobody waits for us any more: the kernel tells of it while the application goes on.

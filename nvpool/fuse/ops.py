@@ -445,6 +445,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
         finally:
             self._changes += 1
 
+    def is_locked(self, handle: int) -> bool:
+        """Whether somebody here has locks on the open file."""
+        file = self._files.get(handle)
+        return file is not None and self._vfs.is_locked(file.inode)
+
     def release_now(self, handle: int) -> bool:
         """Whether it was released as by `release`, without waiting; else nothing has happened."""
         file = self._files.get(handle)
