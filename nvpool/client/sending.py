@@ -21,7 +21,6 @@ from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES
 from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import OpenInode
-from nvpool.client.flushing import Stored
 from nvpool.client.keeping import Keeping
 from nvpool.client.options import ClientOptions
 from nvpool.client.unflushed import Unflushed
@@ -85,14 +84,17 @@ class Sending:
                     kept.append(segment)
                     self._stalled[written.file.inode] = written
                 else:
-                    self._in_flight += segment.end - segment.start
-                    written.sending.setdefault(unit, []).append(segment)
-                    if not self._begin(written, unit, segment):
-                        self._own(self._send(written, unit, segment))
+                    self._set_out(written, unit, segment)
             if kept:
                 written.dirty[unit] = kept
             else:
                 del written.dirty[unit]
+
+    def _set_out(self, written: WrittenFile, unit: int, segment: Segment) -> None:
+        self._in_flight += segment.end - segment.start
+        written.sending.setdefault(unit, []).append(segment)
+        if not self._begin(written, unit, segment):
+            self._own(self._send(written, unit, segment))
 
     @staticmethod
     def _overlaps_sending(written: WrittenFile, unit: int, segment: Segment) -> bool:
@@ -120,7 +122,7 @@ class Sending:
         self._begun.add(writing)
         return True
 
-    def _was_sent(self, written: WrittenFile, unit: int, segment: Segment, writing: Writing, stored: Stored | None,
+    def _was_sent(self, written: WrittenFile, unit: int, segment: Segment, writing: Writing,
                   error: BaseException | None) -> None:
         self._begun.discard(writing)
         if isinstance(error, asyncio.CancelledError):
@@ -131,8 +133,10 @@ class Sending:
         elif written.file.lost:
             self._dropped(written, segment, LockLost())
         else:
-            self._has_stored(written, segment, stored)
+            self._has_stored(written, segment, writing.cut)
         self._left(written, unit, segment)
+        if error is None:
+            self._unflushed.note(written.file.inode, writing.stored())
 
     async def _send(self, written: WrittenFile, unit: int, segment: Segment, begun: Writing | None = None) -> None:
         """`begun`: what has become of it."""
@@ -159,7 +163,8 @@ class Sending:
                         await asyncio.sleep(self._options.retry_first_s)
             if file.lost:
                 raise LockLost()
-            self._has_stored(written, segment, stored)
+            self._has_stored(written, segment, stored.cut)
+            self._unflushed.note(file.inode, stored)
         except NvpoolError as error:
             self._dropped(written, segment, error)
         except asyncio.CancelledError:
@@ -168,14 +173,14 @@ class Sending:
         finally:
             self._left(written, unit, segment)
 
-    def _has_stored(self, written: WrittenFile, segment: Segment, stored: Stored) -> None:
-        if written.file.truncated <= stored.cut:
+    def _has_stored(self, written: WrittenFile, segment: Segment, cut: int) -> None:
+        """A store has it, under this cut number."""
+        if written.file.truncated <= cut:
             written.stored_end = max(written.stored_end, segment.end)
             written.stored_bytes += segment.end - segment.start
         # The time may have been stamped while these bytes were not there yet: who opened the file since has the old ones,
         # and only one more stamp tells.
         written.wrote = True
-        self._unflushed.note(written.file.inode, stored)
         if self._keeping is not None:
             self._note(written)
 

@@ -149,6 +149,9 @@ class Writer(Sending):
         # their close follows at once. A longer one pays with one message more; less than a block would have to be merged.
         begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
         written.begun = True
+        if begins and not (written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits):
+            self._begin_with(written, end, data, now_s, unique)
+            return
         ready = False
         keeping, record = self._keeping, None
         if (end - 1) >> bits == offset >> bits:
@@ -169,6 +172,19 @@ class Writer(Sending):
                 place = border
         if ready:
             self._pump(written)
+
+    def _begin_with(self, written: WrittenFile, end: int, data, now_s: float, unique: int) -> None:
+        """The first bytes of a new file, in one unit, are sent; as what follows would do, and nothing is on the way."""
+        record = None
+        if self._keeping is not None:
+            record, data = self._keeping.keep(written, 0, data, unique, True)
+        self._hold(written, end)
+        self._number += 1
+        segment = Segment(0, end, [kept(data, record is not None)], self._number, now_s)
+        segment.due = True
+        if record is not None:
+            segment.records.append(record)
+        self._set_out(written, 0, segment)
 
     def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
         """Whether a segment has become ready to be sent."""

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class Writing:
-    """`on_end` is called once with (this, what to flush, None) or (this, None, error). After an error that is none of a
-    cancellation the write still has its name, `slot` and `sequence`, and goes on by ChunkClient.write."""
+    """`on_end` is called once with this and None, or an error; the first thing to do then may be what waits for it, and
+    `stored()` comes after. After an error that is none of a cancellation the write still has its name, `slot` and `sequence`,
+    and goes on by ChunkClient.write."""
 
-    __slots__ = ("slot", "sequence", "error", "_chunks", "_file", "_index", "_epoch", "_cut", "_on_end", "_connection",
+    __slots__ = ("slot", "sequence", "cut", "error", "_chunks", "_file", "_index", "_epoch", "_on_end", "_connection",
                  "_number", "_ended")
 
     def __init__(self, chunks: ChunkClient, file: OpenInode, index: int, epoch: int, slot: int, sequence: int,
-                 on_end: Callable[[Writing, Stored | None, BaseException | None], None]) -> None:
+                 on_end: Callable[[Writing, BaseException | None], None]) -> None:
         self.slot = slot
         self.sequence = sequence
         self.error: BaseException | None = None
@@ -37,7 +38,7 @@ class Writing:
         self._file = file
         self._index = index
         self._epoch = epoch
-        self._cut = file.cut
+        self.cut = file.cut
         self._on_end = on_end
         self._ended = False
 
@@ -45,7 +46,7 @@ class Writing:
              deadline_s: float) -> None:
         _, lane, connection = way
         file = self._file
-        header = WRITE_ENTRY.pack(file.inode, self._cut, self.sequence, self._index, offset, length, 0, 0)
+        header = WRITE_ENTRY.pack(file.inode, self.cut, self.sequence, self._index, offset, length, 0, 0)
         self._connection = connection
         self._number = connection.submit(
             DATA_WRITE, encode_write_request(map_epoch, lane.target, file.grant, header, checksums, file.grant_session,
@@ -56,7 +57,11 @@ class Writing:
         """The listener is told a CancelledError now. The store may have it all the same."""
         if not self._ended:
             self._connection.give_up(self._number)
-            self._end(None, asyncio.CancelledError())
+            self._end(asyncio.CancelledError())
+
+    def stored(self) -> Stored:
+        """What to flush. To be called once it has ended well."""
+        return self._chunks.was_written(self._file, self._index, self._epoch, self.cut)
 
     def _done(self, reply: Reply | None, error: BaseException | None) -> None:
         if self._ended:
@@ -69,18 +74,18 @@ class Writing:
             else:
                 status = results[0] | results[1] << 8 if len(results) == 16 else -1
                 if not status:
-                    self._end(self._chunks.was_written(self._file, self._index, self._epoch, self._cut), None)
+                    self._end(None)
                     return
                 error = CorruptFrame("a store's answer to a write does not fit the question") if status < 0 \
                     else errors.BY_WIRE_CODE.get(status, Unavailable)()
-        self._end(None, error)
+        self._end(error)
 
-    def _end(self, stored: Stored | None, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self._ended = True
         self.error = error
+        self._on_end(self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
             self._chunks.leave(self)
-        self._on_end(self, stored, error)
 
 
 class BeginsWrites:

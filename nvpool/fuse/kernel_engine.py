@@ -81,6 +81,7 @@ ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR,
 
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
 _OPCODE_MAX = 255
+_TRAVEL_TOGETHER = frozenset((Op.READ.value, Op.LOOKUP.value))
 _SIGKILL_BIT = 1 << 8
 
 FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS
@@ -273,7 +274,7 @@ class KernelEngine(PlainReading):
             return
         self._taking = True
         self._on_burst()
-        self._ops.burst()
+        held = False  # some of them are, to travel together
         following, buffer, table = self._following, self._buffer, self._table
         opcode = -1
         run = took = 0  # so many requests of this operation came one behind the other; of all
@@ -312,6 +313,9 @@ class KernelEngine(PlainReading):
                         self._end_run(opcode, run)
                         run = 0
                     opcode = code
+                    if code in _TRAVEL_TOGETHER and not held:
+                        held = True
+                        self._ops.burst()
                 try:
                     table[code](count)
                 except Exception as error:
@@ -323,7 +327,8 @@ class KernelEngine(PlainReading):
         finally:
             if run:
                 self._end_run(opcode, run)
-            self._ops.burst_over()
+            if held:
+                self._ops.burst_over()
             self._submit_plain_reads()
             if self._late:
                 self._release_late()
@@ -390,13 +395,10 @@ class KernelEngine(PlainReading):
     def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
         work = self._work
         _, _, opcode, since_s = work.pop(unique)
-        self.spent.add(opcode, stopwatch_s() - since_s)
         if opcode == Op.SETLKW:
             self._lock_waits -= 1
             if self._stopped and isinstance(error, asyncio.CancelledError):
                 error = Unavailable("the mount ends")  # EINTR is for who has a signal to look at
-        if self._interrupted:
-            self._interrupted.pop(unique, None)
         if error is None:
             try:
                 answer(unique, result)
@@ -404,6 +406,9 @@ class KernelEngine(PlainReading):
                 self._fail(unique, bug, name)
         else:
             self._fail(unique, error, name)
+        self.spent.add(opcode, stopwatch_s() - since_s)
+        if self._interrupted:
+            self._interrupted.pop(unique, None)
         if self._from:
             self._from.pop(unique, None)
         if self._held:

@@ -288,11 +288,11 @@ class KernelRequests:
 
     def _on_release(self, count: int) -> None:
         fields = requests.decode_release(self._buffer, count)
-        if fields[2] <= FIRST:
+        if fields[2] <= FIRST and not self._ops.is_locked(fields[9]):  # its locks end before others ask for theirs
             self._late.append(bytes(self._view[:count]))
             self._kept += 1
         else:
-            self._start(fields[2], "release", self._ops.release(fields[9], True), self._done)
+            self._start(fields[2], "release", self._ops.release(fields[9], fields[2] > FIRST), self._done)
 
     def _release_late(self) -> None:
         """What was closed is released when nobody waits for us any more: the kernel tells of it while the application goes on.
@@ -484,8 +484,8 @@ class KernelRequests:
         self._start(request.unique, "access", self._ops.access(request.node, body.mask, caller), self._done)
 
     def _on_forget(self, count: int) -> None:
-        request, body, _ = self._decoded(count)
-        self._ops.forget(((request.node, body.nlookup),))
+        fields = requests.decode_forget(self._buffer, count)
+        self._ops.forget(((fields[3], fields[9]),))
 
     def _on_batch_forget(self, count: int) -> None:
         self._ops.forget(self._decoded(count)[0].payload)

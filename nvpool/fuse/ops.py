@@ -283,6 +283,8 @@ class FuseOps(LockOps, ListOps, AgainOps):
     def begin_flush(self, handle: int) -> Ending | bool | None:
         """`flush`, as `begin_create`; True: it is done. Only for who has no locks."""
         file = self._files[handle]
+        if self._vfs.is_flushed(file):
+            return True
         ending = Ending(self, file.inode)
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun
@@ -373,14 +375,15 @@ class FuseOps(LockOps, ListOps, AgainOps):
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             return False
-        if file.inode not in self._paged:
-            self._paging(file.inode)
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):
                 return False
         except BaseException:
             self._seen.pop(file.inode, None)
             raise
+        finally:
+            if file.inode not in self._paged:
+                self._paging(file.inode)
         self._changes += 1
         return True
 
@@ -462,6 +465,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
             return await self._vfs.copy_range(self._files[handle_in], offset_in, file, offset_out, length)
         finally:
             self._changes += 1
+
+    def is_locked(self, handle: int) -> bool:
+        """Whether somebody here has locks on the open file."""
+        file = self._files.get(handle)
+        return file is not None and self._vfs.is_locked(file.inode)
 
     def release_now(self, handle: int) -> bool:
         """Whether it was released as by `release`, without waiting; else nothing has happened."""

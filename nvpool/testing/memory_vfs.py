@@ -87,6 +87,9 @@ class MemoryVfs:
 
     begin_unlink = begin_flush = begin_create
 
+    def is_flushed(self, handle: FileHandle) -> bool:
+        return False
+
     def hold_reads(self) -> None:
         """There is nothing to send."""
 

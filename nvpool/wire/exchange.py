@@ -147,7 +147,7 @@ class Asker:
         if entry is None:
             return  # given up meanwhile
         self._calls.ended += 1
-        self._calls.answered(entry[4], self._now_s() - entry[5], status)
+        took_s = self._now_s() - entry[5]
         try:
             if status:
                 entry[0](None, decode_error(status, message))
@@ -155,6 +155,7 @@ class Asker:
                 entry[0](Reply(message, payload), None)
         except Exception as error:
             self._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+        self._calls.answered(entry[4], took_s, status)
         if self._waiting:
             self._pump()
 

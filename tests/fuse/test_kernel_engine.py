@@ -519,10 +519,14 @@ async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel)
     assert [(await kernel.hear())[:2] for _ in range(4)] == [(unique, 0) for unique in (waited_for, *asked)]
     assert list(kernel.engine._ops._files) == [handle]
     await kernel.ask(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
-    released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))  # has locks: it goes the ordinary way
-    assert (await kernel.hear())[:2] == (released, 0)
+    again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
+    released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))
+    lock = (again, 2, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1)
+    locked = kernel.say(Op.SETLK, lock, node=inode)  # who was told of the close does not meet its locks any more
+    assert [(await kernel.hear())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
+    await kernel.ask(Op.RELEASE, (again, 0, 0, 0))
     assert not kernel.engine._ops._files and not kernel.engine._late
-    assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 4
+    assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 5
 
 
 class BrokenVfs(MemoryVfs):

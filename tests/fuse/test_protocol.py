@@ -264,7 +264,7 @@ SHORT_CUTS = {Op.READ: requests.decode_read, Op.READDIR: requests.decode_read, O
               Op.RELEASE: requests.decode_release, Op.RELEASEDIR: requests.decode_release, Op.FLUSH: requests.decode_release,
               Op.WRITE: requests.decode_write, Op.LOOKUP: requests.decode_lookup, Op.UNLINK: requests.decode_lookup,
               Op.RMDIR: requests.decode_lookup, Op.REMOVEXATTR: requests.decode_lookup, Op.CREATE: requests.decode_create,
-              Op.GETXATTR: requests.decode_getxattr}
+              Op.GETXATTR: requests.decode_getxattr, Op.FORGET: requests.decode_forget}
 
 
 @settings(max_examples=300)

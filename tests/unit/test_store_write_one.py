@@ -88,13 +88,14 @@ class Store:
 
 
 PLAIN = ({}, {"sequence": 2, "data": b"a part"}, {"sequence": 2, "data": b"a part"}, {"sequence": 1},
-         {"index": 1, "offset": 4096}, {"offset": (1 << 32) - 4096}, {"offset": 4095, "data": b"x"}, {"offset": 100, "data": BLOCK[:3996]}, {"cut": 5, "sequence": 9}, {"slot": 127},
-         {"cut": 3, "sequence": 10, "slot": 4}, {"checksums": b"bad!", "sequence": 11}, {"life_s": -4.9, "sequence": 12})
+         {"index": 1, "offset": 4096}, {"offset": (1 << 32) - 4096}, {"offset": 4095, "data": b"x"},
+         {"offset": 100, "data": BLOCK[:3996]}, {"cut": 5, "sequence": 9}, {"slot": 127}, {"cut": 3, "sequence": 10, "slot": 4},
+         {"checksums": b"bad!", "sequence": 11}, {"life_s": -4.9, "sequence": 12})
 """Some of these are refused by the store itself, once and for all."""
 NOT_PLAIN = ({"offset": 4095, "data": b"xy"}, {"data": BLOCK * 2}, {"session": 0}, {"slot": 0}, {"slot": 128}, {"epoch": 6},
              {"epoch": 0}, {"epoch": 8}, {"target": 2}, {"grant_of": 2}, {"rights": grants.READ}, {"grant_session": 8},
-             {"cut": 6}, {"rights": grants.SERVICE | grants.WRITE}, {"life_s": -6}, {"secret": b"z" * 32}, {"number": 1}, {"length": 4095},
-             {"length": 0}, {"data": b""}, {"checksums": b""}, {"checksums": bytes(8)})
+             {"cut": 6}, {"rights": grants.SERVICE | grants.WRITE}, {"life_s": -6}, {"secret": b"z" * 32}, {"number": 1},
+             {"length": 4095}, {"length": 0}, {"data": b""}, {"checksums": b""}, {"checksums": bytes(8)})
 
 
 async def both(steps):

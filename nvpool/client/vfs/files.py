@@ -306,8 +306,10 @@ class Files(Together, Locks):
         check_range(file.layout, offset, len(buffer))
         if offset + len(buffer) > file.paid and not self.rooms.cover(file, offset + len(buffer)):
             return False
-        self.reader.changed(file)
-        return self.writer.write_now(file, offset, buffer, unique)
+        if not self.writer.write_now(file, offset, buffer, unique):
+            return False
+        self.reader.changed(file)  # by now the bytes are on their way; nobody can have read in between
+        return True
 
     async def _reserve(self, handle: FileHandle, length: int) -> int:
         file = handle.file
@@ -345,6 +347,11 @@ class Files(Together, Locks):
         finally:
             if owner is not None:
                 await self.release_owner(handle, owner)
+
+    def is_flushed(self, handle: FileHandle) -> bool:
+        """Whether `flush` has nothing to do, for any owner of locks: nothing was written, and nobody has any."""
+        file = handle.file
+        return file.written is None and not file.lost and not self.is_locked(file.inode)
 
     def begin_flush(self, handle: FileHandle, on_end: OnEnd) -> Flush | bool | None:
         """`flush`, begun, where that needs no task: what has `cancel` and tells `on_end(None, error)`. True: there is nothing

@@ -222,6 +222,7 @@ _GETATTR_WHOLE = struct.Struct(_HEADER + "I4xQ")
 _OPEN_WHOLE = struct.Struct(_HEADER + "II")
 _RELEASE_WHOLE = struct.Struct(_HEADER + "QIIQ")
 _CREATE_WHOLE = struct.Struct(_HEADER + "IIII")
+_FORGET_WHOLE = struct.Struct(_HEADER + "Q")
 _GETXATTR_WHOLE = struct.Struct(_HEADER + "I4x")
 
 
@@ -246,6 +247,8 @@ decode_getattr = _fixed(_GETATTR_WHOLE)
 """… getattr_flags, fh"""
 decode_open = _fixed(_OPEN_WHOLE)
 """OPEN, OPENDIR: … flags, open_flags"""
+decode_forget = _fixed(_FORGET_WHOLE)
+"""… nlookup"""
 decode_release = _fixed(_RELEASE_WHOLE)
 """RELEASE, RELEASEDIR, FLUSH: … fh, flags (FLUSH: unused), release_flags (FLUSH: padding), lock_owner"""
 
