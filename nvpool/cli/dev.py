@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import click
@@ -30,6 +31,15 @@ def default_sizes(count: int, free_bytes: int) -> list[int]:
     return [max(128 * MIB, int(size * share) // MIB * MIB) for size in sizes]
 
 
+async def _give_to_us(pool: str) -> None:
+    """A pool's first directory is root's; who is not could make nothing in a pool of his own, and let nobody in."""
+    from nvpool.base.ids import ROOT_INODE
+    from nvpool.cli.place import session
+    from nvpool.client.vfs.contract import Caller
+    async with session(pool, "dev up") as client:
+        await client.vfs.setattr(ROOT_INODE, uid=os.geteuid(), gid=os.getegid(), caller=Caller(0, 0, os.getpid()))
+
+
 @dev.command(epilog="""\b
 examples:
   nvpool dev up /tmp/pool
@@ -49,7 +59,8 @@ examples:
 @json_option
 def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
        mountpoint: str | None, engine: str | None, config_file: str | None, as_json: bool) -> None:
-    """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for.
+    """Make a pool under DIR where there is none, start it where it does not run, mount it where that is asked for. What is
+    made belongs to who asks for it.
 
     Returns when it serves. May be repeated: what is there stays as it is.
     """
@@ -59,7 +70,8 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     from nvpool.cli.mounts import mount_pool, unmount
     from nvpool.cli.pool import name_of
     where = PoolDirectory(directory)
-    if being_made(where) or not where.exists():
+    is_new = being_made(where) or not where.exists()
+    if is_new:
         wanted = list(sizes) or default_sizes(drives or max(2, replicas), free_bytes(where))
         if drives is not None and len(wanted) < drives:
             wanted += [wanted[-1]] * (drives - len(wanted))
@@ -73,6 +85,8 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     elif drives is not None or sizes or config_file:
         say(f"{where.path} holds a pool already; --drives, --size and --config are for a new one and change nothing")
     seen = pool_life.start(where)
+    if is_new and os.geteuid():
+        asyncio.run(_give_to_us(str(where.path)))
     if mountpoint is not None:
         found = mount_at(mountpoint)
         if found is not None and found.ours and look_at(found.point) != "alive":

@@ -75,6 +75,8 @@ cdef class Ring:
                 raise OSError(-code, os.strerror(-code))
             with nogil:
                 code = io_uring_wait_cqe(&self.ring, &cqe)
+                while code == -EINTR:  # a signal; and the kernel still writes into the buffer
+                    code = io_uring_wait_cqe(&self.ring, &cqe)
             if code < 0:
                 raise OSError(-code, os.strerror(-code))
             code = cqe.res

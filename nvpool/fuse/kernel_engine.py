@@ -75,6 +75,10 @@ READ_AHEAD_BYTES_MAX = 64 << 20
 DYING_LOOK_S = 0.5
 """How often the callers of interrupted requests are looked at: the kernel tells of the first signal only."""
 
+EXIT_S = 3.0
+"""So long a process that was killed may store on its way out what it has written: the kernel interrupts that at once. It dies
+by a signal that has been taken, and nothing but its death is pending any more."""
+
 ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR, Op.READDIRPLUS, Op.GETXATTR, Op.LISTXATTR,
                         Op.STATFS, Op.ACCESS))
 """Nothing comes of these but their answer: when the mount is gone, they are not waited for."""
@@ -101,13 +105,16 @@ def max_pages_limit() -> int:
         return 256
 
 
-def is_dying(pid: int) -> bool:
-    """Whether the thread `pid` was sent something that it can not survive, or is gone; signal(7), proc(5)."""
+def is_dying(pid: int, *, exiting: bool = False) -> bool:
+    """Whether the thread `pid` was sent something that it can not survive, or is gone; signal(7), proc(5). `exiting`: also
+    where it is on its way out for that."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             for line in file:
-                if line.startswith(b"SigPnd:"):
-                    return bool(int(line[7:], 16) & _SIGKILL_BIT)
+                if line.startswith((b"SigPnd:", b"ShdPnd:")[:1 + exiting]) and int(line[7:], 16) & _SIGKILL_BIT:
+                    return True
+                if line.startswith(b"ShdPnd:"):
+                    return False
     except (OSError, ValueError):
         return True
     return False
@@ -534,7 +541,7 @@ class KernelEngine(PlainReading):
 
     def _cancel_if_dying(self, unique: int, pid: int) -> None:
         found = self._work.get(unique)
-        if found is not None and is_dying(pid):
+        if found is not None and is_dying(pid, exiting=stopwatch_s() - found[3] > EXIT_S):
             found[0].cancel()
 
     # -- the first request ---------------------------------------------------------------------------------------------

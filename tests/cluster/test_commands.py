@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -250,3 +251,21 @@ def test_bench_measures_the_pool_beside_the_local_drive(pool):
     assert all(line["local"]["p99_us"] > 0 for line in found if "O_DIRECT" not in line["load"])
     listing = nvpool("import", "--help").stdout
     assert "examples:" in listing
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_who_makes_a_throw_away_pool_may_write_it():
+    nobody = 65534
+    with tempfile.TemporaryDirectory(prefix="nvpool-", dir="/tmp") as directory:
+        os.chown(directory, nobody, nobody)
+
+        def as_nobody(*words):
+            subprocess.run([sys.executable, "-m", "nvpool.cli.main", *words], user=nobody, group=nobody, extra_groups=[],
+                           cwd=directory, env={**os.environ, "HOME": directory}, check=True, timeout=240)
+        as_nobody("dev", "up", f"{directory}/p", "--size", "128M")
+        try:
+            with connect(f"{directory}/p") as pool:
+                found = pool.stat("/")
+            assert (found.st_uid, found.st_gid) == (nobody, nobody)
+        finally:
+            as_nobody("dev", "down", f"{directory}/p")

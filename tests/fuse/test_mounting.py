@@ -17,7 +17,7 @@ from conftest import NO_MOUNT, is_mounted, needs, wait_until
 from nvpool.base.errors import InvalidRequest
 from nvpool.fuse.attach import attach
 from nvpool.fuse.engine import MountOptions
-from nvpool.fuse.kernel_engine import KernelEngine
+from nvpool.fuse.kernel_engine import DYING_LOOK_S, KernelEngine
 from nvpool.fuse.mount import mount_at
 from nvpool.fuse.ops import FuseOps, FuseOptions
 from nvpool.testing.memory_vfs import MemoryVfs
@@ -30,6 +30,7 @@ class CountingVfs(MemoryVfs):
         super().__init__()
         self.writes = 0
         self.cancelled = 0
+        self.flush_hangs = False
 
     async def write(self, handle, offset, buffer):
         self.writes += 1
@@ -45,6 +46,11 @@ class CountingVfs(MemoryVfs):
         if name == b"hung":
             await self.hang()
         return await super().lookup(parent, name)
+
+    async def flush(self, handle, owner=None):
+        if self.flush_hangs:
+            await self.hang()
+        await super().flush(handle, owner)
 
     async def read(self, handle, offset, size):
         if offset >= 1 << 20:
@@ -137,6 +143,24 @@ def test_who_waits_for_what_never_comes_can_be_killed(served):
     assert caller.wait(120) == -signal.SIGKILL
     wait_until(lambda: made.vfs.cancelled == 1, "the end of the request")
     assert os.listdir(made.place) == []
+
+
+def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, monkeypatch):
+    """By then he has taken the signal: it is pending for his process only, no longer for him."""
+    monkeypatch.setattr("nvpool.fuse.kernel_engine.EXIT_S", 120)
+    made = served()
+    writer = subprocess.Popen([sys.executable, "-c", "import sys, time\nfile = open(sys.argv[1], 'wb', buffering=0)\n"
+                               "file.write(b'x')\nsys.stdout.write('.')\nsys.stdout.flush()\ntime.sleep(120)",
+                               made.place / "f"], stdout=subprocess.PIPE)
+    writer.stdout.read(1)
+    made.vfs.flush_hangs = True
+    writer.kill()
+    wait_until(lambda: made.engine._interrupted, "the interrupt of what stores it")
+    with pytest.raises(subprocess.TimeoutExpired):
+        writer.wait(2 * DYING_LOOK_S)
+    monkeypatch.setattr("nvpool.fuse.kernel_engine.EXIT_S", 0.1)
+    assert writer.wait(120) == -signal.SIGKILL
+    assert made.vfs.cancelled == 1
 
 
 def test_a_mount_that_is_gone_waits_for_no_reads(served):

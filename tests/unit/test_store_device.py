@@ -3,6 +3,8 @@
 import asyncio
 import mmap
 import os
+import signal
+import threading
 
 import pytest
 
@@ -74,6 +76,30 @@ def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_tha
 
     with_device(tmp_path, work)
     assert len(caplog.records) == 1 and "page cache" in caplog.text
+
+
+@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+def test_a_signal_does_not_end_the_first_look_at_a_drive():
+    """It would give back memory into which the kernel still writes."""
+    there, here = os.pipe()
+    writing = threading.Timer(0.5, os.write, (here, bytes(4096)))
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        ring = uring._uring.Ring(1)
+    except OSError:
+        pytest.skip("the kernel forbids io_uring here")
+    try:
+        writing.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        ring.probe(there)
+        assert not writing.is_alive() or writing.finished.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        writing.join()
+        ring.close()
+        os.close(there)
+        os.close(here)
 
 
 @pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
