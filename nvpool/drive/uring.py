@@ -117,7 +117,10 @@ class UringReader(WaitingReader):
         inside = self._inside
         for token, result in self._ring.reap():
             batch, at, _, offset, length, _ = inside.pop(token)
-            batch.ended(at, None if result == length else _failure(result, offset, length))
+            try:
+                batch.ended(at, None if result == length else _failure(result, offset, length))
+            except Exception as error:  # a bug of who asked: the others' reads have ended too, and nobody tells of them again
+                self._loop.call_exception_handler({"message": "what was read was not taken", "exception": error})
         if self._outside:
             self._submit()
 

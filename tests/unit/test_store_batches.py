@@ -22,7 +22,7 @@ async def filled(path):
     chance, contents = random.Random(1), {}
     for inode, index, blocks, writes in [(1, 0, 256, 1), (1, 1, 100, 30), (2, 0, 1, 1), (2, 7, 200, 3), (2**63 + 5, 3, 40, 9)]:
         content = bytearray(256 * BLOCK)
-        for write in range(writes):
+        for _ in range(writes):
             first = 0 if writes == 1 else chance.randrange(blocks)
             count = blocks if writes == 1 else chance.randrange(1, min(8, blocks - first) + 1)
             new = chance.randbytes(count * BLOCK)

@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 import os
+import select
 import signal
 import threading
 
@@ -136,6 +137,34 @@ def test_reads_that_the_kernel_has_no_memory_for_are_sent_again(tmp_path, refuse
         reader._ring.left = 2
         reader.begin(fd, [0], [4096], [0], into, lambda outcome: None)
         await reader.close()
+        os.close(fd)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+def test_who_does_not_take_what_he_has_read_keeps_it_from_nobody_else(tmp_path):
+    async def main():
+        path = tmp_path / "data"
+        path.write_bytes(os.urandom(8192))
+        fd = os.open(path, os.O_RDONLY)
+        reader = uring.UringReader.probe(fd)
+        if reader is None:
+            os.close(fd)
+            pytest.skip("the kernel forbids io_uring here")
+        loop = asyncio.get_running_loop()
+        told, done, into = [], loop.create_future(), memoryview(bytearray(8192))
+        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+
+        def refuse(outcome):
+            raise ZeroDivisionError
+        reader.begin(fd, [0], [4096], [0], into, refuse)
+        reader.begin(fd, [4096], [4096], [4096], into, done.set_result)
+        reader._submit()
+        select.select([reader._ring.fileno], [], [], 60)
+        assert await asyncio.wait_for(done, 60) == [None] and bytes(into) == path.read_bytes()
+        assert [type(error) for error in told] == [ZeroDivisionError]
+        await asyncio.wait_for(reader.close(), 60)
         os.close(fd)
 
     asyncio.run(main())
