@@ -165,6 +165,24 @@ def test_names_that_are_not_there_do_not_bring_the_directory_again_and_again():
     run(main())
 
 
+def test_several_directories_in_turns_are_each_gone_through():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            places = []
+            for number in range(2):
+                above = (await case.other.mkdir(ROOT_INODE, b"above %d" % number, 0o755, ME)).inode
+                there, names = await filled(case.other, 100, above)
+                await case.one.getattr(there)
+                places.append([(there, name) for name in names])
+            case.pool.sent.clear()
+            for pair in zip(*places, strict=True):
+                for there, name in pair:
+                    await find(case.one, there, name)
+            await settled(case.one)
+            assert case.pool.sent["META_LIST"] == 2 and case.pool.sent["META_LOOKUP_MANY"] < 120
+    run(main())
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_wide_directory_is_gone_through_at_all_its_shards(shards):
     async def main() -> None:

@@ -27,6 +27,8 @@ WINDOW_MIN, WINDOW_MAX = 32, 512
 SHARE = 8
 """Where an eighth of a directory's names had to be asked for, in whatever order, the others are asked for together: at a third
 of the price for each, so what is never looked at costs at most about three times what was spent till then."""
+LOOKS_BETWEEN = 32
+"""Look-ups that had to ask, between two looks whether that is so."""
 DIRECTORIES_MAX = 256
 PAUSE_S = 30.0
 
@@ -113,6 +115,11 @@ class Siblings:
             known.window = WINDOW_MIN
         known.asking = True
         return known.window
+
+    def is_time_to_look(self, directory: int) -> bool:
+        """Whether `is_to_be_known` is to be asked, after a look-up that had to ask."""
+        known = self._directories.get(directory)
+        return known is not None and not known.asked_for % LOOKS_BETWEEN
 
     def is_to_be_known(self, directory: int, entries: int) -> bool:
         """Whether to ask now for all names of a directory that has so many: look-ups have asked for a share of them one by one.

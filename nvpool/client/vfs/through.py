@@ -23,8 +23,6 @@ CACHED_SHARE = 4
 """Of all entries that may be remembered one directory gets the fourth part."""
 STEP_NAMES = 128
 """In one answer: 1.5 ms of the shard, in which nobody else is answered."""
-LOOKS_BETWEEN = 32
-"""Look-ups that had to ask, between two looks whether it is worth it."""
 
 
 class Through(Names):

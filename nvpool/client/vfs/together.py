@@ -14,7 +14,7 @@ from nvpool.base.grants import READ, allows
 from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.coming import Later
-from nvpool.client.vfs.through import LOOKS_BETWEEN, Through
+from nvpool.client.vfs.through import Through
 from nvpool.wire.codec import decoded
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 
@@ -44,7 +44,6 @@ class Together(Through):
         super().__init__(*arguments, **named)
         self._gathered: dict[int, list[tuple[int, bool, Asked]]] = {}   # shard -> (place that is asked, by the name, look-up)
         self._holding = False
-        self._looks = 0
 
     def hold_reads(self) -> None:
         super().hold_reads()
@@ -69,8 +68,7 @@ class Together(Through):
         gathered = self._gathered.get(shard)
         if gathered is None and not self.meta.is_ready(shard) or not self.siblings.missed_alone(parent, name):
             return None
-        self._looks += 1
-        if not self._looks % LOOKS_BETWEEN:
+        if self.siblings.is_time_to_look(parent):
             self.look_through(parent)
         asked = Asked(parent, name)
         if gathered is None:
