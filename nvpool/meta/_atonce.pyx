@@ -662,7 +662,7 @@ cdef class AtOnce:
     cdef long long _now_ns(self) except -1:
         return nanoseconds_of(CLOCK_REALTIME) if self._is_system else self._clock.wall_ns()
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out):
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, _side=None):
         """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once: append a
         frame for each to `out`, return how many bytes they took. `in_work`: numbers of requests being answered."""
         if end > PyByteArray_GET_SIZE(buffer):

@@ -74,7 +74,7 @@ class _AtOnce:
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list) -> int:
+    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: Answers, out: list, _side: Any = None) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
