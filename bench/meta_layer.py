@@ -3,6 +3,7 @@
     python -m bench.meta_layer [--files 20000] [--dir DIR]
 
 Floors: `kv.apply` of what a create writes, and a handler that decodes the message and answers without deciding anything.
+`At once`: the same from the frame of a request to the frame of its answer (meta/atonce), in a directory of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.meta import records
 from nvpool.meta.service import MetaOptions, MetaService
 from nvpool.testing.meta_shard import DirectCall, ShardClient
+from nvpool.wire.frame import HEADER_BYTES, REQUEST, pack_head
+from nvpool.wire.tally import Answers
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2 as wire
 
@@ -44,6 +47,49 @@ async def measure(name: str, calls: list[DirectCall], handle, rows: list) -> Non
 
 def requests(method: int, made) -> list[DirectCall]:
     return [DirectCall(method, request.SerializeToString()) for request in made]
+
+
+async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: list) -> tuple[float, list[bytes]]:
+    """Microseconds of CPU of this thread a request, and the messages of the answers."""
+    spent, answers, tally = 0.0, [], Answers()
+    for at in range(0, len(made), 500):
+        frames = [bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
+                  for number, request in enumerate(made[at:at + 500])]
+        while kv.full:
+            await kv.room()
+        out: list[bytes] = []
+        began = time.thread_time()
+        for frame in frames:
+            service.at_once.answer(frame, len(frame), {}, tally, out)
+        spent += time.thread_time() - began
+        assert len(out) == len(frames), "a request was left to the ordinary way"
+        answers += [frame[HEADER_BYTES:] for frame in out]
+        await asyncio.sleep(0)
+    return spent / len(made) * 1e6, answers
+
+
+async def at_once(service: MetaService, kv: LmdbKv, client: ShardClient, change, names: list[bytes], rows: list) -> None:
+    home = (await client.mkdir(ROOT_INODE, b"at once")).inode
+    for slot in range(32):
+        service._sessions.slot(service._sessions.get(client.session), slot)  # known, as after the first request in each
+    session, rounds = client.session, []
+
+    async def ask(name: str, method: int, made) -> list[bytes]:
+        micros, answers = await spend_at_once(service, kv, method, list(made))
+        rounds.append((f"at once: {name}", micros))
+        return answers
+
+    born = [pb.CreateReply.FromString(answer).entry.attr.inode for answer in await ask("create", wire.META_CREATE, (
+        pb.CreateRequest(change=change(n), parent=home, name=name, exclusive=True, open=True, rights=2,
+                         mode=stat.S_IFREG | 0o644) for n, name in enumerate(names)))]
+    await ask("report", wire.META_REPORT, (pb.ReportRequest(change=change(n), inode=inode, end=4096, wrote=True, release=True)
+                                           for n, inode in enumerate(born)))
+    await ask("lookup with a grant", wire.META_LOOKUP, (pb.LookupRequest(session=session, parent=home, name=name, rights=1)
+                                                        for name in names))
+    await ask("getattr", wire.META_GETATTR, (pb.GetAttrRequest(session=session, inode=inode) for inode in born))
+    await ask("unlink", wire.META_UNLINK, (pb.UnlinkRequest(change=change(n), parent=home, name=name)
+                                           for n, name in enumerate(names)))
+    rows += rounds
 
 
 async def run(files: int, directory: str) -> None:
@@ -146,6 +192,8 @@ async def run(files: int, directory: str) -> None:
         for n, name in enumerate(names[:files // 4]))), handle, rows)
     await measure("unlink", requests(wire.META_UNLINK, (
         pb.UnlinkRequest(change=change(n), parent=home, name=name) for n, name in enumerate(names[files // 4:]))), handle, rows)
+    if service.at_once is not None:
+        await at_once(service, kv, client, change, names, rows)
     for name, micros in rows:
         print(f"{name:40} {micros:8.1f} us")
     for key in ("used_bytes", "entries"):

@@ -786,6 +786,9 @@ cdef class AtOnce:
 
     cdef bint _is_disturbed(self, session, tuple numbers) except -1:
         """Whether others may have to be told before these inodes are changed. See Watches.conflict."""
+        cdef dict watching = self._watches._watches
+        if not self._watches._unheard and (not watching or len(watching) == 1 and session.number in watching):
+            return False
         return not self._watches.is_free(session.number, numbers)
 
     cdef uint32_t _lend(self, session, Inode *i) except? 0xFFFFFFFF:
@@ -1019,10 +1022,13 @@ cdef class AtOnce:
         if failed is not None:
             return failed
         if r.release:
-            self._sessions.close(session, i.number)
+            inode = i.number
+            self._sessions.close(session, inode)
             for other in <list>session.slots:
-                if other is not None and other.opened == i.number and not other.awaited:
-                    other.opened = 0
+                if other is not None:
+                    opened = other.opened
+                    if opened and opened == inode and not other.awaited:
+                        other.opened = 0
         return self._reply(number, at)
 
     cdef bytes _entry(self, Request *r, uint32_t number, bint by_name):
