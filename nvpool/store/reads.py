@@ -2,8 +2,8 @@
 
 One pass over the headers finds grant, chunk and disk blocks of each and collects three lists of numbers; one call gives those
 to the device; one buffer holds all blocks in the order of the reads. There is no object, no task and no exception for a read
-that goes well. Where a compiler was, `_reads.find` makes the pass over all that is plain sailing: the store's processor time of a
-warm 4 KiB read in a batch of 256 is 1.4 µs so, and 1.9 in Python. Called by the block store.
+that goes well. Where a compiler was, `_reads.find` makes the pass over all that is plain sailing: the store's processor time of
+a warm 4 KiB read in a batch of 256 is 1.4 µs so, and 1.9 in Python. Called by the block store.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class BatchReader:
         find = _reads.find if _reads is not None else None
         while number < count:
             if find is not None and not bad_chunks:
-                number, at = find(reads, number, owners, index.young, results, flag, at, offsets, lengths, positions, crcs, starts)
+                number, at = find(reads, number, owners, index.young, results, flag, at, offsets, lengths, positions, crcs,
+                                  starts)
                 if number == count:
                     break
             inode, which, offset, length, grant, _ = READ.unpack_from(reads, number * READ.size)
