@@ -7,11 +7,11 @@ at once; those that come together are checked and answered a few at a time, and 
 between. Where a compiler was (`_farreads`); its twin is the way of every request (kernel_requests to client/chunkclient), which
 gathers them in messages, and says the same.
 
-Only plain sailing: up to 64 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
+Only plain sailing: up to 128 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
 socket), with no short cut to it, of a file above SMALL_BYTES of which nothing is written here, at a place that does not go on
-where the handle has read before; and an answer with all of the blocks and their checksums, received in one piece. All else that
-comes of such a read (an error, a hole, a block that does not fit, a payload that is received elsewhere, a connection that ends)
-goes to the ordinary way as its answer, with the deadline that the read has had.
+where the handle has read before; and an answer with all of the blocks and their checksums, in the buffer or, above 64 KiB,
+received elsewhere as always. All else that comes of such a read (an error, a hole, a block that does not fit, a connection that
+ends) goes to the ordinary way as its answer, with the deadline that the read has had.
 
 FarReading is what fuse/kernel_engine has of it, on its loop, below fuse/plainreads.
 """

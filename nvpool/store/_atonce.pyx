@@ -16,6 +16,7 @@ from nvpool.base.clock import SystemClock
 from nvpool.base.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.drive._uring cimport Ring
 from nvpool.drive.uring import AGAIN_S
+from nvpool.wire.codec import ASKER_KEEPS
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.frame import EMPTY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
@@ -82,7 +83,9 @@ cdef enum:
     HEADER_BYTES = 32
     REQUEST_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
-    BLOCKS_MAX = 8
+    BLOCKS_MAX = 8              # of what may be answered at once alone
+    LARGE_BLOCKS_MAX = 32       # with an end to answer later
+    PAGE = 4096
     OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
     RING_ENTRIES = 512
     REAP_MAX = 8                # answers that are sent before the next ones are looked for
@@ -92,6 +95,7 @@ cdef long may_read = READ | SERVICE, serves_all = SERVICE
 cdef uint16_t method_of_reads = DATA_READ
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
+cdef uint8_t asker_keeps = ASKER_KEEPS
 
 
 cdef class Cold:
@@ -106,6 +110,7 @@ cdef class Cold:
     cdef object reading
     cdef uint64_t epoch
     cdef uint32_t number, deadline_ms, length
+    cdef Py_ssize_t start       # of the frame within `reply`, where that has its blocks at the border of a page
     cdef uint8_t[REQUEST_BYTES] message
 
     @property
@@ -125,7 +130,7 @@ cdef class Reads:
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
-    cdef object _clock, _store, _index, _quarantine, _reader, _tenure, _use
+    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _tenure, _use
     cdef dict _grants, _pending
     cdef Ring _ring
     cdef object _loop, _readings
@@ -143,6 +148,7 @@ cdef class Reads:
         self._fd = store.device.fd
         self._is_system = type(clock) is SystemClock
         self._readings = store.readings
+        self._direct_reads = store.device.direct_reads
         self._has_ring = store.device.read_path == "io_uring"
         self._waits = {}
 
@@ -230,7 +236,8 @@ cdef class Reads:
             return None
         cdef uint64_t inode = get64(entry), version
         cdef uint32_t index = get32(entry + 8), offset = get32(entry + 12), length = get32(entry + 16)
-        if (offset | length) & 4095 or not length or length > BLOCKS_MAX << 12 or entry[20] or entry[21]:
+        if ((offset | length) & 4095 or not length or length > (BLOCKS_MAX if side is None else LARGE_BLOCKS_MAX) << 12
+                or entry[20] or entry[21]):
             return None
         found = PyDict_GetItem(self._grants, PyBytes_FromStringAndSize(<const char *>message + 13, 60))
         if found is NULL:
@@ -269,13 +276,20 @@ cdef class Reads:
             return None
         version = chunk.version
         # The answer: head, message as codec.encode_read_reply lays it out, blocks.
-        cdef Py_ssize_t message_bytes = 29 + count * 4
-        reply = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + length)
+        cdef int wide = count >= 32  # its checksums' length takes two bytes
+        cdef Py_ssize_t message_bytes = 29 + wide + count * 4, before = HEADER_BYTES + message_bytes, start = 0
+        cdef int fd = -1
+        if count > BLOCKS_MAX and entry[22] & asker_keeps and self._has_ring and self._inside < RING_ENTRIES:
+            fd = self._direct_reads.descriptor_for(place << 12, length)
+        reply = PyBytes_FromStringAndSize(NULL, before + length + (PAGE if fd >= 0 else 0))
         cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(reply)
+        if fd >= 0:
+            start = PAGE - 1 - (<size_t>to + before + PAGE - 1) % PAGE
+            to += start
         cdef uint8_t *said = to + HEADER_BYTES
         # A look by reading has the drive begin, for each by itself; where the last one was in vain the ring is to tell of all at once.
-        cdef bint is_cold = (self._is_cold and side is not None and self._has_ring
-                             and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
+        cdef bint is_cold = fd >= 0 or (self._is_cold and side is not None and self._has_ring
+                                        and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
         if not is_cold:
             is_cold = read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
         self._is_cold = is_cold
@@ -289,8 +303,12 @@ cdef class Reads:
         said[11], said[12], said[13], said[14] = 0, 0, 1, 0  # no error; not checked here
         put32(said + 15, length)
         put64(said + 19, version)
-        said[27], said[28] = 0x1A, count * 4
-        memcpy(said + 29, PyBytes_AS_STRING(crcs) + within * 4, count * 4)
+        said[27] = 0x1A
+        if wide:
+            said[28], said[29] = count * 4 & 127 | 128, count * 4 >> 7
+        else:
+            said[28] = count * 4
+        memcpy(said + 29 + wide, PyBytes_AS_STRING(crcs) + within * 4, count * 4)
         to[0], to[1], to[2], to[3] = 0x4E, 0x50, 3, 0
         to[4], to[5], to[6], to[7] = 0, 0, 0, 0
         put32(to + 8, number)
@@ -299,7 +317,9 @@ cdef class Reads:
         put32(to + 20, length)
         put32(to + 24, crc_of(said, message_bytes))
         put32(to + 28, crc_of(to, 28))
-        return reply if not is_cold else self._begin(at, in_work, side, reply, message_bytes, place, length)
+        if not is_cold:
+            return reply
+        return self._begin(at, in_work, side, reply, start, to + before, fd if fd >= 0 else self._fd, place, length)
 
     # -- what is not in memory ---------------------------------------------------------------------------------------------
 
@@ -315,15 +335,14 @@ cdef class Reads:
             self._loop.add_reader(self._ring.fileno, self.reap)
         return True
 
-    cdef Cold _begin(self, const uint8_t *at, dict in_work, side, bytes reply, Py_ssize_t message_bytes, uint64_t place,
-                     uint32_t length):
+    cdef Cold _begin(self, const uint8_t *at, dict in_work, side, bytes reply, Py_ssize_t start, uint8_t *into, int fd,
+                     uint64_t place, uint32_t length):
         cdef Cold one = Cold.__new__(Cold)
         cdef uint32_t number = get32(at + 8)
         one.side, one.reply, one.length, one.epoch = side, reply, length, self.epoch
-        one.number, one.deadline_ms = number, get32(at + 12)
+        one.number, one.deadline_ms, one.start = number, get32(at + 12), start
         memcpy(one.message, at + HEADER_BYTES, REQUEST_BYTES)
-        self._ring.put(self._fd, PyBytes_AS_STRING(reply) + HEADER_BYTES + message_bytes, length, place << 12,
-                       <uint64_t><void *>one)
+        self._ring.put(fd, into, length, place << 12, <uint64_t><void *>one)
         Py_INCREF(one)
         self._inside += 1
         self._prepared += 1
@@ -354,16 +373,17 @@ cdef class Reads:
         """Answer what has come from the drive, a few at a time: so who asked has the first while the others are made."""
         cdef uint64_t token
         cdef int result
-        cdef Py_ssize_t count = REAP_MAX
+        cdef Py_ssize_t count = REAP_MAX, total = 0
         cdef Cold one
         cdef list sides
-        while count == REAP_MAX:
-            count, sides = 0, []
-            while count < REAP_MAX and self._ring.take(&token, &result):
+        while count == REAP_MAX or total >= OUT_BYTES_MAX:
+            count, total, sides = 0, 0, []
+            while count < REAP_MAX and total < OUT_BYTES_MAX and self._ring.take(&token, &result):
                 one = <Cold><void *>token
                 Py_DECREF(one)
                 self._inside -= 1
                 count += 1
+                total += one.length
                 self._readings.end(one.reading)
                 if self._waits.pop(one, one) is one or one.cancelled:
                     continue
@@ -379,17 +399,26 @@ cdef class Reads:
 
     cdef int _ended(self, Cold one, int result, list sides) except -1:
         cdef object side = one.side
+        cdef Py_ssize_t length
+        cdef bint is_aligned = PyBytes_GET_SIZE(one.reply) > one.length + PAGE  # its blocks lie at the border of a page
         del side._in_work[one.number]
         if side not in sides:
             sides.append(side)
         if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
                 or self._use.on or self._tenure.shared and not self._tenure.holds()):
+            if result != <int>one.length and is_aligned:
+                self._direct_reads.refused()
             self._otherwise(one)
             return 0
         self._reader.missed_count += 1
         self._count(side._tally, one.length, self._now_s() - one.since_s)
-        side._out.append(one.reply)
-        side._out_bytes += PyBytes_GET_SIZE(one.reply)
+        if is_aligned:
+            length = get32(<const uint8_t *>PyBytes_AS_STRING(one.reply) + one.start + 16) + HEADER_BYTES + one.length
+            side._out.append(memoryview(one.reply)[one.start:one.start + length])
+            side._out_bytes += length
+        else:
+            side._out.append(one.reply)
+            side._out_bytes += PyBytes_GET_SIZE(one.reply)
         return 0
 
     cdef int _otherwise(self, Cold one) except -1:

@@ -50,6 +50,7 @@ except ImportError:  # not compiled
     _atonce = None
 
 BLOCKS_MAX = 8
+"""Compiled, four times as many for who can be answered later, from 64 KiB on past the page cache as the ordinary way has it."""
 OUT_BYTES_MAX = 256 << 10
 """Of answers to frames that came together; the others go the ordinary way."""
 REQUEST_BYTES = 99

@@ -142,7 +142,7 @@ class FileDevice:
         self.is_block = stat.S_ISBLK(os.fstat(self.fd).st_mode)
         self._reader = reading.reader_for(self.fd, uring=uring)
         self.read_path = self._reader.name
-        self._direct_reads = DirectReads(self.fd, self._reader)
+        self.direct_reads = DirectReads(self.fd, self._reader)
         self._pool = self._aligned if direct else BufferPool(_pages)
         self.buffer = self._pool.take if direct else self._buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-sync")
@@ -159,7 +159,7 @@ class FileDevice:
         return "direct" if self.direct_write_bytes else "cached"
 
     def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
-        if self.direct or asker_keeps and self._direct_reads.wants(offsets, lengths):
+        if self.direct or asker_keeps and self.direct_reads.wants(offsets, lengths):
             return list(range(len(offsets)))
         return reading.read_now(self.fd, offsets, lengths, positions, into)
 
@@ -167,8 +167,8 @@ class FileDevice:
         return await self._reader.read(self.fd, offsets, lengths, positions, into)
 
     def begin_read(self, offsets, lengths, positions, into, asker_keeps, on_done) -> None:
-        if asker_keeps and not self.direct and self._direct_reads.wants(offsets, lengths):
-            self._direct_reads.begin(offsets, lengths, positions, into, on_done)
+        if asker_keeps and not self.direct and self.direct_reads.wants(offsets, lengths):
+            self.direct_reads.begin(offsets, lengths, positions, into, on_done)
         else:
             self._reader.begin(self.fd, offsets, lengths, positions, into, on_done)
 
@@ -268,7 +268,7 @@ class FileDevice:
 
     async def close(self) -> None:
         await self._reader.close()
-        self._direct_reads.close()
+        self.direct_reads.close()
         self._thread.shutdown()
         self._starter.shutdown()
         self._direct_writers.shutdown()

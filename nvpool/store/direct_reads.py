@@ -37,13 +37,24 @@ class DirectReads:
         return (self._on and min(lengths) >= DIRECT_READ_BYTES
                 and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths))
 
+    def descriptor_for(self, offset: int, length: int) -> int:
+        """For one read that `wants` would say yes to: by which it is to be read, into memory that begins at a page. Else -1.
+        What can not be read so is to be told by `refused`, and read by `begin`."""
+        if not self._on or length < DIRECT_READ_BYTES or cached_pages(self._fd, offset, length) << 13 >= length:
+            return -1
+        return self._exact if self._known((offset | length >> 12,)) else self._direct
+
+    def refused(self) -> None:
+        """A drive that wants larger blocks; and if it is broken, the next answer says so."""
+        self._on = False
+
     def begin(self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
         """As WaitingReader.begin, where `into` begins at a page and the positions are whole blocks: what was not read a short
         time ago, past the cache. What can not be read so is read as always."""
 
         def came(outcome: Outcome) -> None:
             if any(outcome):
-                self._on = False  # a drive that wants larger blocks; and if it is broken, the next answer says so
+                self.refused()
                 self._reader.begin(self._fd, offsets, lengths, positions, into, on_done)
             else:
                 on_done(outcome)

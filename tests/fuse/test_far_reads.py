@@ -315,8 +315,8 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
     for turn in range(200):
         once = [1]
         kernel.host.instead(instead)
-        offset = chance.randrange(1200) * BLOCK
-        length = chance.choice([BLOCK, 3 * BLOCK])
+        offset = chance.choice([0, 1, 2, 3]) * MIB + chance.randrange(200) * BLOCK
+        length = chance.choice([BLOCK, 3 * BLOCK, 17 * BLOCK, 32 * BLOCK])
         with contextlib.suppress(OSError):  # a status that says so
             assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length], turn
         assert once[0] <= 0

@@ -11,6 +11,7 @@ import pytest
 from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Draining, DriveFailed, StaleEpoch, StaleTenure
+from nvpool.drive.reading import cached_pages
 from nvpool.store import atonce
 from nvpool.wire.frame import read_head
 from nvpool.wire.registry import transport
@@ -64,7 +65,7 @@ class Cold:
         async with asyncio.timeout(60):
             while self.reads.waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        sent, self.side.sent = self.side.sent, []
+        sent, self.side.sent = list(map(bytes, self.side.sent)), []
         assert not self.side._in_work and self.store.readings.oldest() == math.inf
         assert self.side._tally.begun == self.side._tally.ended + self.side._tally.given_up
         return sent
@@ -106,6 +107,50 @@ async def test_what_is_not_in_memory_comes_from_the_drive_with_the_bytes_of_the_
     assert cold.store.reader.missed_count - missed == asked
     assert cold.side._tally.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
     assert not cold.service.waiting
+
+
+def cached(cold):
+    return cached_pages(cold.store.device.fd, 0, 1 << 40)
+
+
+@with_cold
+async def test_larger_reads_of_who_keeps_them_go_past_the_page_cache_until_they_are_repeated(cold):
+    if not cold.store.device.direct_reads._on:
+        pytest.skip("no reads past the page cache here")
+    places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17), (7, 9))
+    for flags in (1, 0):
+        for first, count in places:
+            frame = cold.bench.frame(first, count, number=first + 1, flags=flags)
+            cold.begin(frame)
+            assert cached(cold) < count or not flags or count < 16
+            assert await cold.come() == cold.expected(frame)
+    evict(cold.store.device.path)
+    frames = [cold.bench.frame(first, count, number=first + 1, flags=1) for first, count in places]
+    for again in (False, True):
+        cold.store.device.direct_reads._new.clear()
+        cold.store.device.direct_reads._old.clear()
+        cold.begin(*frames)
+        sent = await cold.come()
+        assert sorted(sent) == sorted(cold.expected(*frames)), again
+    cold.begin(frames[0])
+    await cold.come()
+    assert cached(cold) >= 32, "what is read again in the same pieces is worth keeping"
+
+
+@with_cold
+async def test_a_drive_that_takes_no_reads_past_the_cache_is_read_as_always(cold):
+    direct = cold.store.device.direct_reads
+    if not direct._on:
+        pytest.skip("no reads past the page cache here")
+    directory = os.open("/", os.O_RDONLY)
+    os.dup2(directory, direct._direct)
+    os.close(directory)
+    frame = cold.bench.frame(0, 32, flags=1)
+    cold.begin(frame)
+    async with asyncio.timeout(60):
+        while not cold.side.sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await cold.come() == cold.expected(frame) and not direct._on
 
 
 @with_cold

@@ -21,7 +21,7 @@ class Place:
         self.content = os.urandom(4 * MIB)
         path.write_bytes(self.content)
         self.device = FileDevice(str(path), **options)
-        if self.device._direct_reads._direct < 0:
+        if self.device.direct_reads._direct < 0:
             pytest.skip("this file system or kernel has no reads past the page cache")
         self.forget()
 
@@ -77,8 +77,8 @@ def test_it_is_forgotten_what_was_read_long_ago(tmp_path):
     clock = ManualClock()
 
     async def work(place):
-        place.device._direct_reads.close()
-        place.device._direct_reads = direct_reads.DirectReads(place.device.fd, place.device._reader, clock)
+        place.device.direct_reads.close()
+        place.device.direct_reads = direct_reads.DirectReads(place.device.fd, place.device._reader, clock)
         for _ in range(3):
             await place.read([0], [MIB])
             assert not place.cached()
@@ -116,7 +116,7 @@ def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_
 def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
     async def work(place):
         directory = os.open(tmp_path, os.O_RDONLY)
-        os.dup2(directory, place.device._direct_reads._direct)
+        os.dup2(directory, place.device.direct_reads._direct)
         os.close(directory)
         await place.read([0], [MIB])
         assert place.cached() >= 256
