@@ -8,7 +8,7 @@ chunk request carries, and what the writer holds of it. Called by vfs, reader an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 
 from nvpool.base import grants
@@ -94,17 +94,20 @@ class OpenInode:
 
 
 class WholeDirectory:
-    """All names of a directory that was made here, while each of its changes since was ours: its change number tells.
+    """All names of a directory, while each of its changes since they were known was ours: its change number tells.
 
     So the absence of a name is known without asking for it, while the directory has this number: what unpacks or copies a tree
-    makes directories and then looks for each name in them before it makes it.
+    looks for each name before it makes it. Of a directory that was made here all names are known; of another one they are
+    listed (vfs/wholes), and until that is over `ours` has what we have changed meanwhile, of which the listing may tell what
+    was.
     """
 
-    __slots__ = ("change", "names")
+    __slots__ = ("change", "names", "ours")
 
-    def __init__(self, change: int):
+    def __init__(self, change: int, ours: set[bytes] | None = None):
         self.change = change
         self.names: set[bytes] = set()
+        self.ours = ours
 
 
 def _change_of(attr: Attr | bytes) -> int:
@@ -322,10 +325,43 @@ class Cache:
 
     def born_directory(self, attr: Attr) -> None:
         """The directory was made by us, with these attributes: it is empty."""
-        self.forget_whole(attr.inode)
-        self._whole[attr.inode] = WholeDirectory(attr.change)
+        self._hold_whole(attr.inode, WholeDirectory(attr.change))
+
+    def begin_whole(self, attr: Attr) -> WholeDirectory:
+        """The names of the directory, which has these attributes, are going to be listed: `put_names`, then `end_whole`."""
+        whole = WholeDirectory(attr.change, set())
+        self._hold_whole(attr.inode, whole)
+        return whole
+
+    def _hold_whole(self, inode: int, whole: WholeDirectory) -> None:
+        self.forget_whole(inode)
+        self._whole[inode] = whole
+        self._bound_whole()
+
+    def _bound_whole(self) -> None:
         while len(self._whole) > _WHOLE_DIRECTORIES_MAX or self._whole_names > self._options.cached_entries:
             self.forget_whole(next(iter(self._whole)))
+
+    def put_names(self, inode: int, whole: WholeDirectory, names: Iterable[bytes]) -> bool:
+        """These were listed. False where that is of no use any more: others have changed the directory, or there is no room."""
+        if self._whole.get(inode) is not whole:
+            return False
+        self._whole_names -= len(whole.names)
+        whole.names.update(name for name in names if name not in whole.ours)
+        self._whole_names += len(whole.names)
+        self._bound_whole()
+        return self._whole.get(inode) is whole
+
+    def end_whole(self, inode: int, whole: WholeDirectory, complete: bool) -> None:
+        """Every name was listed, or not."""
+        if complete:
+            whole.ours = None
+        elif self._whole.get(inode) is whole:
+            self.forget_whole(inode)
+
+    def is_whole(self, inode: int) -> bool:
+        """Whether its names are known, or are being listed."""
+        return inode in self._whole
 
     def named_in_whole(self, parent: Attr | None, inode: int, name: bytes, exists: bool) -> None:
         """The name has come to directory `inode` or gone by our change, after which the directory has the attributes `parent`;
@@ -341,6 +377,8 @@ class Cache:
             whole.names.add(name)
         else:
             whole.names.discard(name)
+        if whole.ours is not None:
+            whole.ours.add(name)
         self._whole_names += len(whole.names)
         whole.change = parent.change
 
@@ -354,7 +392,7 @@ class Cache:
     def is_missed(self, parent: int, name: bytes) -> bool:
         """Whether the directory was known as a whole, and the name is none of its."""
         whole = self._whole.get(parent)
-        return whole is not None and name not in whole.names
+        return whole is not None and whole.ours is None and name not in whole.names
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

@@ -24,10 +24,11 @@ from nvpool.client.vfs.listing import Listing
 from nvpool.client.vfs.many import Many
 from nvpool.client.vfs.ranges import Ranges
 from nvpool.client.vfs.takeover import TakeOver
+from nvpool.client.vfs.wholes import Wholes
 
 __all__ = ["KEEP_SIZE", "NOW", "PUNCH_HOLE", "RENAME_EXCHANGE", "RENAME_NOREPLACE", "XATTR_CREATE", "XATTR_REPLACE",
            "ZERO_RANGE", "Caller", "DirHandle", "FileHandle", "StatFs", "Vfs"]
 
 
-class Vfs(Many, Ranges, Listing, TakeOver):
+class Vfs(Many, Ranges, Listing, TakeOver, Wholes):
     """Made by client/session."""

@@ -269,9 +269,14 @@ class Names(Wide):
         if reply is not None and reply.HasField("parent"):
             self.cache.named_in_whole(reply.parent, parent, name, inode != 0)
             self.cache.put_attr(reply.parent)
+            if inode and not self.cache.is_whole(parent):
+                self._made_in(parent, reply.parent.size)
         else:
             self.cache.named_in_whole(None, parent, name, inode != 0)
             self.cache.forget_attr(parent)
+
+    def _made_in(self, parent: int, entries: int) -> None:
+        """A name was made in a directory, which has so many now, of which not all are known. See Wholes."""
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         check_name(name)

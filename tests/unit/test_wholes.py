@@ -1,0 +1,118 @@
+"""Directories in which names are made: all of their names get known, so that a new one is one question; and none is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from nvpool.base.errors import NotFound
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.vfs import siblings, wholes
+from tests.unit.test_gone_through import META, filled, find, settled
+from tests.unit.test_small_files import EXACT, ME, Case, run
+
+
+async def is_there(vfs, parent: int, name: bytes) -> bool:
+    try:
+        await find(vfs, parent, name)
+    except NotFound:
+        return False
+    return True
+
+
+async def make(vfs, parent: int, name: bytes) -> None:
+    """As a kernel does: look it up, then make it."""
+    assert not await is_there(vfs, parent, name)
+    await vfs.mknod(parent, name, 0o644, 0, ME)
+
+
+async def known(case, count: int = 40) -> tuple[int, list[bytes]]:
+    """A directory of another client's, in which this one has made names until it knows all of them."""
+    there, names = await filled(case.other, count)
+    await case.one.getattr(there)  # with a lease: what several change in turns is lent to nobody for a while
+    for number in range(wholes.MADE_MIN):
+        await make(case.one, there, b"first %d" % number)
+    await settled(case.one)
+    return there, names
+
+
+def test_in_a_directory_that_was_there_a_new_name_is_one_question_once_some_were_made():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await known(case)
+
+            async def more() -> None:
+                for number in range(50):
+                    await make(case.one, there, b"new %d" % number)
+                assert await is_there(case.one, there, b"new 7") and await is_there(case.one, there, b"first 1")
+                await case.one.unlink(there, b"new 7", ME)
+                assert not await is_there(case.one, there, b"new 7")
+            _, sent = await case.counted(more())
+            assert sent == {"META_CREATE": 50, "META_UNLINK": 1}
+            for name in names:
+                assert await is_there(case.one, there, name), name
+    run(main())
+
+
+def test_what_others_make_and_remove_there_is_seen_at_once():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, _ = await known(case)
+            await case.other.mknod(there, b"theirs", 0o644, 0, ME)
+            assert await is_there(case.one, there, b"theirs")
+            await case.other.unlink(there, b"first 0", ME)
+            assert not await is_there(case.one, there, b"first 0")
+            await case.other.rename(there, b"first 1", there, b"moved", 0, ME)
+            assert await is_there(case.one, there, b"moved") and not await is_there(case.one, there, b"first 1")
+    run(main())
+
+
+def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monkeypatch):
+    monkeypatch.setattr(wholes, "STEP_NAMES", 3)
+
+    async def main(seed: int) -> None:
+        draw = random.Random(seed)
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 40)
+            model = set(names)
+            for number in range(200):
+                vfs = case.one if number < 6 or draw.random() < 0.9 else case.other
+                name = draw.choice(sorted(model)) if model and draw.random() < 0.4 else b"%d" % draw.randrange(80)
+                assert await is_there(vfs, there, name) == (name in model), (seed, number, name)
+                if name in model:
+                    await vfs.unlink(there, name, ME)
+                    model.discard(name)
+                else:
+                    await vfs.mknod(there, name, 0o644, 0, ME)
+                    model.add(name)
+                for _ in range(draw.randrange(4)):
+                    await asyncio.sleep(0)
+            await settled(case.one)
+            for name in (b"%d" % number for number in range(80)):
+                assert await is_there(case.one, there, name) == (name in model), (seed, name)
+
+    for seed in range(12):
+        run(main(seed))
+
+
+def test_a_directory_with_many_names_is_not_listed_for_a_few(monkeypatch):
+    monkeypatch.setattr(siblings, "MISSES_MIN", 1 << 30)  # nor because names follow one another
+    large = wholes.NAMES_FOR_ONE * wholes.MADE_MIN
+
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            _, sent = await case.counted(known(case, large))
+            assert "META_LIST" not in sent
+    run(main())
+
+
+def test_a_wide_directory_is_not_listed_for_its_new_names():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            vfs = case.one
+            there = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
+            for number in range(wholes.MADE_MIN * 2):
+                await make(vfs, there, b"%d" % number)
+            await settled(vfs)
+            assert await is_there(vfs, there, b"3") and not await is_there(vfs, there, b"30")
+    run(main())
