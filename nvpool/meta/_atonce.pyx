@@ -2,6 +2,8 @@
 """The commonest requests of a mount, from frame to frame, without Python in between. See atonce.py, which says what is promised;
 there is no twin: what is left out here, and everything without a compiler, is decided by service, view and changes."""
 
+import logging
+
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
@@ -49,6 +51,7 @@ cdef extern from *:
     const int CLOCK_REALTIME
 
 crc_begin(0)
+_log = logging.getLogger(__name__)
 
 cdef enum:
     HEADER_BYTES = 32
@@ -693,14 +696,19 @@ cdef class AtOnce:
             if not take_request(method, frame + HEADER_BYTES, message_bytes, &request) or not self._at_ease():
                 break
             since_s = self._now_s()
-            if method == CREATE:
-                reply = self._create(&request, number)
-            elif method == UNLINK:
-                reply = self._unlink(&request, number)
-            elif method == REPORT:
-                reply = self._report(&request, number)
-            else:
-                reply = self._entry(&request, number, method == LOOKUP)
+            try:
+                if method == CREATE:
+                    reply = self._create(&request, number)
+                elif method == UNLINK:
+                    reply = self._unlink(&request, number)
+                elif method == REPORT:
+                    reply = self._report(&request, number)
+                else:
+                    reply = self._entry(&request, number, method == LOOKUP)
+            except Exception as error:
+                if not isinstance(error, NvpoolError):
+                    _log.error("method %d could not be answered at once", method, exc_info=error)
+                reply = None  # said, in words, by the ordinary way; of a change that is made by then it gives the kept answer
             if reply is None:
                 break
             at += HEADER_BYTES + message_bytes
@@ -863,46 +871,43 @@ cdef class AtOnce:
         cdef int64_t now_ns
         cdef uint32_t partition, lease_ms
         cdef uint64_t counter
-        try:
-            session = self._session(r)
-            if session is None or r.mode & S_IFMT != S_IFREG or r.mode > 0o177777:
-                return None
-            slot = self._slot(r, session)
-            if slot is None or not self._inode(r.inode, &parent) or not parent.links or parent.volume:
-                return None
-            key = self._name(r, &parent)
-            if key is None or self._view.get(key) is not None:
-                return None
-            if r.opens and len(<dict?>session.opens) >= opens_max or self._is_disturbed(session, (parent.number,)):
-                return None
-            now_ns = self._now_ns()
-            if now_ns < 0:
-                return None
-            partition = <uint32_t>(parent.number >> COUNTER_BITS)
-            counter = self._view.next_number
-            born.number = <uint64_t>partition << COUNTER_BITS | counter
-            born.mode, born.links, born.uid, born.gid = r.mode, 1, r.uid, r.gid
-            if parent.mode & S_ISGID:
-                born.gid = parent.gid
-            born.size = born.blocks = born.cut = born.parent = born.punches = born.volume = 0
-            born.rdev, born.change = 0, 1
-            born.atime = born.mtime = born.ctime = now_ns
-            born.table, born.chunk_bits = parent.table, parent.chunk_bits
-            born.flags = TOUCHED if r.opens and r.rights & 2 else 0
-            born.target_bytes = 0
-            parent.size += 1
-            stamp(&parent, now_ns, True)
-            at = put_attr_within(entry, 1 << 3 | 2, &born)
-            if r.opens and r.rights & 3:
-                at = self._put_grant(at, &born, r.rights, r.session, now_ns)
-            at = put_within(said, 1 << 3 | 2, entry, at - entry)
-            at[0], at[1] = 2 << 3, 1
-            at += 2
-            answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
-            effects = [(COUNTS_KEY, encode_counts(<uint64_t>self._view.inode_count + 1)), (key, encode_dentry(8, counter)),
-                       (numbered_key(0, born.number), encode(&born)), (numbered_key(0, parent.number), encode(&parent))]
-        except NvpoolError:
-            return None  # said again, and in words, by the ordinary way
+        session = self._session(r)
+        if session is None or r.mode & S_IFMT != S_IFREG or r.mode > 0o177777:
+            return None
+        slot = self._slot(r, session)
+        if slot is None or not self._inode(r.inode, &parent) or not parent.links or parent.volume:
+            return None
+        key = self._name(r, &parent)
+        if key is None or self._view.get(key) is not None:
+            return None
+        if r.opens and len(<dict?>session.opens) >= opens_max or self._is_disturbed(session, (parent.number,)):
+            return None
+        now_ns = self._now_ns()
+        if now_ns < 0:
+            return None
+        partition = <uint32_t>(parent.number >> COUNTER_BITS)
+        counter = self._view.next_number
+        born.number = <uint64_t>partition << COUNTER_BITS | counter
+        born.mode, born.links, born.uid, born.gid = r.mode, 1, r.uid, r.gid
+        if parent.mode & S_ISGID:
+            born.gid = parent.gid
+        born.size = born.blocks = born.cut = born.parent = born.punches = born.volume = 0
+        born.rdev, born.change = 0, 1
+        born.atime = born.mtime = born.ctime = now_ns
+        born.table, born.chunk_bits = parent.table, parent.chunk_bits
+        born.flags = TOUCHED if r.opens and r.rights & 2 else 0
+        born.target_bytes = 0
+        parent.size += 1
+        stamp(&parent, now_ns, True)
+        at = put_attr_within(entry, 1 << 3 | 2, &born)
+        if r.opens and r.rights & 3:
+            at = self._put_grant(at, &born, r.rights, r.session, now_ns)
+        at = put_within(said, 1 << 3 | 2, entry, at - entry)
+        at[0], at[1] = 2 << 3, 1
+        at += 2
+        answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
+        effects = [(COUNTS_KEY, encode_counts(<uint64_t>self._view.inode_count + 1)), (key, encode_dentry(8, counter)),
+                   (numbered_key(0, born.number), encode(&born)), (numbered_key(0, parent.number), encode(&parent))]
         failed = self._commit(r, session, slot, effects, answer, True, number)
         if failed is not None:
             return failed
@@ -937,39 +942,36 @@ cdef class AtOnce:
         cdef bytes key, answer, failed
         cdef int64_t now_ns
         cdef uint64_t inode
-        try:
-            session = self._session(r)
-            if session is None:
-                return None
-            slot = self._slot(r, session)
-            if slot is None or not self._inode(r.inode, &parent) or parent.volume or not parent.size:
-                return None
-            key = self._name(r, &parent)
-            if key is None:
-                return None
-            raw = self._view.get(key)
-            if raw is None:
-                return None
-            inode = decode_dentry(<uint32_t>(parent.number >> COUNTER_BITS), raw)
-            if (not inode or not self._inode(inode, &victim) or victim.mode & S_IFMT == S_IFDIR or victim.volume
-                    or not victim.links or self._is_disturbed(session, (parent.number, victim.number))):
-                return None
-            now_ns = self._now_ns()
-            if now_ns < 0:
-                return None
-            parent.size -= 1
-            stamp(&parent, now_ns, True)
-            victim.links -= 1
-            stamp(&victim, now_ns, False)
-            at = put_number(put_fixed(said, 1 << 3 | 1, victim.number), 2 << 3, victim.links)
-            answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
-            effects = [(key, None)]
-            if not victim.links:
-                effects.append((numbered_key(3, victim.number), ORPHAN_VALUE))
-            effects.append((numbered_key(0, parent.number), encode(&parent)))
-            effects.append((numbered_key(0, victim.number), encode(&victim)))
-        except NvpoolError:
+        session = self._session(r)
+        if session is None:
             return None
+        slot = self._slot(r, session)
+        if slot is None or not self._inode(r.inode, &parent) or parent.volume or not parent.size:
+            return None
+        key = self._name(r, &parent)
+        if key is None:
+            return None
+        raw = self._view.get(key)
+        if raw is None:
+            return None
+        inode = decode_dentry(<uint32_t>(parent.number >> COUNTER_BITS), raw)
+        if (not inode or not self._inode(inode, &victim) or victim.mode & S_IFMT == S_IFDIR or victim.volume
+                or not victim.links or self._is_disturbed(session, (parent.number, victim.number))):
+            return None
+        now_ns = self._now_ns()
+        if now_ns < 0:
+            return None
+        parent.size -= 1
+        stamp(&parent, now_ns, True)
+        victim.links -= 1
+        stamp(&victim, now_ns, False)
+        at = put_number(put_fixed(said, 1 << 3 | 1, victim.number), 2 << 3, victim.links)
+        answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
+        effects = [(key, None)]
+        if not victim.links:
+            effects.append((numbered_key(3, victim.number), ORPHAN_VALUE))
+        effects.append((numbered_key(0, parent.number), encode(&parent)))
+        effects.append((numbered_key(0, victim.number), encode(&victim)))
         failed = self._commit(r, session, slot, effects, answer, False, number)
         if failed is not None:
             return failed
@@ -985,39 +987,36 @@ cdef class AtOnce:
         cdef bytes answer, failed
         cdef int64_t now_ns
         cdef uint64_t grown, most
-        try:
-            session = self._session(r)
-            if session is None or r.sync:
-                return None
-            slot = self._slot(r, session)
-            if slot is None or not self._inode(r.inode, &i) or i.volume or i.mode & S_IFMT != S_IFREG:
-                return None
-            # As changes.open.report: what would be refused is left, and so is what changes nothing.
-            if r.cut > i.cut or i.punches > i.cut or r.cut < i.cut - i.punches:
-                return None
-            if i.chunk_bits > 31 or r.end > min(FILE_BYTES_MAX, <uint64_t>1 << 32 + i.chunk_bits):
-                return None
-            if r.end <= i.size and not r.wrote or r.blocks_delta >= NUMBER_MAX:
-                return None
-            if self._is_disturbed(session, (i.number,)):
-                return None
-            now_ns = self._now_ns()
-            if now_ns < 0:
-                return None
-            i.flags |= TOUCHED
-            if r.end > i.size:
-                grown = r.blocks_delta or blocks_of(r.end) - blocks_of(i.size)
-                i.size = r.end
-            else:
-                grown = r.blocks_delta
-            most = blocks_of(i.size)
-            i.blocks = i.blocks + grown if i.blocks + grown < most else most
-            stamp(&i, now_ns, True)
-            at = put_attr_within(said, 1 << 3 | 2, &i)
-            answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
-            effects = [(numbered_key(0, i.number), encode(&i))]
-        except NvpoolError:
+        session = self._session(r)
+        if session is None or r.sync:
             return None
+        slot = self._slot(r, session)
+        if slot is None or not self._inode(r.inode, &i) or i.volume or i.mode & S_IFMT != S_IFREG:
+            return None
+        # As changes.open.report: what would be refused is left, and so is what changes nothing.
+        if r.cut > i.cut or i.punches > i.cut or r.cut < i.cut - i.punches:
+            return None
+        if i.chunk_bits > 31 or r.end > min(FILE_BYTES_MAX, <uint64_t>1 << 32 + i.chunk_bits):
+            return None
+        if r.end <= i.size and not r.wrote or r.blocks_delta >= NUMBER_MAX:
+            return None
+        if self._is_disturbed(session, (i.number,)):
+            return None
+        now_ns = self._now_ns()
+        if now_ns < 0:
+            return None
+        i.flags |= TOUCHED
+        if r.end > i.size:
+            grown = r.blocks_delta or blocks_of(r.end) - blocks_of(i.size)
+            i.size = r.end
+        else:
+            grown = r.blocks_delta
+        most = blocks_of(i.size)
+        i.blocks = i.blocks + grown if i.blocks + grown < most else most
+        stamp(&i, now_ns, True)
+        at = put_attr_within(said, 1 << 3 | 2, &i)
+        answer = PyBytes_FromStringAndSize(<const char *>said, at - said)
+        effects = [(numbered_key(0, i.number), encode(&i))]
         failed = self._commit(r, session, slot, effects, answer, False, number)
         if failed is not None:
             return failed
@@ -1039,31 +1038,28 @@ cdef class AtOnce:
         cdef int64_t now_ns
         cdef uint64_t inode = r.inode
         cdef uint32_t lease_ms
-        try:
-            session = self._session(r)
-            if session is None:
-                return None
-            if by_name:
-                if not self._inode(r.inode, &i):
-                    return None
-                key = self._name(r, &i)
-                raw = self._view.get(key) if key is not None else None
-                if raw is None:
-                    return None
-                inode = decode_dentry(<uint32_t>(r.inode >> COUNTER_BITS), raw)
-            if not self._inode(inode, &i) or self._cutting and inode in self._cutting:
-                return None
-            at = put_attr_within(at, 1 << 3 | 2, &i)
-            if r.rights & 3 and i.mode & S_IFMT == S_IFREG:
-                if r.rights & 2 and not i.flags & TOUCHED:
-                    return None
-                now_ns = self._now_ns()
-                if now_ns < 0:
-                    return None
-                at = self._put_grant(at, &i, r.rights, r.session, now_ns)
-            lease_ms = self._lend(session, &i)
-        except NvpoolError:
+        session = self._session(r)
+        if session is None:
             return None
+        if by_name:
+            if not self._inode(r.inode, &i):
+                return None
+            key = self._name(r, &i)
+            raw = self._view.get(key) if key is not None else None
+            if raw is None:
+                return None
+            inode = decode_dentry(<uint32_t>(r.inode >> COUNTER_BITS), raw)
+        if not self._inode(inode, &i) or self._cutting and inode in self._cutting:
+            return None
+        at = put_attr_within(at, 1 << 3 | 2, &i)
+        if r.rights & 3 and i.mode & S_IFMT == S_IFREG:
+            if r.rights & 2 and not i.flags & TOUCHED:
+                return None
+            now_ns = self._now_ns()
+            if now_ns < 0:
+                return None
+            at = self._put_grant(at, &i, r.rights, r.session, now_ns)
+        lease_ms = self._lend(session, &i)
         self._counters["requests"] += 1
         return self._reply(number, put_number(at, 3 << 3, lease_ms))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
-from nvpool.base.errors import Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
+from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
 from nvpool.meta import atonce, records
 from nvpool.meta.member import _AtOnce as member_at_once
@@ -479,6 +479,41 @@ async def test_records_that_are_damaged_are_left_to_who_says_so(bench):
         bench.kv.apply([(records.inode_key(there), raw)])
         bench.service._ranges._look_through()
         assert is_left(bench, LOOKUP, look)
+
+
+@with_shard
+async def test_a_bug_on_the_way_ends_no_connection_and_is_said_the_ordinary_way(bench):
+    there = await bench.make(b"there")
+    get = bench.kv.get
+
+    def broken(key):
+        if key == records.inode_key(there):
+            raise ValueError("a bug")
+        return get(key)
+
+    bench.kv.get = broken
+    bench.service._ranges._look_through()
+    for method, request in ((LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")),
+                            (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=there)),
+                            (UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there")),
+                            (REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True))):
+        assert is_left(bench, method, request)
+        assert isinstance(decode_error(*await bench.ask(method, request)), Bug)
+
+
+@with_shard
+async def test_a_change_behind_which_something_fails_is_made_once_and_answered_with_what_is_kept(bench):
+    there = await bench.make(b"there")
+    before = bench.kv.sequence
+
+    def fail(inode):
+        raise CorruptRecord("damaged")
+
+    bench.service._sessions.on_free = fail
+    status, message = await bench.ask(REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True,
+                                                               release=True))
+    assert not status and pb.AttrReply.FromString(message).attr.size == 9
+    assert bench.kv.sequence == before + 1 and not bench.service._sessions.holders.get(there)
 
 
 @with_shard
