@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.errors import Bug, Busy, CorruptRecord, DriveFailed, Fenced, NoSpace, NotFound
 from nvpool.kv.lmdb_engine import LmdbKv, LmdbOptions
+from nvpool.kv.memory import MemoryKv
 from nvpool.meta import atonce, records
 from nvpool.meta.member import _AtOnce as member_at_once
 from nvpool.meta.records import Inode
@@ -328,6 +329,28 @@ def test_what_was_answered_is_there_after_the_death_of_the_process(tmp_path):
         await kv.close()
 
     asyncio.run(check())
+
+
+@with_shard
+async def test_what_was_loaded_is_found_and_changed_by_the_name_key_of_the_dump(bench):
+    there = await bench.make(b"there")
+    reply = await bench.client.ask("DUMP", pb.DumpRequest())
+    lines = bench.client.payload
+    assert reply.done
+    kv = MemoryKv()
+    service = MetaService(kv, grant_secret=b"another secret" * 3, clock=ManualClock(3), dialer=StoreRecorder())
+    await service.start()
+    await ShardClient(service).ask("LOAD", pb.LoadRequest(first=True, last=True), lines)
+    loaded = Bench(kv, service, True)
+    client = loaded.client = await ShardClient(service).begin()
+    service._sessions.slot(service._sessions.get(client.session), 0)
+    status, message = await loaded.ask(LOOKUP, pb.LookupRequest(session=client.session, parent=bench.home, name=b"there"))
+    assert not status and pb.Entry.FromString(message).attr.inode == there
+    loaded.home = bench.home
+    new = await loaded.make(b"new")
+    assert loaded.taken == 2
+    assert (await client.lookup(bench.home, b"new")).attr.inode == new and not await client.fsck()
+    await service.close()
 
 
 # -- left to the ordinary way --------------------------------------------------------------------------------------------
