@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from nvpool.base.errors import AccessDenied
+from nvpool.base.grants import GRANT_BYTES
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller
@@ -95,4 +96,41 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             await fs.volumes.revoke("secret", GRANTED)
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look) == "denied"
             assert await asked(meta, GRANTED, wire.META_DUMP, pb.DumpRequest()) == "denied"
+    asyncio.run(main())
+
+
+async def grants_told(meta, member: str, session: int, directory: int, names: list[bytes]) -> tuple[int, int]:
+    """Rights to read that come with a listing of the directory, and with these names looked up together."""
+    looked = pb.LookupManyRequest(session=session, rights=3, directories=[pb.NamesIn(parent=directory, names=names)])
+    calls = [DirectCall(wire.META_LIST, pb.ListDirRequest(session=session, inode=directory, attrs=True, packed=True,
+                                                          rights=3).SerializeToString()),
+             DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString())]
+    told = []
+    for call in calls:
+        call.peer = PEER._replace(member=member)
+        meta.handle(call)
+        try:
+            told.append(bytes((await call.wait())[0]))
+        except AccessDenied:
+            told.append(b"")
+    return (len(pb.ListDirReply.FromString(told[0]).grants) // GRANT_BYTES,
+            sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found))
+
+
+def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
+    async def main() -> None:
+        async with LocalPool() as pool:
+            client = await pool.client(options=ClientOptions(deadline_s=10.0))
+            fs, meta = AsyncFileSystem(client, Caller(0, 0)), next(iter(pool.metas.values()))
+            made = await fs.volumes.create("secret")
+            names = [b"one", b"two", b"three"]
+            for name in names:
+                await fs.write_bytes(f"/volumes/secret/{name.decode()}", b"1")
+            session = next(iter(meta._sessions.by_number))
+            assert await grants_told(meta, STRANGER, session, made.inode, names) == (3, 3)  # nothing is kept from anybody yet
+            await fs.volumes.grant("secret", GRANTED, "ro")
+            for member, told in ((STRANGER, (0, 0)), (GRANTED, (0, 3)), (NODE, (0, 3))):  # a listing brings none at all then
+                assert await grants_told(meta, member, session, made.inode, names) == told
+            await fs.volumes.revoke("secret", GRANTED)
+            assert await grants_told(meta, GRANTED, session, made.inode, names) == (0, 0)
     asyncio.run(main())
