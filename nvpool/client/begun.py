@@ -29,7 +29,7 @@ _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
 
 class Begun:
     """A change on its way. `on_end` is called once with (answer, None) or (None, error), never before `begin` has returned. The
-    slot is free again when that returns, unless it was `left` to the kernel's request before."""
+    slot is free again when that returns, unless it was left to the kernel's request before."""
 
     __slots__ = ("meta", "on_end", "inode", "method", "request", "reply_type", "file", "unique", "state", "slot", "sequence",
                  "generation", "deadline_s", "error", "_connection", "_number", "_task", "_ended", "_left")
@@ -63,6 +63,10 @@ class Begun:
 
     def leave(self) -> None:
         """The slot is held until the kernel's request is answered: more is done for that."""
+        if not self._left:
+            self._leave()
+
+    def _leave(self) -> None:
         self._left = True
         self.meta.leave(self.unique, self.state, self.slot, self.sequence, self.generation)
 
@@ -104,7 +108,7 @@ class Begun:
 
     def _gone_on(self, task: asyncio.Task) -> None:
         if self.error is not None:  # cancelled before its first step
-            self.leave()
+            self._leave()
             self.meta.lost_sight()
         if task.cancelled():
             self._end(None, asyncio.CancelledError())

@@ -260,6 +260,26 @@ def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
     scene(work)
 
 
+@pytest.mark.parametrize("error", (errors.WrongShard(), Disconnected("lost")), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("unique", (UNIQUE, 0), ids=("of-the-kernel", "of-nobody"))
+def test_a_slot_is_given_back_once_where_more_is_to_be_done_for_what_went_on(error, unique):
+    """As where the name turns out to stand for an inode of another shard."""
+    async def work(here: Case) -> None:
+        slots = sorted(slot for slot, _ in here.state.slots)
+        here.answers_instead(error, sent=False)
+        told = here.create(b"f", unique=unique)
+        told.on_told = lambda: told.events == ["made"] and told.begun.leave()
+        await told.end
+        here.answered()
+        assert sorted(slot for slot, _ in here.state.slots) == slots and here.noted() == []
+        names = [b"%d" % number for number in range(len(slots) + 9)]
+        for name in names:  # a name that was used would bring the answer of then
+            attr, handle = await here.create(name).end
+            await here.vfs.release(handle)
+        assert sorted(await _listed(here)) == sorted([b"f", *names])
+    scene(work)
+
+
 def test_who_gives_up_is_told_once_and_the_slot_goes_on_behind_what_was_sent():
     async def work(here: Case) -> None:
         slots = len(here.state.slots)
