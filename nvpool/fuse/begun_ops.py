@@ -97,6 +97,7 @@ class Creating:
     def go_on(self, opening: Coroutine) -> None:
         self.begun.leave()  # the slot is the request's until that is answered
         self._task = asyncio.get_running_loop().create_task(opening)
+        self._task.unique = self._unique  # what it changes is made once for that, too; see client/once
         self._task.add_done_callback(self._gone_on)
 
     def _gone_on(self, task: asyncio.Task) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvpool.base import errors
+from nvpool.client.once import asking
 from nvpool.fuse import kernel_engine
 from nvpool.fuse.engine import MountOptions, kernel_version, make_engine
 from nvpool.fuse.kernel_engine import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
@@ -485,6 +486,33 @@ async def test_what_is_begun_is_answered_before_books_are_kept_and_others_meanwh
         assert (await kernel.hear())[:2] == (asked, 0)
     await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
     assert not ops._files and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
+
+
+class ElsewhereVfs(BeginningVfs):
+    """The name stands for what has to be opened with one more question."""
+
+    asked = 0
+
+    def begin_create(self, parent, name, mode, flags, caller, unique, making):
+        begun = self._begin(unique, lambda: making.go_on(self._open(parent, name, mode, flags, caller)), making.failed)
+        begun.leave = lambda: None
+        return begun
+
+    async def _open(self, *arguments):
+        await asyncio.sleep(0)
+        self.asked = asking()
+        return await self.create(*arguments)
+
+
+@played(ElsewhereVfs)
+async def test_what_is_done_besides_for_a_request_that_was_begun_is_done_for_that_request(kernel):
+    await kernel.init()
+    vfs = kernel.engine._ops._vfs
+    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.silent()
+    vfs.begun.pop().done()
+    assert (await kernel.hear())[:2] == (asked, 0)
+    assert vfs.asked == asked and not kernel.engine._work
 
 
 @played(BeginningVfs)
