@@ -134,9 +134,7 @@ class Sending:
             self._dropped(written, segment, LockLost())
         else:
             self._has_stored(written, segment, writing.cut)
-        self._left(written, unit, segment)
-        if error is None:
-            self._unflushed.note(written.file.inode, writing.stored())
+        self._left(written, unit, segment, None if error is not None else writing)
 
     async def _send(self, written: WrittenFile, unit: int, segment: Segment, begun: Writing | None = None) -> None:
         """`begun`: what has become of it."""
@@ -189,8 +187,8 @@ class Sending:
                   segment.start, written.file.inode, error)
         written.error = written.error or error
 
-    def _left(self, written: WrittenFile, unit: int, segment: Segment) -> None:
-        """The segment is not here any more: it is stored, or was dropped."""
+    def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
+        """The segment is not here any more: it is `stored`, or was noted so before, or was dropped."""
         length = segment.end - segment.start
         self._in_flight -= length
         sending = written.sending[unit]
@@ -199,6 +197,8 @@ class Sending:
             del written.sending[unit]
         if written.flushing is not None:
             written.flushing.look()  # what it sends now the service works at while we go on
+        if stored is not None:  # before the pieces that stand for it go: a successor has to know that it is to be flushed
+            self._unflushed.note(written.file.inode, stored.stored())
         if self._keeping is not None:
             self._keeping.drop(segment.records)
         self._hold(written, -length)

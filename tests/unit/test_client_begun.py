@@ -12,7 +12,7 @@ from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
 from nvpool.base.ids import ROOT_INODE
-from nvpool.base.kept import KeptMemory
+from nvpool.base.kept import KeptMemory, Word
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller, DirHandle
 from nvpool.client.written import Turn
@@ -371,6 +371,19 @@ def test_a_small_file_is_written_and_closed_without_a_task():
         found = await other.lookup(ROOT_INODE, b"f")
         reader = await other.open(found.inode, os.O_RDONLY, ME)
         assert found.size == 4096 and bytes(await other.read(reader, 0, 8192)) == content
+    scene(work)
+
+
+def test_that_there_is_something_to_flush_outlives_us_before_the_bytes_here_go():
+    async def work(here: Case) -> None:
+        _, handle = await here.create(b"f").end
+        await here.stores_answer()
+        keeping, told = here.vfs.keeping, []
+        drop = keeping.drop
+        keeping.drop = lambda records: (told.append(here.kept.word(Word.UNFLUSHED)), drop(records))
+        assert here.vfs.write_now(handle, 0, bytes(4096))
+        await here.flush(handle).end
+        assert told == [1]
     scene(work)
 
 
