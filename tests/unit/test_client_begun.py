@@ -173,6 +173,22 @@ def test_a_file_that_is_begun_is_as_one_that_is_asked_for_and_is_told_of_before_
     scene(work)
 
 
+def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told():
+    async def work(here: Case) -> None:
+        told = here.create(b"f")
+
+        def refuse() -> None:
+            if told.events == ["made"]:
+                raise errors.TooManyOpen()
+
+        told.on_told = refuse
+        with pytest.raises(errors.TooManyOpen):
+            await told.end
+        assert told.events == ["made", "failed"] and here.noted() == [] and not here.vfs.is_open(told.attr.inode)
+        assert told.attr.inode not in here.state.open and await _listed(here) == [b"f"]
+    scene(work)
+
+
 def test_an_unlink_that_is_begun_is_as_one_that_is_asked_for():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, StaleCut
+from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.begun import Begun, OnEnd
 from nvpool.client.cache import OpenInode
@@ -41,7 +41,8 @@ class Making(Protocol):
     """Whoever has begun to create a file. Told one of: `made`, and right after it `opened`; `found`; `go_on`; `failed`."""
 
     def made(self, attr: Attr) -> None:
-        """There is a new file with these attributes, open; nothing was kept of it yet."""
+        """There is a new file with these attributes, open; nothing was kept of it yet. May raise, where it can not be kept
+        open: then it is not, and `failed` is told of that."""
 
     def opened(self, handle: FileHandle) -> None:
         """The new file's handle."""
@@ -190,10 +191,18 @@ class Files(Together, Locks):
         if entry.elsewhere:
             making.go_on(self._open_elsewhere(parent, name, mode, flags, caller, entry.attr.inode))
         elif reply.created and entry.attr.inode not in self.cache.open:
-            making.made(entry.attr)
+            refused = None
+            try:
+                making.made(entry.attr)
+            except NvpoolError as no_room:
+                refused = no_room
             handle = self._opened(entry, flags, sent_s)
             self._created(parent, name, handle, sent_s, reply)
-            making.opened(handle)
+            if refused is None:
+                making.opened(handle)
+            else:
+                self.release_now(handle)
+                making.failed(refused)
         else:
             handle = self._opened(entry, flags, sent_s)
             self._created(parent, name, handle, sent_s, reply)
