@@ -233,8 +233,11 @@ cdef class Reads:
                 if error == EAGAIN:
                     return -1
                 raise OSError(error, os.strerror(error))
-            if not self.begin(count):
-                return count
+            try:
+                if not self.begin(count):
+                    return count
+            except Exception as bug:  # who waits is told
+                self.engine._broken(bug)
             self.taken += 1
         return 0
 

@@ -489,6 +489,21 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
 
 
 @in_one_step
+async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
+    number = await kernel.open()
+    chunks, file = kernel.vfs.chunks, kernel.handle(number).file
+    file.lanes.clear()
+    chunks.find_lane = lambda *all: 1 / 0
+    async with asyncio.timeout(20):
+        for block in (3, 50, 9):
+            with pytest.raises(OSError) as raised:
+                await kernel.read(number, block * BLOCK, BLOCK)
+            assert raised.value.errno == errno.EIO
+    del chunks.find_lane
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+
+
+@in_one_step
 async def test_it_counts_as_the_ordinary_way_does(kernel):
     number = await kernel.open()
     chunks, calls = kernel.vfs.chunks, TALLY.calls
