@@ -376,6 +376,8 @@ cdef class Reads:
         cdef Py_ssize_t count = REAP_MAX, total = 0
         cdef Cold one
         cdef list sides
+        if self._ring is None:
+            return
         while count == REAP_MAX or total >= OUT_BYTES_MAX:
             count, total, sides = 0, 0, []
             while count < REAP_MAX and total < OUT_BYTES_MAX and self._ring.take(&token, &result):

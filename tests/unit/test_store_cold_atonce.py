@@ -255,6 +255,16 @@ async def test_a_store_that_ends_at_once_refuses_what_it_has_begun_and_waits_for
 
 
 @with_cold
+async def test_where_nothing_was_ever_begun_and_when_all_is_over_nothing_comes(cold):
+    cold.reads.reap()
+    cold.begin(cold.bench.frame(3))
+    assert len(await cold.come()) == 1
+    cold.reads.close()
+    cold.reads.reap()
+    cold.reads.submit()
+
+
+@with_cold
 async def test_what_the_ring_has_no_room_for_is_left(cold):
     frames = [cold.bench.frame(block, number=turn * BLOCKS + block + 1) for turn in range(3) for block in cold.answers]
     evict(cold.store.device.path)
