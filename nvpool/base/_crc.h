@@ -1,5 +1,6 @@
-/* CRC32C of some hundred bytes, and numbers as formats have them: for the compiled modules that pack records. With the
-   instruction of x86-64 (SSE 4.2) where the processor has it, else by tables. `crc_begin` is called once, by the module. */
+/* CRC32C of up to some hundred bytes, and numbers as formats have them: for the compiled modules that read and pack heads, frames
+   and records. With the instruction of x86-64 (SSE 4.2) where the processor has it, else by tables. `crc_begin` is called once,
+   by the module. */
 
 #ifndef NVPOOL_BASE_CRC_H
 #define NVPOOL_BASE_CRC_H
@@ -8,12 +9,19 @@
 #include <stdint.h>
 #include <string.h>
 
-static uint32_t crc_table[256];
+static uint32_t crc_tables[8][256];
 
+/* Eight bytes a step: "slicing by 8", Kounavis and Berry, ISCC 2005. */
 static uint32_t crc_by_table(uint32_t crc, const uint8_t *bytes, size_t count)
 {
+    for (; count >= 8; count -= 8, bytes += 8) {
+        uint32_t low = crc ^ (bytes[0] | bytes[1] << 8 | bytes[2] << 16 | (uint32_t)bytes[3] << 24);
+        crc = crc_tables[7][low & 255] ^ crc_tables[6][low >> 8 & 255] ^ crc_tables[5][low >> 16 & 255]
+            ^ crc_tables[4][low >> 24] ^ crc_tables[3][bytes[4]] ^ crc_tables[2][bytes[5]]
+            ^ crc_tables[1][bytes[6]] ^ crc_tables[0][bytes[7]];
+    }
     for (; count; count--)
-        crc = crc >> 8 ^ crc_table[(crc ^ *bytes++) & 255];
+        crc = crc >> 8 ^ crc_tables[0][(crc ^ *bytes++) & 255];
     return crc;
 }
 
@@ -51,8 +59,12 @@ static void crc_begin(int by_table)
         uint32_t crc = number;
         for (int bit = 0; bit < 8; bit++)
             crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
-        crc_table[number] = crc;
+        crc_tables[0][number] = crc;
     }
+    for (uint32_t number = 0; number < 256; number++)
+        for (int more = 1; more < 8; more++)
+            crc_tables[more][number] = crc_tables[more - 1][number] >> 8
+                ^ crc_tables[0][crc_tables[more - 1][number] & 255];
     crc_step = crc_by_table;
     if (!by_table)
         crc_choose();

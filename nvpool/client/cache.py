@@ -14,6 +14,7 @@ from itertools import repeat
 from nvpool.base import grants
 from nvpool.base.clock import Clock
 from nvpool.base.oldest import too_old
+from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.leases import Lease, Leases
 from nvpool.client.options import ClientOptions
 from nvpool.logic.layout import Layout
@@ -390,9 +391,9 @@ class Cache:
         return attr is not None and attr.change == self._whole[parent].change
 
     def is_missed(self, parent: int, name: bytes) -> bool:
-        """Whether the directory was known as a whole, and the name is none of its."""
+        """Whether the directory was known as a whole, and the name is none of its. One that can be nobody's is not missed."""
         whole = self._whole.get(parent)
-        return whole is not None and whole.ours is None and name not in whole.names
+        return whole is not None and whole.ours is None and name not in whole.names and len(name) <= NAME_BYTES_MAX
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

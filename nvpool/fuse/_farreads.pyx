@@ -17,6 +17,7 @@ import os
 from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.base.errors import Stale
 from nvpool.client.contents import SMALL_BYTES
+from nvpool.fuse._reading cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
@@ -31,18 +32,16 @@ cdef extern from "_kernel.h":
     double boottime_s() nogil
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
 
-cdef extern from "_crc32c.h":
-    void crc_fill() nogil
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
     uint32_t get32(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
 
-crc_fill()
+crc_begin(0)
 
 cdef enum:
-    REQUEST_BYTES = 80          # requests._READ_WHOLE
-    PAGE = 4096
-    LARGE_BYTES = 128 << 10
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
     BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
     HEADER_BYTES = 32           # frame.HEADER_BYTES
@@ -251,33 +250,17 @@ cdef class Reads:
     cdef bint begin(self, Py_ssize_t count) except -1:
         """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
         happened."""
-        cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self._buffer)
-        cdef uint32_t length, opcode, pid, size
-        cdef uint64_t unique, handle, offset, end
+        cdef Wanted wanted
         cdef PyObject *found
-        if count != REQUEST_BYTES:
+        if (not is_read(self._buffer, count, &wanted) or self.engine._from or self.replicas.several
+                or len(self._work) >= self.in_work_max):
             return False
-        memcpy(&length, at, 4)
-        memcpy(&opcode, at + 4, 4)
-        memcpy(&unique, at + 8, 8)
-        memcpy(&pid, at + 32, 4)
-        memcpy(&handle, at + 40, 8)
-        memcpy(&offset, at + 48, 8)
-        memcpy(&size, at + 56, 4)
-        if (length != REQUEST_BYTES or <int>opcode != opcode_of_reads or unique >> 63 or not size or size > LARGE_BYTES
-                or offset >> 62 or self.engine._from or self.replicas.several or len(self._work) >= self.in_work_max):
+        opened = read_at_random(self._files, self._ops, self._paged, &wanted)
+        if opened is None:
             return False
-        found = PyDict_GetItem(self._files, handle)
-        if found is NULL:
-            return False
-        opened = <object>found
-        file = opened.file
-        if (not opened.readable or opened.closed or file.lost or file.untold or file.written is not None
-                or self._ops.guards_pages and file.inode not in self._paged):
-            return False
-        ahead = opened.ahead
-        if ahead.next == offset or ahead.units:
-            return False
+        file, ahead = opened.file, opened.ahead
+        cdef uint64_t unique = wanted.unique, offset = wanted.offset, end
+        cdef uint32_t size = wanted.size
         cdef uint64_t file_bytes = file.attr.size
         end = offset + size
         if end > file_bytes or file_bytes <= small_bytes:
@@ -355,7 +338,7 @@ cdef class Reads:
         self._counters["reads"] += 1
         cdef long others = lane.in_flight
         lane.in_flight = others + 1
-        self._work[unique] = one, pid, opcode_key, one.since_s
+        self._work[unique] = one, wanted.pid, opcode_key, one.since_s
         if not others:  # the store has nothing to do
             way.send()
         elif way.count == 1:
@@ -470,11 +453,6 @@ cdef class Reads:
             (<Way>way).close()
         self.ways.clear()
         self.spares.clear()
-
-
-cdef void put64(uint8_t *at, uint64_t value) noexcept:
-    put32(at, <uint32_t>value)
-    put32(at + 4, <uint32_t>(value >> 32))
 
 
 cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,

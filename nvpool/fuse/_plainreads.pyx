@@ -18,6 +18,7 @@ from nvpool.client import shortcut
 from nvpool.drive._uring cimport Ring
 from nvpool.drive.reading import DIRECT_READ_BYTES
 from nvpool.drive.uring import AGAIN_S
+from nvpool.fuse._reading cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.numbers import Op
 
 cdef extern from "_block_sums.h":
@@ -28,31 +29,14 @@ cdef extern from "_kernel.h":
     double boottime_s() nogil
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
 
-cdef extern from *:
-    """
-    #include <sys/syscall.h>
-
-    static ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset)
-    {
-        struct iovec vector = {into, length};
-        return preadv2(fd, &vector, 1, (off_t)offset, RWF_NOWAIT);
-    }
-
-    /* cachestat(2), Linux 6.5; it has the same number on all processors. Where it is not there a look by reading has to do. */
-    static uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length)
-    {
-        uint64_t asked[2] = {offset, length}, found[5];
-        return syscall(451, fd, asked, found, 0) < 0 ? length : found[0];
-    }
-    """
+cdef extern from "_look.h":
     ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
+
+cdef extern from "<stdlib.h>":
     int posix_memalign(void **memory, size_t alignment, size_t size) nogil
 
 cdef enum:
-    REQUEST_BYTES = 80          # requests._READ_WHOLE
-    PAGE = 4096
-    LARGE_BYTES = 128 << 10
     SPARES_MAX = 64             # waiting reads of a size that are kept for the next ones
     RING_ENTRIES = 512
     SEEN_BITS = 16
@@ -139,34 +123,17 @@ cdef class Reads:
     def take(self, Py_ssize_t count):
         """Whether the READ of `count` bytes in the engine's buffer was answered, or begun: then it is in the engine's table. Else
         nothing has happened."""
-        cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self._buffer)
-        cdef uint32_t length, opcode, pid, size
-        cdef uint64_t unique, handle, offset, end
-        cdef PyObject *found
+        cdef Wanted wanted
         cdef object opened, file, ahead, located, source
-        if count != REQUEST_BYTES:
+        if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.engine._from
+                or not self.short_cut.on):
             return False
-        memcpy(&length, at, 4)
-        memcpy(&opcode, at + 4, 4)
-        memcpy(&unique, at + 8, 8)
-        memcpy(&pid, at + 32, 4)
-        memcpy(&handle, at + 40, 8)
-        memcpy(&offset, at + 48, 8)
-        memcpy(&size, at + 56, 4)
-        if (length != REQUEST_BYTES or <int>opcode != opcode_of_reads or unique >> 63 or not size or size > LARGE_BYTES
-                or offset >> 62 or self.inside >= RING_ENTRIES or self.engine._from or not self.short_cut.on):
+        opened = read_at_random(self._files, self._ops, self._paged, &wanted)
+        if opened is None:
             return False
-        found = PyDict_GetItem(self._files, handle)
-        if found is NULL:
-            return False
-        opened = <object>found
-        file = opened.file
-        if (not opened.readable or opened.closed or file.lost or file.untold or file.written is not None
-                or self._ops.guards_pages and file.inode not in self._paged):
-            return False
-        ahead = opened.ahead
-        if ahead.next == offset or ahead.units:
-            return False
+        file, ahead = opened.file, opened.ahead
+        cdef uint64_t unique = wanted.unique, handle = wanted.handle, offset = wanted.offset, end
+        cdef uint32_t size = wanted.size
         end = offset + size
         if end > <uint64_t>file.attr.size:
             return False
@@ -227,7 +194,7 @@ cdef class Reads:
         self.followed(opened, ahead, file, end)
         self.short_cut.counters["cold"] += 1
         self.short_cut.waiting[one] = self.now_s(), one
-        self.engine._work[unique] = one, pid, opcode_key, one.since_s
+        self.engine._work[unique] = one, wanted.pid, opcode_key, one.since_s
         self.engine._kept += 1
         return True
 

@@ -21,25 +21,21 @@ from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.frame import EMPTY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
-cdef extern from "_crc32c.h":
-    void crc_fill() nogil
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
     uint32_t get32(const uint8_t *at) nogil
+    uint64_t get64(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+cdef extern from "_look.h":
+    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
 
 cdef extern from *:
     """
-    #ifndef _GNU_SOURCE
-    #define _GNU_SOURCE
-    #endif
-    #include <sys/syscall.h>
-    #include <sys/uio.h>
     #include <time.h>
-    #include <unistd.h>
-
-    static uint64_t get64(const uint8_t *at) { return get32(at) | (uint64_t)get32(at + 4) << 32; }
-
-    static void put64(uint8_t *at, uint64_t value) { put32(at, (uint32_t)value); put32(at + 4, value >> 32); }
 
     static double seconds_of(int clock)
     {
@@ -54,30 +50,13 @@ cdef extern from *:
         clock_gettime(clock, &now);
         return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
     }
-
-    static ssize_t read_at_once(int fd, void *into, size_t length, off_t offset)
-    {
-        struct iovec vector = {into, length};
-        return preadv2(fd, &vector, 1, offset, RWF_NOWAIT);
-    }
-
-    /* cachestat(2), Linux 6.5; it has the same number on all processors. Where it is not there a look by reading has to do. */
-    static uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length)
-    {
-        uint64_t asked[2] = {offset, length}, found[5];
-        return syscall(451, fd, asked, found, 0) < 0 ? length : found[0];
-    }
     """
-    uint64_t get64(const uint8_t *at) nogil
-    void put64(uint8_t *at, uint64_t value) nogil
     double seconds_of(int clock) nogil
     long long milliseconds_of(int clock) nogil
-    ssize_t read_at_once(int fd, void *into, size_t length, long long offset) nogil
-    uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
     const int CLOCK_BOOTTIME
     const int CLOCK_REALTIME
 
-crc_fill()
+crc_begin(0)
 
 cdef enum:
     HEADER_BYTES = 32

@@ -10,13 +10,13 @@ from crc32c import crc32c
 
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 
-cdef extern from "_crc32c.h":
-    void crc_fill() nogil
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
     uint32_t get32(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
 
-crc_fill()
+crc_begin(0)
 
 cdef enum:
     HEADER_BYTES = 32

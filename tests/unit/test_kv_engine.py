@@ -583,15 +583,19 @@ def test_two_owners_of_one_directory_are_refused(path):
     run(main())
 
 
+def free_descriptors(count):
+    """The smallest numbers that the next files would have: others may have left holes."""
+    taken = {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
+    return [number for number in range(len(taken) + count) if number not in taken][:count]
+
+
 def test_without_file_descriptors_it_is_refused_and_nothing_is_lost(path):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"a", b"1")])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        taken = {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
-        free = [number for number in range(max(taken) + 32) if number not in taken]  # others may have left holes
         refusals = 0
-        for limit in free[:30]:
+        for limit in free_descriptors(30):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             try:
                 async with opened(path) as kv:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 
-from nvpool.base.errors import NotFound
+import pytest
+
+from nvpool.base.errors import NameTooLong, NotFound
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.vfs import siblings, wholes
 from tests.unit.test_gone_through import META, filled, find, settled
@@ -51,6 +53,17 @@ def test_in_a_directory_that_was_there_a_new_name_is_one_question_once_some_were
             assert sent == {"META_CREATE": 50, "META_UNLINK": 1}
             for name in names:
                 assert await is_there(case.one, there, name), name
+    run(main())
+
+
+def test_a_name_that_can_be_nobodys_is_refused_and_not_missed_there_either():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            born = (await case.one.mkdir(ROOT_INODE, b"born", 0o755, ME)).inode
+            for directory in (born, (await known(case))[0]):
+                assert not await is_there(case.one, directory, b"x" * 255)
+                with pytest.raises(NameTooLong):
+                    await find(case.one, directory, b"x" * 256)
     run(main())
 
 

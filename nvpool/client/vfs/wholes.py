@@ -13,7 +13,6 @@ import asyncio
 from nvpool.base.errors import NvpoolError
 from nvpool.client.cache import DIVIDED_FLAG
 from nvpool.client.vfs.names import Names
-from nvpool.wire.entries import Listed, packed
 from nvpool.wire.v1 import meta_pb2
 
 MADE_MIN = 4
@@ -53,16 +52,16 @@ class Wholes(Names):
             whole = self.cache.begin_whole(attr)
             complete = False
             try:
-                request = meta_pb2.ListDirRequest(inode=directory, limit=STEP_NAMES, attrs=True, packed=True)
+                # names alone: one whose inode is missing is there too, and is to be asked for
+                request = meta_pb2.ListDirRequest(inode=directory, limit=STEP_NAMES)
                 while True:
                     reply = await self._ask_step(request)
-                    listed = Listed(reply.packed or packed(reply.entries))
-                    if not self.cache.put_names(directory, whole, listed.names):
+                    if not self.cache.put_names(directory, whole, [entry.name for entry in reply.entries]):
                         return
-                    if not reply.more or not listed.names:
+                    if not reply.more or not reply.entries:
                         complete = not reply.more
                         return
-                    request.cursor = listed.cursor(-1)
+                    request.cursor = reply.entries[-1].cursor
             finally:
                 self.cache.end_whole(directory, whole, complete)
         except NvpoolError:

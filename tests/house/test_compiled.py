@@ -1,0 +1,30 @@
+"""The compiled modules: each is optional, so one that does not compile is left out without a word. Here somebody says it."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "nvpool").rglob("*.pyx"))
+WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpool").rglob(f"*.{kind}"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_it_is_compiled_from_the_source_that_is_here(source):
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        pytest.skip("there is no compiler here")
+    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    built = Path(importlib.import_module(name).__file__)
+    assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, "it does not compile: see make setup"
+
+
+@pytest.mark.parametrize("path", WITH_IT, ids=lambda path: path.name)
+def test_what_it_is_compiled_from_is_in_the_package(path):
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert f"*{path.suffix}" in data.get(package, ()), "pyproject.toml does not name it"
