@@ -25,7 +25,7 @@ setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"],
                    Extension("nvpool.kv._record", ["nvpool/kv/_record.pyx"], depends=["nvpool/base/_crc.h"],
                              include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.meta._atonce", ["nvpool/meta/_atonce.pyx"],
-                             depends=["nvpool/base/_crc.h", "nvpool/base/_blake2b.h"],
+                             depends=["nvpool/base/_crc.h"],
                              include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.wire._ucx", ["nvpool/wire/_ucx.pyx"], depends=["nvpool/wire/_ucx_abi.h"],
                              include_dirs=["nvpool/wire"], optional=True)])

@@ -3,6 +3,7 @@
 there is no twin: what is left out here, and everything without a compiler, is decided by service, view and changes."""
 
 import logging
+from hashlib import blake2b
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -12,7 +13,7 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
 
 from nvpool.base.clock import SystemClock
-from nvpool.base.errors import NvpoolError
+from nvpool.base.errors import InvariantBroken, NvpoolError
 from nvpool.meta.leases import OPEN_INODES_MAX
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.v1 import wire_pb2 as wire
@@ -27,13 +28,6 @@ cdef extern from "_crc.h":
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
     void put64_big(uint8_t *at, uint64_t value) nogil
-
-cdef extern from "_blake2b.h":
-    ctypedef struct blake2b_keyed:
-        pass
-    const size_t BLAKE2B_KEY_MAX
-    void blake2b_begin(blake2b_keyed *keyed, const uint8_t *key, size_t key_bytes, size_t digest_bytes) nogil
-    void blake2b_digest(const blake2b_keyed *keyed, const uint8_t *message, size_t count, uint8_t *digest) nogil
 
 cdef extern from *:
     """
@@ -626,24 +620,16 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
     i.change += 1
 
 
-cdef int begin(blake2b_keyed *keyed, bytes key, size_t digest_bytes) except -1:
-    if not 0 < len(key) <= BLAKE2B_KEY_MAX:
-        raise ValueError(f"a key has 1 to {BLAKE2B_KEY_MAX} bytes, not {len(key)}")
-    blake2b_begin(keyed, <const uint8_t *>PyBytes_AS_STRING(key), len(key), digest_bytes)
-    return 0
-
-
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 cdef class AtOnce:
     """See atonce.py. One for what `service` reads and keeps at the moment."""
 
-    cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of
+    cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
     cdef dict _by_number, _holders, _restricted, _cutting, _counters
     cdef bint _is_system
     cdef uint64_t _grant_ms
     cdef uint8_t _answer[ANSWER_MAX]
-    cdef blake2b_keyed _names, _grants
     cdef uint32_t[::1] _leases
 
     def __init__(self, service, failed):
@@ -656,8 +642,7 @@ cdef class AtOnce:
         self._restricted, self._cutting = self._view.access.restricted, self._view.cutting
         self._is_system = type(self._clock) is SystemClock
         self._grant_ms = self._view.grant_ms
-        begin(&self._names, self._view.name_key, HASH_BYTES)
-        begin(&self._grants, service._secret, MAC_BYTES)
+        self._grants = blake2b(key=service._secret, digest_size=MAC_BYTES)
 
     cdef double _now_s(self) except -1:
         return nanoseconds_of(CLOCK_BOOTTIME) * 1e-9 if self._is_system else self._clock.boottime_s()
@@ -768,14 +753,9 @@ cdef class AtOnce:
                 or name[0] == c'.' and (count == 1 or count == 2 and name[1] == c'.')
                 or memchr(name, c'/', count) is not NULL or memchr(name, 0, count) is not NULL):
             return None
-        cdef uint8_t hashed[8 + NAME_MAX]
-        cdef uint8_t name_hash[HASH_BYTES]
-        put64_big(hashed, directory.number)
-        memcpy(hashed + 8, name, count)
-        blake2b_digest(&self._names, hashed, 8 + count, name_hash)
-        if not (name_hash[0] | name_hash[1] | name_hash[2] | name_hash[3] | name_hash[4] | name_hash[5] | name_hash[6]):
-            name_hash[6] = 1  # as logic/partition: never 0
-        return dentry_key(<uint32_t>(directory.number >> COUNTER_BITS), directory.number, name_hash, name, count)
+        cdef bytes name_hash = self._view.name_hash(directory.number, PyBytes_FromStringAndSize(<const char *>name, count))
+        return dentry_key(<uint32_t>(directory.number >> COUNTER_BITS), directory.number,
+                          <const uint8_t *>PyBytes_AS_STRING(name_hash), name, count)
 
     cdef object _session(self, Request *r):
         cdef PyObject *found = PyDict_GetItem(self._by_number, r.session)
@@ -819,6 +799,8 @@ cdef class AtOnce:
             return bool(self._watches.lend(session, (number,)))
         if table._new is not self._leases_of:
             self._leases_of = self._leases = table._new
+            if self._leases.shape[0] != 1 << LEASE_SLOT_BITS:
+                raise InvariantBroken("the table of leases has another size than here")
         cdef uint64_t spread = number * GOLDEN
         cdef uint32_t slot = <uint32_t>(spread >> 64 - LEASE_SLOT_BITS)
         cdef uint32_t mine = <uint32_t>(spread >> 12) & 0xFFFF0000 | <uint32_t>watch.index
@@ -829,7 +811,7 @@ cdef class AtOnce:
             self._leases[slot] = mine
         return True
 
-    cdef uint8_t *_put_grant(self, uint8_t *at, Inode *i, uint32_t rights, uint64_t session, int64_t now_ns) noexcept:
+    cdef uint8_t *_put_grant(self, uint8_t *at, Inode *i, uint32_t rights, uint64_t session, int64_t now_ns) except NULL:
         """As View.grant, of a file that is not being cut."""
         cdef uint8_t *begin = at + 2
         cdef uint64_t ends_ms = now_ns // 1_000_000 + self._grant_ms
@@ -842,7 +824,9 @@ cdef class AtOnce:
         begin[36] = i.table if i.table > 1 else 0
         for byte in range(37, GRANT_BODY):
             begin[byte] = 0
-        blake2b_digest(&self._grants, begin, GRANT_BODY, begin + GRANT_BODY)
+        state = self._grants.copy()
+        state.update(PyBytes_FromStringAndSize(<const char *>begin, GRANT_BODY))
+        memcpy(begin + GRANT_BODY, PyBytes_AS_STRING(<bytes>state.digest()), MAC_BYTES)
         return begin + GRANT_BYTES
 
     # -- what is changed
@@ -1089,11 +1073,3 @@ def request_of(uint16_t method, bytes message):
     return {"session": r.session, "slot": r.slot, "sequence": r.sequence, "uid": r.uid, "gid": r.gid, "inode": r.inode,
             "name": name, "mode": r.mode, "open": bool(r.opens), "rights": r.rights, "cut": r.cut, "end": r.end,
             "wrote": bool(r.wrote), "sync": bool(r.sync), "release": bool(r.release), "blocks_delta": r.blocks_delta}
-
-
-def blake2b(bytes message, bytes key, size_t digest_bytes):
-    cdef blake2b_keyed keyed
-    cdef uint8_t digest[64]
-    begin(&keyed, key, digest_bytes)
-    blake2b_digest(&keyed, <const uint8_t *>PyBytes_AS_STRING(message), len(message), digest)
-    return PyBytes_FromStringAndSize(<const char *>digest, digest_bytes)

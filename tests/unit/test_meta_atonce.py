@@ -1,7 +1,6 @@
 """Requests that a shard answers where they arrive: the bytes, records and counts of the ordinary way, or left to that."""
 
 import asyncio
-import hashlib
 import os
 import random
 import stat
@@ -713,11 +712,6 @@ def test_entries_are_read_as_records_does(partition, raw):
         except CorruptRecord:
             inode = 0
         assert atonce._atonce.entry_of(partition, value) == inode
-
-
-@given(st.binary(min_size=1, max_size=300), st.binary(min_size=1, max_size=64), st.integers(1, 64))
-def test_hashes_are_those_of_the_library(message, key, size):
-    assert atonce._atonce.blake2b(message, key, size) == hashlib.blake2b(message, key=key, digest_size=size).digest()
 
 
 def requests():
