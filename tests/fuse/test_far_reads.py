@@ -10,7 +10,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from test_kernel_engine import Kernel
+from mounted_reads import CONTENT, Reading, both_ways, places
 
 from nvpool.base import errors
 from nvpool.base.units import KIB, MIB
@@ -20,11 +20,8 @@ from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
-from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole, some
+from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
-TWINS = ("ordinary",) if farreads._farreads is None else ("ordinary", "compiled")
-compiled_only = pytest.mark.skipif(farreads._farreads is None, reason="_farreads is not compiled here")
-CONTENT = some(5 * MIB + 1234)
 FAR = ClientOptions(deadline_s=20.0, short_cut=False)
 
 
@@ -65,38 +62,15 @@ class Far(Host):
             door.instead = answer
 
 
-class Mounted(Kernel):
-    """A pool with real stores behind sockets below the engine, and the test in the place of the kernel."""
-
-    def __init__(self, host):
-        super().__init__(host.vfs)
-        self.host, self.vfs = host, host.vfs
-
-    async def hear(self):
-        while not (heard := await super().hear())[0]:
-            pass  # a notice
-        return heard
+class Mounted(Reading):
+    """Its stores are behind sockets."""
 
     async def open(self, content=CONTENT, name=b"file"):
-        """The number of a handle of a file that another client wrote; its stores are connected, its pages looked after."""
-        writer = await self.host.writer()
-        theirs = await self.host.file(content, writer, name)
-        await writer.fsync(theirs, False)
-        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
-        await writer.release(theirs)
-        number = int.from_bytes(opened[:8], "little")
+        """As `open_theirs`; its stores are connected, its pages looked after."""
+        number = await self.open_theirs(content, name)
         for at in range(0, len(content), MIB):
             await self.read(number, at + 100, 1)
         return number
-
-    def handle(self, number):
-        return self.engine._ops._files[number]
-
-    async def read(self, number, offset, size):
-        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
-
-    def say_read(self, number, offset, size, **more):
-        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
 
     @property
     def far(self):
@@ -105,13 +79,6 @@ class Mounted(Kernel):
     def forget_pages(self):
         for service in self.host.pool.stores.values():
             evict(service.store.device.path)
-
-    async def all_of(self, asked):
-        """The answers to these reads, {unique: (offset, length)}, are right."""
-        while asked:
-            unique, error, answer = await self.hear()
-            offset, length = asked.pop(unique)
-            assert not error and answer == CONTENT[offset:offset + length]
 
     def nothing_is_left(self):
         assert not self.engine._work
@@ -134,39 +101,10 @@ async def mounted(way="compiled", options=FAR):
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
         yield kernel
+        kernel.nothing_is_left()
 
 
-def on_a_mount(test, options=FAR):
-    def run(way):
-        async def all_of_it():
-            async with mounted(way, options) as kernel:
-                await test(kernel)
-                kernel.nothing_is_left()
-
-        run_whole(all_of_it(), 300)
-    run.__name__ = test.__name__
-    return run
-
-
-def by_both_ways(test):
-    return pytest.mark.parametrize("way", TWINS)(on_a_mount(test))
-
-
-def in_one_step(test):
-    run = on_a_mount(test)
-
-    def alone():
-        run("compiled")
-    alone.__name__ = test.__name__
-    return compiled_only(alone)
-
-
-def places(count, seed):
-    chance = random.Random(seed)
-    for _ in range(count):
-        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
-        offset = chance.randrange(len(CONTENT))
-        yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(farreads._farreads, mounted)
 
 
 @by_both_ways

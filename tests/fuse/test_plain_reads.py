@@ -8,7 +8,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from test_kernel_engine import Kernel
+from mounted_reads import CONTENT, Reading, both_ways, places
 
 from nvpool.base.units import KIB, MIB
 from nvpool.client import shortcut
@@ -16,45 +16,22 @@ from nvpool.drive.reading import cached_pages
 from nvpool.fuse import plainreads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.numbers import Op
-from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole, some
-
-TWINS = ("ordinary",) if plainreads._plainreads is None else ("ordinary", "compiled")
-compiled_only = pytest.mark.skipif(plainreads._plainreads is None, reason="_plainreads is not compiled here")
-CONTENT = some(5 * MIB + 1234)
+from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
 
-class Mounted(Kernel):
-    """A pool with real stores below the engine, and the test in the place of the kernel."""
+class Mounted(Reading):
+    """By the short cut."""
 
     def __init__(self, host):
-        super().__init__(host.vfs)
-        self.host, self.vfs, self.short = host, host.vfs, host.short
-
-    async def hear(self):
-        while not (heard := await super().hear())[0]:
-            pass  # a notice
-        return heard
+        super().__init__(host)
+        self.short = host.short
 
     async def open(self):
-        """The number of a handle of a file that another client wrote, with CONTENT; all of its chunks are located."""
-        writer = await self.host.writer()
-        theirs = await self.host.file(CONTENT, writer)
-        await writer.fsync(theirs, False)
-        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
-        await writer.release(theirs)
-        number = int.from_bytes(opened[:8], "little")
+        """As `open_theirs`; all of its chunks are located."""
+        number = await self.open_theirs()
         await self.host.located(self.handle(number), 6)
         await self.read(number, len(CONTENT) - 1, 1)  # its pages are looked after from now on
         return number
-
-    def handle(self, number):
-        return self.engine._ops._files[number]
-
-    async def read(self, number, offset, size):
-        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
-
-    def say_read(self, number, offset, size, **more):
-        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
 
     @property
     def plain(self):
@@ -77,36 +54,7 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-def on_a_mount(test):
-    def run(way):
-        async def all_of_it():
-            async with mounted(way) as kernel:
-                await test(kernel)
-
-        run_whole(all_of_it(), 300)
-    run.__name__ = test.__name__
-    return run
-
-
-def by_both_ways(test):
-    return pytest.mark.parametrize("way", TWINS)(on_a_mount(test))
-
-
-def in_one_step(test):
-    run = on_a_mount(test)
-
-    def alone():
-        run("compiled")
-    alone.__name__ = test.__name__
-    return compiled_only(alone)
-
-
-def places(count, seed):
-    chance = random.Random(seed)
-    for _ in range(count):
-        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
-        offset = chance.randrange(len(CONTENT))
-        yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(plainreads._plainreads, mounted)
 
 
 @by_both_ways
@@ -125,13 +73,7 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
     for seed in range(6):
         if seed % 2 == 0:
             kernel.forget_pages()
-        asked = {}
-        for offset, length in places(60, seed):
-            asked[kernel.say_read(number, offset, length)] = offset, length
-        while asked:
-            unique, error, answer = await kernel.hear()
-            offset, length = asked.pop(unique)
-            assert not error and answer == CONTENT[offset:offset + length]
+        await kernel.all_of({kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)})
     assert not kernel.engine._work and not kernel.short.waiting
     assert kernel.plain is None or not kernel.plain.waiting
 

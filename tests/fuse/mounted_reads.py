@@ -1,0 +1,89 @@
+"""What tests of compiled reads have in common: the test in the place of the kernel, and each of them both ways."""
+
+import os
+import random
+
+import pytest
+from test_kernel_engine import Kernel
+
+from nvpool.base.units import KIB, MIB
+from nvpool.fuse.protocol.numbers import Op
+from tests.unit.test_client_shortcut import BLOCK, run_whole, some
+
+CONTENT = some(5 * MIB + 1234)
+
+
+class Reading(Kernel):
+    """A pool with real stores below the engine, and the test in the place of the kernel."""
+
+    def __init__(self, host):
+        super().__init__(host.vfs)
+        self.host, self.vfs = host, host.vfs
+
+    async def hear(self):
+        while not (heard := await super().hear())[0]:
+            pass  # a notice
+        return heard
+
+    async def open_theirs(self, content=CONTENT, name=b"file"):
+        """The number of a handle of a file that another client wrote."""
+        writer = await self.host.writer()
+        theirs = await self.host.file(content, writer, name)
+        await writer.fsync(theirs, False)
+        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
+        await writer.release(theirs)
+        return int.from_bytes(opened[:8], "little")
+
+    def handle(self, number):
+        return self.engine._ops._files[number]
+
+    async def read(self, number, offset, size):
+        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
+
+    def say_read(self, number, offset, size, **more):
+        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
+
+    async def all_of(self, asked):
+        """The answers to these reads, {unique: (offset, length)}, are right."""
+        while asked:
+            unique, error, answer = await self.hear()
+            offset, length = asked.pop(unique)
+            assert not error and answer == CONTENT[offset:offset + length]
+
+
+def places(count, seed):
+    chance = random.Random(seed)
+    for _ in range(count):
+        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
+        offset = chance.randrange(len(CONTENT))
+        yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+
+
+def both_ways(module, mounted):
+    """For the compiled `module` (None where it is not) and `mounted(way)`: the ways there are, a mark for tests that need it,
+    and decorators of tests: of one way that is given, by both ways, and where it is compiled."""
+    ways = ("ordinary",) if module is None else ("ordinary", "compiled")
+    compiled_only = pytest.mark.skipif(module is None, reason="it is not compiled here")
+
+    def on_a_mount(test, *options):
+        def run(way):
+            async def all_of_it():
+                async with mounted(way, *options) as kernel:
+                    await test(kernel)
+
+            run_whole(all_of_it(), 300)
+        run.__name__ = test.__name__
+        return run
+
+    def by_both_ways(test):
+        return pytest.mark.parametrize("way", ways)(on_a_mount(test))
+
+    def in_one_step(test):
+        run = on_a_mount(test)
+
+        def alone():
+            run("compiled")
+        alone.__name__ = test.__name__
+        return compiled_only(alone)
+
+    return ways, compiled_only, on_a_mount, by_both_ways, in_one_step
