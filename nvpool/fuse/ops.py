@@ -93,6 +93,9 @@ def _without_set_ids(mode: int) -> int | None:
 class FuseOps(LockOps, ListOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
+    shows_subtree = False
+    """Whether the kernel's root is not the pool's."""
+
     def __init__(self, vfs, options: FuseOptions | None = None, clock=SYSTEM_CLOCK) -> None:
         LockOps.__init__(self, vfs, options or FuseOptions(), clock)
         AgainOps.__init__(self, vfs)
@@ -360,6 +363,11 @@ class FuseOps(LockOps, ListOps, AgainOps):
     def chunks(self):
         """The client's reads of chunks; None: what is below answers from memory."""
         return getattr(self._vfs, "chunks", None)
+
+    @property
+    def knows_by(self):
+        """The client's Vfs, where what is known there may be looked at; None: what is below answers from memory."""
+        return self._vfs if hasattr(self._vfs, "cache") else None
 
     @property
     def short_cut(self):

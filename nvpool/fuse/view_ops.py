@@ -61,6 +61,8 @@ async def directory_at(vfs, path: str) -> int:
 class SubtreeOps(FuseOps):
     """See the module. `root` is the inode of the directory that is shown as the root."""
 
+    shows_subtree = True
+
     def __init__(self, vfs, options=None, *, root: int) -> None:
         self.root = root
         super().__init__(vfs, options)

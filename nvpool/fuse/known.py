@@ -1,0 +1,56 @@
+"""Answers to the kernel for which nobody has to be asked, in one compiled step from the request to the answer.
+
+A file that is made or read is half a dozen requests, most of which only repeat what is known here: attributes of the directory
+after each change of it, a name that is there or not, file capabilities before each write, a close with nothing to say. In
+Python the way of such an answer (unpack, ask `ops`, ask the client, pack) is some 10 µs, of which 3 are the system calls.
+Here they are answered in the loop that reads the requests, where a compiler was (`_known`); its twin is the way of every
+request (kernel_requests to client/cache), which says the same.
+
+Only plain sailing: GETATTR and LOOKUP of what is believed or lent, LOOKUP of a name that is known to be absent, GETXATTR of
+file capabilities that are known not to be there, FLUSH of what was not written, RELEASE (put off, as always) of what has no
+locks, FORGET. Whatever else it is, and whatever has to be asked, is left before anything has happened: READs to the compiled
+ones (plainreads, farreads), all others to their handlers. What the kernel was told is noted as always.
+
+KnownAnswers is what fuse/kernel_engine has of it, above fuse/plainreads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nvpool.fuse.plainreads import PlainReading
+
+try:
+    from nvpool.fuse import _known
+except ImportError:  # not compiled
+    _known = None
+
+
+class KnownAnswers(PlainReading):
+    """`_known` answers what is in `_buffer`, where it can; None where that can not be here: no compiler, nothing below that
+    knows anything."""
+
+    _known: Any = None
+
+    def _begin_plain_reads(self) -> None:
+        super()._begin_plain_reads()
+        below = self._ops.knows_by
+        if _known is not None and below is not None:
+            self._known = _known.Known(self, self._ops, below, self._ops.shows_subtree, self._taker())
+
+    def _taker(self) -> Callable[[int], bool] | None:
+        """Begins the READ in the buffer, where it is one for compiled reads."""
+        takers = [reads.take for reads in (self._plain, self._far) if reads is not None]
+        if len(takers) < 2:
+            return takers[0] if takers else None
+        first, second = takers
+        return lambda count: first(count) or second(count)
+
+    def _following(self, most: int) -> tuple[int, int]:
+        known = self._known
+        return super()._following(most) if known is None else (known.next_request(most), known.taken)
+
+    async def _end_plain_reads(self) -> None:
+        self._known = None
+        await super()._end_plain_reads()

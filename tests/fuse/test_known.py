@@ -1,0 +1,320 @@
+"""Answers of a mount that nobody has to be asked for: in one compiled step the same bytes, and the same books, as the ordinary
+way."""
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import struct
+from contextlib import asynccontextmanager
+
+import pytest
+from mounted_reads import Reading
+
+from nvpool.client.options import ClientOptions
+from nvpool.client.vfs.contract import Caller
+from nvpool.fuse import known
+from nvpool.fuse.ops import FuseOptions
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.view_ops import SubtreeOps
+from nvpool.wire.v1.meta_pb2 import Attr
+from tests.unit.test_client_shortcut import ME, Host, run_whole
+
+pytestmark = pytest.mark.skipif(known._known is None, reason="it is not compiled here")
+CAPABILITY = b"security.capability"
+
+
+class Both(Reading):
+    """Each request is answered in the compiled step and by its handler."""
+
+    @property
+    def ops(self):
+        return self.engine._ops
+
+    async def once(self, opcode, body, **more):
+        self.say(opcode, body, **more)
+        _, error, answer = await self.hear()
+        return error, answer
+
+    def books(self):
+        ops = self.ops
+        return dict(ops._told), [one for named in ops._named for one in named.told], dict(ops._seen)
+
+    async def both(self, opcode, body=(), *, here=True, **more):
+        """(error, answer) of the request, which is `here` if the compiled step answers it."""
+        step, (told, named, seen) = self.engine._known, self.books()
+        before = step.answered
+        compiled = await self.once(opcode, body, **more)
+        assert (step.answered > before) == here
+        compiled_told, compiled_named, compiled_seen = self.books()
+        self.ops._told.clear()
+        self.ops._told.update(told)
+        self.engine._known = None
+        ordinary = await self.once(opcode, body, **more)
+        self.engine._known = step
+        ordinary_told, ordinary_named, ordinary_seen = self.books()
+        assert compiled == ordinary
+        assert (compiled_told, compiled_seen) == (ordinary_told, ordinary_seen)
+        count = len(compiled_named)
+        assert ordinary_named[count:] == compiled_named[len(named):]
+        return compiled
+
+    async def attributes(self, node, *, here=True):
+        return await self.both(Op.GETATTR, (0, 0), node=node, here=here)
+
+    async def name(self, parent, name, *, here=True):
+        return await self.both(Op.LOOKUP, (), node=parent, names=(name,), here=here)
+
+    async def create_in(self, parent, name, flags=os.O_RDWR):
+        answer = replies.read("create", await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent,
+                                                       names=(name,)))
+        return answer.nodeid, answer.fh
+
+    async def close(self, inode, handle):
+        await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
+        await self.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+
+
+@asynccontextmanager
+async def mounted(options=None, root=None):
+    host = Host()
+    async with host:
+        if root is not None:
+            top = (await host.vfs.mkdir(1, root, 0o755, ME)).inode
+        async with Both(host) as kernel:
+            if options is not None or root is not None:
+                ops = SubtreeOps(host.vfs, options, root=top) if root is not None else type(kernel.ops)(host.vfs, options)
+                engine = type(kernel.engine)(ops, None, kernel.engine._options)
+                engine.adopt(kernel.theirs.fileno())
+                kernel.engine.stop()
+                await kernel.serving
+                kernel.engine = engine
+                await kernel.__aenter__()
+            await kernel.init()
+            yield kernel
+
+
+def on_a_mount(*arguments):
+    def decorated(test):
+        def run():
+            async def all_of_it():
+                async with mounted(*arguments) as kernel:
+                    await test(kernel)
+            run_whole(all_of_it(), 300)
+        run.__name__ = test.__name__
+        return run
+    return decorated
+
+
+async def directory(kernel, name=b"d"):
+    """Made here, and lent by its shard, which does so only to who listens."""
+    there = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0), names=(name,))).nodeid
+    async with asyncio.timeout(60):
+        while kernel.vfs.leases.held(there) is None:
+            kernel.vfs.cache.forget_attr(there)
+            await kernel.vfs.getattr(there)
+            await asyncio.sleep(0.01)
+    return there
+
+
+@on_a_mount()
+async def test_attributes_and_names_of_what_was_made_here(kernel):
+    there = await directory(kernel)
+    await kernel.attributes(there)
+    for number in range(20):
+        name = b"file %d" % number
+        assert await kernel.name(there, name) == (-errno.ENOENT, b"")
+        inode, handle = await kernel.create_in(there, name)
+        await kernel.attributes(there)
+        await kernel.attributes(inode)
+        assert replies.read("entry", (await kernel.name(there, name))[1]).nodeid == inode
+        await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode)
+        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+        await kernel.attributes(inode)
+
+
+@on_a_mount()
+async def test_what_is_being_written_is_left(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    assert await kernel.both(Op.GETXATTR, (0,), node=inode, names=(CAPABILITY,)) == (-errno.ENODATA, b"")
+    await kernel.ask(Op.WRITE, (handle, 0, 9000, 0, 0, 0), node=inode, payload=bytes(9000))
+    error, answer = await kernel.once(Op.GETATTR, (0, 0), node=inode)
+    assert not error and replies.read("attr", answer).size == 9000
+    await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode)
+    await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode, here=False)
+    assert replies.read("attr", (await kernel.attributes(inode))[1]).size == 9000
+    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+
+
+@on_a_mount()
+async def test_listed_attributes_are_told_without_being_taken_apart(kernel):
+    writer = await kernel.host.writer()
+    there = (await writer.mkdir(1, b"theirs", 0o755, ME)).inode
+    made = {}
+    for number in range(40):
+        _, handle = await writer.create(there, b"%d" % number, 0o600, os.O_RDWR, Caller(1000 + number, 7))
+        made[b"%d" % number] = handle.inode
+        await writer.release(handle)
+    await kernel.once(Op.LOOKUP, (), names=(b"theirs",))
+    opened = await kernel.ask(Op.OPENDIR, (0, 0), node=there)
+    await kernel.ask(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
+    kept = kernel.vfs.cache._attrs
+    assert all(type(kept[inode][0]) is bytes for inode in made.values())
+    for name, inode in made.items():
+        step = kernel.engine._known
+        compiled = await kernel.once(Op.LOOKUP, (), node=there, names=(name,))
+        assert step.answered and type(kept[inode][0]) is bytes
+        assert (await kernel.name(there, name)) == compiled
+        await kernel.attributes(inode)
+    assert all(type(kept[inode][0]) is Attr for inode in made.values())  # by the ordinary way
+
+
+@on_a_mount()
+async def test_odd_names_are_the_ordinary_ways(kernel):
+    there = await directory(kernel)
+    await kernel.name(there, b"x" * 255)
+    assert await kernel.name(there, b"x" * 256, here=False) == (-errno.ENAMETOOLONG, b"")
+    assert await kernel.name(there, b"...") == (-errno.ENOENT, b"")
+    for name in (b".", b".."):
+        assert (await kernel.name(there, name, here=False))[0] == 0
+    for body in (b"", b"a", b"a\0b\0", b"\0"):
+        kernel.ours.send(struct.pack("=IIQQIIIHH", 40 + len(body), Op.LOOKUP, 99, there, 0, 0, 0, 0, 0) + body)
+        assert (await kernel.hear())[1] == -errno.EINVAL
+
+
+@on_a_mount()
+async def test_what_is_neither_believed_nor_lent_is_asked_for(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.close(inode, handle)
+    cache, leases = kernel.vfs.cache, kernel.vfs.leases
+    await kernel.attributes(inode)
+    for one in (inode, there):
+        cache.forget_attr(one)
+    before = kernel.engine._known.answered
+    assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
+    assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"none",)))[0] == -errno.ENOENT
+    assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"f",)))[0] == 0
+    assert kernel.engine._known.answered == before
+    assert leases.held(inode) and leases.held(there)
+    await kernel.attributes(inode)
+    await kernel.name(there, b"f")
+    for watch in {lease.watch for lease in leases._leases.values()}:  # the shard says nothing any more
+        watch.until_s = 0.0
+    cache.distrust()
+    before = kernel.engine._known.answered
+    assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
+    assert kernel.engine._known.answered == before
+
+
+@on_a_mount()
+async def test_who_has_locks_is_heard_at_once(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.ask(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
+    await kernel.both(Op.FLUSH, (handle, 8, 0), node=inode, here=False)
+    taken = kernel.engine._known.take
+    assert not taken(0) and kernel.vfs.is_locked(inode)
+    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    assert not kernel.vfs.is_locked(inode)
+
+
+@on_a_mount(FuseOptions(negative_timeout_s=0.5))
+async def test_absence_that_the_kernel_remembers_is_noted_by_the_ordinary_way(kernel):
+    there = await directory(kernel)
+    error, answer = await kernel.name(there, b"none", here=False)
+    assert not error and replies.read("entry", answer).entry_valid_nsec == 500_000_000
+    assert (there, b"none") in kernel.ops._absent
+
+
+@on_a_mount(FuseOptions(attr_timeout_s=2.5, entry_timeout_s=0.0))
+async def test_times_that_the_kernel_may_keep_something(kernel):
+    there = await directory(kernel)
+    await kernel.once(Op.LOOKUP, (), names=(b"d",))
+    entry = replies.read("entry", (await kernel.name(1, b"d"))[1])
+    assert (entry.nodeid, entry.entry_valid, entry.attr_valid, entry.attr_valid_nsec) == (there, 0, 2, 500_000_000)
+
+
+@on_a_mount(None, b"top")
+async def test_the_root_of_a_subtree_is_named_by_the_ordinary_way(kernel):
+    there = await directory(kernel)
+    await kernel.attributes(there)
+    await kernel.attributes(1, here=False)
+    await kernel.name(1, b"d", here=False)
+    assert await kernel.name(there, b"none") == (-errno.ENOENT, b"")
+
+
+@on_a_mount()
+async def test_times_before_1970_and_large_numbers(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.close(inode, handle)
+    attr = Attr()
+    attr.CopyFrom(kernel.vfs.cache._attrs[inode][0])
+    chance = random.Random(5)
+    for change in range(1, 200):
+        for field, least, most in (("size", 0, 1 << 63), ("blocks", 0, 1 << 63), ("atime_ns", -1 << 62, 1 << 62),
+                                   ("mtime_ns", -3 * 10**9, 3 * 10**9), ("ctime_ns", -10**9, 10**9), ("mode", 0, 1 << 16),
+                                   ("links", 1, 1 << 32), ("uid", 0, 1 << 32), ("gid", 0, 1 << 32), ("rdev", 0, 1 << 32)):
+            setattr(attr, field, chance.choice([least, most - 1, chance.randrange(least, most)]))
+        attr.change = change + 1 << 20
+        other = Attr()
+        other.CopyFrom(attr)
+        kernel.vfs.cache._attrs[inode] = other, kernel.vfs.clock.boottime_s()
+        await kernel.attributes(inode)
+
+
+@on_a_mount()
+async def test_what_the_kernel_forgets_is_forgotten(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.close(inode, handle)
+    await kernel.attributes(inode)
+    assert inode in kernel.ops._told and inode in kernel.ops._seen
+    kernel.say(Op.FORGET, (1,), node=inode)
+    await kernel.silent()
+    assert inode not in kernel.ops._told and inode not in kernel.ops._seen
+
+
+@on_a_mount()
+async def test_a_request_that_is_asked_again_is_known_by_its_handler(kernel):
+    there = await directory(kernel)
+    before = kernel.engine._known.answered
+    kernel.say(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
+    assert (await kernel.hear())[0] == 1 << 63 | 12
+    assert kernel.engine._known.answered == before
+
+
+@on_a_mount()
+async def test_how_long_it_took_is_counted_by_operation(kernel):
+    there = await directory(kernel)
+    await kernel.once(Op.GETATTR, (0, 0), node=there)
+    times = kernel.engine.spent.times[Op.GETATTR]
+    counted, spent = sum(times.counts), times.sum_s
+    for _ in range(50):
+        await kernel.once(Op.GETATTR, (0, 0), node=there)
+    assert sum(times.counts) == counted + 50 and times.sum_s > spent
+
+
+def test_a_client_without_leases_believes_for_a_moment():
+    async def all_of_it():
+        host = Host()
+        async with host:
+            client = await host.pool.client("unlent", ClientOptions(leases=False, short_cut=False, fresh_s=3600.0))
+            host.vfs = client.vfs
+            async with Both(host) as kernel:
+                await kernel.init()
+                inode, handle = await kernel.create_in(1, b"f")
+                await kernel.close(inode, handle)
+                await kernel.attributes(inode)
+                await kernel.name(1, b"f")
+                client.vfs.cache.distrust()
+                before = kernel.engine._known.answered
+                for _ in range(2):
+                    assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
+                assert kernel.engine._known.answered == before + 1
+
+    run_whole(all_of_it(), 120)
