@@ -44,7 +44,7 @@ class Both(Reading):
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, answer) of the request, which is `here` if the compiled step answers it."""
-        step, (told, named, seen) = self.engine._known, self.books()
+        step, (told, named, _) = self.engine._known, self.books()
         before = step.answered
         compiled = await self.once(opcode, body, **more)
         assert (step.answered > before) == here
@@ -310,6 +310,7 @@ def test_a_client_without_leases_believes_for_a_moment():
                 inode, handle = await kernel.create_in(1, b"f")
                 await kernel.close(inode, handle)
                 await kernel.attributes(inode)
+                await kernel.once(Op.LOOKUP, (), names=(b"f",))
                 await kernel.name(1, b"f")
                 client.vfs.cache.distrust()
                 before = kernel.engine._known.answered
