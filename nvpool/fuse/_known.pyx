@@ -14,9 +14,13 @@ from posix.unistd cimport read, write
 import os
 
 from nvpool.base.clock import SystemClock
+from nvpool.base.grants import READ as RIGHT_TO_READ
 from nvpool.base.units import NAME_BYTES_MAX
-from nvpool.fuse.cached_ops import NAMED_TOGETHER, TOLD_MAX
+from nvpool.client.contents import SMALL_BYTES
+from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.fuse.cached_ops import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, TOLD_MAX
 from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.numbers import Opening
 from nvpool.wire.entries import ENTRY_BYTES
 
 cdef extern from "_kernel.h":
@@ -39,6 +43,7 @@ cdef enum:                      # linux/fuse.h
     LOOKUP = 1
     FORGET = 2
     GETATTR = 3
+    OPEN = 14
     READ = 15
     RELEASE = 18
     GETXATTR = 22
@@ -46,12 +51,14 @@ cdef enum:                      # linux/fuse.h
     HEADER_BYTES = 40
     GETATTR_BYTES = 56
     FORGET_BYTES = 48
+    OPEN_BYTES = 48
     RELEASE_BYTES = 64          # and of FLUSH
     GETXATTR_BYTES = 48         # before the name
     OUT_BYTES = 16
     ATTR_BYTES = 88
     ATTR_OUT_BYTES = 120
     ENTRY_OUT_BYTES = 144
+    OPEN_OUT_BYTES = 32
     SECOND_NS = 1000000000
     ROOT = 1
 
@@ -66,7 +73,11 @@ cdef struct Seen:               # the attributes of an inode
     int64_t atime_ns, mtime_ns, ctime_ns
     uint32_t mode, links, uid, gid, rdev
 
-cdef Py_ssize_t told_max = TOLD_MAX, named_together = NAMED_TOGETHER, name_bytes_max = NAME_BYTES_MAX
+cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC, keeps_cache = Opening.KEEP_CACHE.value, no_flush = Opening.NOFLUSH.value
+cdef uint32_t has_xattrs = HAS_XATTRS
+cdef long right_to_read = RIGHT_TO_READ
+cdef uint64_t small_bytes = SMALL_BYTES
+cdef Py_ssize_t told_max = TOLD_MAX, seen_max = SEEN_MAX, named_together = NAMED_TOGETHER, name_bytes_max = NAME_BYTES_MAX
 cdef Py_ssize_t record_bytes = ENTRY_BYTES
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef bytes capability = b"security.capability\0"
@@ -123,10 +134,11 @@ cdef class Known:
     """As known.py says. `engine` has the buffer, and what closed files are kept in until nobody waits."""
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
     cdef object _owners
-    cdef dict _files, _told, _seen, _open, _attrs, _entries, _whole, _lent, _directories
+    cdef object _vfs, _meta, _writer, _published
+    cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
-    cdef bint _is_system, _is_subtree, _names_are_told, _is_absence_told
+    cdef bint _is_system, _is_subtree, _opens, _names_are_told, _is_absence_told
     cdef double _fresh_s, _absent_s
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
@@ -138,6 +150,9 @@ cdef class Known:
         """`take_read(count)`: whether the READ in the buffer was begun; None: none is."""
         cache = vfs.cache
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
+        self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
+        self._paged = ops._paged
+        self._opens = not ops.options.writeback
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
         self._files, self._told, self._seen, self._owners = ops._files, ops._told, ops._seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
@@ -197,6 +212,8 @@ cdef class Known:
             is_done = count == GETATTR_BYTES and self.getattr(head.unique, head.node)
         elif opcode == LOOKUP:
             is_done = self.lookup(head.unique, head.node, at, count)
+        elif opcode == OPEN:
+            is_done = count == OPEN_BYTES and self.open(head, (<const uint32_t *>(at + HEADER_BYTES))[0])
         elif opcode == GETXATTR:
             is_done = self.getxattr(head.unique, head.node, at, count)
         elif count == RELEASE_BYTES and opcode == FLUSH:
@@ -391,6 +408,70 @@ cdef class Known:
         self.send(unique, out, ENTRY_OUT_BYTES, 0)
         return True
 
+    cdef bint open(self, const In *head, uint32_t flags) except -1:
+        """As FuseOps.open_now and Files.open_now of what nobody here writes, where no other process of the mount reads."""
+        cdef uint8_t out[OPEN_OUT_BYTES]
+        cdef PyObject *found
+        cdef uint64_t change, number, unique = head.unique
+        cdef uint32_t said = 0
+        cdef bint is_kept
+        if flags & leaves_open or not self._opens or self._published.on:
+            return False
+        inode = head.node
+        lease = self.lease(inode, self.now_s())
+        if lease is None:
+            return False
+        found = PyDict_GetItem(self._open, inode)
+        if found is not NULL:
+            file = <object>found
+            attr = file.attr
+            if file.written is not None or not <long>file.grant_rights & right_to_read or not attr.links:
+                return False
+            file.handles += 1
+        else:
+            grant = (<tuple>lease)[2]
+            file = self._cache.hold_lent(inode) if grant else None
+            if file is None:
+                return False
+            file.adopt_grant(grant, self._clock.wall_ns() // 1000000)
+            if not file.grant:
+                self._cache.drop(file)
+                return False
+            attr = file.attr
+            file.untold = True
+            file.opened = 1
+            self._meta.opened_quietly(inode, <uint64_t>attr.size > small_bytes)
+        handle = FileHandle(file, flags)
+        change = attr.change
+        changed = change
+        found = PyDict_GetItem(self._told, inode)
+        if found is NULL or <uint64_t><object>found != change:
+            self._ops.invalidate_attributes(inode)
+        before = self._seen.pop(inode, None)
+        is_kept = before is not None and <uint64_t>(<tuple>before)[0] == change
+        self._seen[inode] = changed, not <uint32_t>attr.flags & has_xattrs
+        if PyDict_Size(self._seen) > seen_max:
+            self._ops._keeps_pages(attr)  # forgets the oldest
+        try:
+            key = self._ops._handles.take(inode, flags, Caller(head.uid, head.gid, head.pid), unique)
+        except Exception:  # no room: it is not open
+            self._vfs.release_now(handle)
+            raise
+        handle.number = key
+        self._files[key] = handle
+        if is_kept:
+            said = keeps_cache
+            if inode not in self._paged:
+                self._ops._paging(inode)
+        if inode not in self._owners:
+            said |= no_flush
+        number = key
+        memset(out, 0, OPEN_OUT_BYTES)
+        memcpy(out + 16, &number, 8)
+        memcpy(out + 24, &said, 4)
+        self.send(unique, out, OPEN_OUT_BYTES, 0)
+        return True
+
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
         """Of a file that has none: the kernel asks before each write whether it makes a program privileged."""
         cdef uint8_t out[OUT_BYTES]
@@ -422,6 +503,42 @@ cdef class Known:
         if found is not NULL and (<object>found).file.inode in self._owners:
             return False
         self._engine._late.append(PyBytes_FromStringAndSize(<const char *>at, RELEASE_BYTES))
+        return True
+
+    def release_now(self, bytes request):
+        """Whether that RELEASE, which was put off, is done and answered, as FuseOps.release_now does it where nothing is left to
+        be stored or to be looked after."""
+        cdef uint8_t out[OUT_BYTES]
+        cdef double since_s = stopwatch()
+        cdef PyObject *found
+        cdef const In *head = <const In *>PyBytes_AS_STRING(request)
+        if PyBytes_GET_SIZE(request) != RELEASE_BYTES or self._engine._from:
+            return False
+        key = (<const uint64_t *>(<const uint8_t *>head + HEADER_BYTES))[0]
+        found = PyDict_GetItem(self._files, key)
+        if found is NULL:
+            return False
+        handle = <object>found
+        file = handle.file
+        inode = file.inode
+        written, ahead = file.written, handle.ahead
+        if (handle.closed or inode in self._owners or file.located or file.volume or file.lost or handle.append or ahead.units
+                or ahead in file.ahead or written is not None and written.unsettled):
+            return False
+        handle.closed = True
+        if self._cache.drop(file):
+            file.fetching = None
+            if <long>file.grant_rights & right_to_read:
+                self._leases.keep_grant(inode, file.grant)
+            if written is not None:
+                self._writer.forget(file)
+            self._meta.release(inode, file.opened)
+            self._paged.pop(inode, None)
+        del self._files[key]
+        self._ops._handles.give_back(key)
+        self._published.closed(inode, key)
+        self.send(head.unique, out, OUT_BYTES, 0)
+        self.count(RELEASE, stopwatch() - since_s)
         return True
 
     cdef bint forget(self, uint64_t node) except -1:

@@ -299,6 +299,8 @@ class KernelRequests:
         `_buffer` holds no request that is being taken apart."""
         late, self._late = self._late, []
         for request in late:
+            if self._released(request):
+                continue
             since_s = self._since_s = stopwatch_s()
             self._kept = 0
             fields = requests.decode_release(request, len(request))
@@ -313,6 +315,10 @@ class KernelRequests:
                 self._fail(unique, error, "release")
             if not self._kept:
                 self.spent.add(Op.RELEASE, stopwatch_s() - since_s)
+
+    def _released(self, request: bytes) -> bool:
+        """Whether that one is released, and answered, already."""
+        return False
 
     def _on_opendir(self, count: int) -> None:
         fields = requests.decode_open(self._buffer, count)

@@ -6,10 +6,11 @@ Python the way of such an answer (unpack, ask `ops`, ask the client, pack) is so
 Here they are answered in the loop that reads the requests, where a compiler was (`_known`); its twin is the way of every
 request (kernel_requests to client/cache), which says the same.
 
-Only plain sailing: GETATTR and LOOKUP of what is believed or lent, LOOKUP of a name that is known to be absent, GETXATTR of
-file capabilities that are known not to be there, FLUSH of what was not written, RELEASE (put off, as always) of what has no
-locks, FORGET. Whatever else it is, and whatever has to be asked, is left before anything has happened: READs to the compiled
-ones (plainreads, farreads), all others to their handlers. What the kernel was told is noted as always.
+Only plain sailing: GETATTR and LOOKUP of what is believed or lent, LOOKUP of a name that is known to be absent, OPEN for
+reading of what is lent with a right to read it, GETXATTR of file capabilities that are known not to be there, FLUSH of what was
+not written, RELEASE (put off, as always) of what has no locks and nothing left to store, FORGET. Whatever else it is, and
+whatever has to be asked, is left before anything has happened: READs to the compiled ones (plainreads, farreads), all others to
+their handlers. What the kernel was told is noted as always.
 
 KnownAnswers is what fuse/kernel_engine has of it, above fuse/plainreads.
 """
@@ -50,6 +51,9 @@ class KnownAnswers(PlainReading):
     def _following(self, most: int) -> tuple[int, int]:
         known = self._known
         return super()._following(most) if known is None else (known.next_request(most), known.taken)
+
+    def _released(self, request: bytes) -> bool:
+        return self._known is not None and self._known.release_now(request)
 
     async def _end_plain_reads(self) -> None:
         self._known = None

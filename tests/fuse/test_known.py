@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from mounted_reads import Reading
 
+from nvpool.base import errors
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse import known
@@ -208,6 +209,98 @@ async def test_what_is_neither_believed_nor_lent_is_asked_for(kernel):
     before = kernel.engine._known.answered
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
     assert kernel.engine._known.answered == before
+
+
+async def theirs(kernel, name, content):
+    """A file of another client, that was looked up with the right to read it."""
+    vfs = await kernel.host.writer()
+    handle = await kernel.host.file(content, vfs, name)
+    await vfs.release(handle)
+    inode = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(name,))).nodeid
+    async with asyncio.timeout(60):
+        while (lease := kernel.vfs.leases.held(inode)) is None or not lease.grant:
+            kernel.vfs.cache.forget_attr(inode)
+            kernel.vfs.cache._entries.clear()
+            await kernel.vfs.lookup(1, name)
+            await asyncio.sleep(0.01)
+    return inode
+
+
+def state_of(kernel, inode):
+    """Of an inode: what is kept of it, open or not, but for numbers and times."""
+    vfs, ops = kernel.vfs, kernel.ops
+    file = vfs.cache.open.get(inode)
+    shard = vfs.meta._shard_of(inode)
+    lease = vfs.leases._leases.get(inode)
+    opened = None if file is None else (file.handles, file.opened, file.untold, file.grant, file.grant_rights, file.attr.change)
+    return (opened, inode in vfs.cache._attrs, shard.open.get(inode), shard.untold.get(inode), lease and lease.grant,
+            inode in ops._paged, ops._seen.get(inode), ops._told.get(inode), len(ops._files), dict(ops.published._barred))
+
+
+@on_a_mount()
+async def test_open_read_close_leave_the_same_behind(kernel):
+    content = os.urandom(3000)
+    inode = await theirs(kernel, b"f", content)
+    step = kernel.engine._known
+    left = {}
+    for turn in range(6):
+        for way in (None, step):
+            kernel.engine._known = way
+            before = step.answered
+            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (step.answered > before) == (way is not None)
+            again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            both = state_of(kernel, inode)
+            assert await kernel.read(opened.fh, 0, 4096) == content
+            kernel.engine._known = way
+            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            one = state_of(kernel, inode)
+            await kernel.ask(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
+            left.setdefault(turn, []).append((opened.open_flags, again.open_flags, both, one, state_of(kernel, inode)))
+            kernel.engine._known = step
+    for ordinary, compiled in list(left.values())[1:]:  # in the first turn the pages are new
+        assert ordinary == compiled
+
+
+@on_a_mount()
+async def test_an_open_that_has_to_ask_is_left(kernel):
+    inode = await theirs(kernel, b"f", b"x")
+    step = kernel.engine._known
+    for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
+        before = step.answered
+        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
+        assert step.answered == before
+        await kernel.close(inode, opened.fh)
+    kernel.vfs.leases.forget(inode)
+    before = step.answered
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert step.answered == before
+    await kernel.close(inode, opened.fh)
+    assert not kernel.ops._files and not kernel.vfs.cache.open
+
+
+@on_a_mount()
+async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
+    inode = await theirs(kernel, b"f", b"x")
+
+    def take(*_, **__):
+        raise errors.TooManyOpen("as many as there may be")
+
+    kernel.ops._handles.take = take
+    assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
+    del kernel.ops._handles.take
+    assert not kernel.ops._files and not kernel.vfs.cache.open
+    await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+
+
+@on_a_mount()
+async def test_what_is_not_stored_is_released_by_the_ordinary_way(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.ask(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
+    assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""  # closed without a FLUSH: of a mapping
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert await kernel.read(opened.fh, 0, 5000) == bytes(range(250)) * 20
 
 
 @on_a_mount()
