@@ -33,12 +33,13 @@ from nvpool.base.kept import Word
 from nvpool.base.metrics_page import Page
 from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
+from nvpool.fuse.creates import CreatesAtOnce
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.kernel_requests import FIRST
 from nvpool.fuse.mount import OUR_TYPE, Mount, mount_at, unmount
 from nvpool.fuse.ops import FuseOps
 from nvpool.fuse.passing import Passing
-from nvpool.fuse.plainreads import BURST_MAX, PlainReading
+from nvpool.fuse.plainreads import BURST_MAX
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import (
     MAJOR,
@@ -120,7 +121,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(PlainReading):
+class KernelEngine(CreatesAtOnce):
     """See engine.Engine and the module."""
 
     name = "kernel"
