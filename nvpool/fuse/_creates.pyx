@@ -473,7 +473,7 @@ cdef class Creates:
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
         self.calls, self._clock = TALLY.calls, meta._clock
-        self.is_system = type(meta._clock) is type(ops._clock) is SystemClock
+        self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
         self.keep_s[0], self.keep_ns[0] = engine._keep_entry

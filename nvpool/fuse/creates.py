@@ -41,9 +41,10 @@ class CreatesAtOnce(PlainReading):
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
-        ops = self._ops
-        if _creates is not None and type(ops) is FuseOps and isinstance(ops._vfs, Files) and ops.kept is not None:
-            self._creates = _creates.Creates(self, ops, ops._vfs, self.in_work_max)
+        ops, vfs = self._ops, self._ops._vfs
+        if (_creates is not None and type(ops) is FuseOps and isinstance(vfs, Files) and ops.kept is not None
+                and ops._clock is vfs.clock):
+            self._creates = _creates.Creates(self, ops, vfs, self.in_work_max)
 
     def _on_create(self, count: int) -> None:
         if self._creates is None or not self._creates.begin(count):
