@@ -33,6 +33,7 @@ from nvpool.base.kept import Word
 from nvpool.base.metrics_page import Page
 from nvpool.client.coming import Coming
 from nvpool.fuse.attach import attach
+from nvpool.fuse.creates import CreatesAtOnce
 from nvpool.fuse.engine import MountOptions
 from nvpool.fuse.kernel_requests import FIRST
 from nvpool.fuse.known import KnownAnswers
@@ -121,7 +122,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(KnownAnswers):
+class KernelEngine(CreatesAtOnce, KnownAnswers):
     """See engine.Engine and the module."""
 
     name = "kernel"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, StaleCut
 from nvpool.base.grants import READ, WRITE
-from nvpool.client.begun import Begun, OnEnd
+from nvpool.client.begun import Begun, OnEnd, Sent
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Later
 from nvpool.client.contents import SMALL_BYTES
@@ -170,9 +170,8 @@ class Files(Together, Locks):
         if rights is None or not is_name(name) or not self._is_together(parent):
             return None
         exclusive, truncate = bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC)
-        if truncate and not exclusive and self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
-                and not self.cache.is_absent(parent, name, self._absent_s):
-            return None  # it may be open here, and of what we write to it
+        if truncate and not exclusive and self.may_be_written(parent, name):
+            return None
         request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode), open=True,
                                          rights=rights, exclusive=exclusive, truncate=truncate)
         begun = self.meta.begin(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply,
@@ -181,6 +180,17 @@ class Files(Together, Locks):
         if begun is not None:
             self.cache.forget_entry(parent, name)
         return begun
+
+    def may_be_written(self, parent: int, name: bytes) -> bool:
+        """Whether the name may stand for a file that is open here, and of what we write to it."""
+        return self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
+            and not self.cache.is_absent(parent, name, self._absent_s)
+
+    def go_on_creating(self, sent: Sent, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
+                       making: Making) -> Begun:
+        """As if `begin_create` had sent it."""
+        return self.meta.go_on_with(sent, parent, wire_pb2.META_CREATE, meta_pb2.CreateRequest, meta_pb2.CreateReply,
+                                    partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s), unique)
 
     def _made(self, making: Making, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent_s: float, reply,
               error: BaseException | None) -> None:

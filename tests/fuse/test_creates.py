@@ -1,0 +1,766 @@
+"""Files that a mount makes in one compiled step each way: the messages, the answers, the books and the errors of the ordinary
+way, whatever comes of it."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+from mounted_reads import Reading, both_ways
+
+from nvpool.base import errors, grants
+from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
+from nvpool.base.kept import HANDLES_MAX, KeptMemory
+from nvpool.client.cache import OpenInode
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
+from nvpool.fuse import creates
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol.requests import FORMS, Request
+from nvpool.wire.entries import attr_of
+from nvpool.wire.tally import TALLY
+from nvpool.wire.v1.meta_pb2 import Attr, CreateReply, CreateRequest
+from nvpool.wire.v1.wire_pb2 import META_CREATE
+from tests.unit.test_client_shortcut import Host, run_whole
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+MADE_BYTES = replies.SHAPES["create"][1].size
+NOBODY = 1 << 22
+"""There is no such process."""
+
+
+class Door:
+    """What the shard's listener asks: the service, unless a test has something else to say to who makes a file."""
+
+    def __init__(self, service):
+        self.service = service
+        self.heard = []
+        self.instead = None
+
+    def __call__(self, call):
+        if call.method == META_CREATE:
+            self.heard.append(bytes(call.message))
+            if self.instead is not None:
+                self.instead(call)
+                return
+        self.service.handle(call)
+
+
+class Changed:
+    """A call whose answer is another than the service's."""
+
+    def __init__(self, call, change):
+        self._call, self._change = call, change
+
+    def __getattr__(self, name):
+        return getattr(self._call, name)
+
+    def reply(self, message=b"", payload=()):
+        self._call.reply(self._change(bytes(message)))
+
+
+class Held:
+    """A call whose answer is kept."""
+
+    def __init__(self, call, said):
+        self._call, self._said = call, said
+
+    def __getattr__(self, name):
+        return getattr(self._call, name)
+
+    def reply(self, message=b"", payload=()):
+        self._said.append(bytes(message))
+
+
+async def carried_out(kernel, call):
+    """The answer, of which nobody has heard yet."""
+    said = []
+    kernel.door.service.handle(Held(call, said))
+    async with asyncio.timeout(60):
+        while not said:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return said[0]
+
+
+class Kept(Host):
+    """Its client keeps what outlives its process. `at_once`: the shard answers in one step, where it can."""
+
+    def __init__(self, clock, options, at_once):
+        super().__init__()
+        self.clock, self.client_options, self.at_once = clock, options, at_once
+
+    async def __aenter__(self):
+        await self.pool.__aenter__()
+        listener = self.pool._listeners["meta", 1]
+        self.door = Door(listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler)
+        if not self.at_once:
+            self.door.service = self.pool.meta
+            listener.handler = self.door
+        self.descriptor = KeptMemory.make(1 << 24)
+        self.kept = KeptMemory(self.descriptor)
+        self.client = await Client.open(self.pool.pool_map, "maker", self.client_options, clock=self.clock, kept=self.kept)
+        self.pool._clients.append(self.client)
+        self.vfs = self.client.vfs
+        return self
+
+    async def __aexit__(self, *failure):
+        os.close(self.descriptor)
+        await super().__aexit__(*failure)
+
+
+class Mounted(Reading):
+    def __init__(self, host):
+        super().__init__(host)
+        self.engine._ops._clock = host.clock
+        self.answers = []
+
+    @property
+    def ops(self):
+        return self.engine._ops
+
+    @property
+    def state(self):
+        return self.vfs.meta._shards[1]
+
+    @property
+    def door(self):
+        return self.host.door
+
+    @property
+    def made_at_once(self):
+        return self.engine._creates.made if self.engine._creates is not None else 0
+
+    def say_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
+        self.last += 2
+        unique = self.last if unique is None else unique
+        body = FORMS[Op.CREATE].body(flags, mode, 0o22, 0)
+        self.ours.send(requests.encode(Request(Op.CREATE, unique, node, uid, gid, pid, body, (name,), b"")))
+        return unique
+
+    async def hear(self):
+        unique, error, answer = await super().hear()
+        if len(answer) == MADE_BYTES:
+            times = dict.fromkeys(("atime", "mtime", "ctime", "atimensec", "mtimensec", "ctimensec"), 0)
+            self.answers.append((unique, error, replies.read("create", answer)._replace(**times)))
+        else:
+            self.answers.append((unique, error, len(answer)))
+        return unique, error, answer
+
+    async def made(self, name, flags=NEW, **more):
+        unique = self.say_create(name, flags, **more)
+        heard, error, answer = await self.hear()
+        assert heard == unique
+        if error:
+            raise OSError(-error, os.strerror(-error))
+        made = replies.read("create", answer)
+        if self.host.clock is SYSTEM_CLOCK:
+            attr = self.ops._files[made.fh].attr
+            assert made.mtime * 10 ** 9 + made.mtimensec == attr.mtime_ns and made.ctime == attr.ctime_ns // 10 ** 9
+        return made
+
+    async def close_file(self, handle):
+        unique = self.say(Op.RELEASE, (handle, 0, 0, 0))
+        assert (await self.hear())[:2] == (unique, 0)
+
+    async def begun(self, name, flags=NEW, **more):
+        """The request is with the shard, which says nothing."""
+        calls = []
+        self.door.instead = calls.append
+        unique = self.say_create(name, flags, **more)
+        async with asyncio.timeout(60):
+            while not calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        self.door.instead = None
+        return unique, calls[0]
+
+    def grant_of(self, file):
+        if not file.grant:
+            return False, file.grant_session, file.grant_half_ms
+        now_ms = self.host.clock.wall_ns() // 1_000_000
+        ends_ms = grants.read(file.grant).ends_ms
+        # of a clock that stands between a file and the look at its books at most for a while
+        half_ms = file.grant_half_ms - (now_ms + (ends_ms - now_ms) // 2)
+        return file.grant_session == self.state.session, file.grant[:4], abs(half_ms) < 30_000
+
+    def books(self):
+        """All that there is to be known, in its order."""
+        vfs, ops, cache, leases = self.vfs, self.ops, self.vfs.cache, self.vfs.leases
+        slots = [slot for slot in OpenInode.__slots__ if slot not in ("attr", "grant", "grant_session", "grant_half_ms")]
+        connection = self.state.met
+        return {
+            "open": [(inode, untimed(file.attr), [getattr(file, slot) for slot in slots], *self.grant_of(file))
+                     for inode, file in cache.open.items()],
+            "attrs": [(inode, untimed(attr), born_s) for inode, (attr, born_s) in cache._attrs.items()],
+            "entries": [(place, found[:3], lease_of(found[3])) for place, found in cache._entries.items()],
+            "renamed": list(cache._renamed_s.items()), "floor": cache._renamed_floor_s,
+            "whole": [(inode, whole.change, sorted(whole.names), whole.ours) for inode, whole in cache._whole.items()],
+            "whole names": cache._whole_names,
+            "leases": [(inode, lease_of(lease)) for inode, lease in leases._leases.items()], "number": leases._number,
+            "watch": (self.state.watch.used, self.state.watch.floor_s, dict(self.state.watch.ended)),
+            "registered": dict(self.state.open), "slots": list(self.state.slots), "waiting": list(self.state.waiting),
+            "noted": self.host.kept.slots(self.state.record), "handles": self.host.kept.handles.valid(),
+            "files": [(number, [getattr(file, slot) for slot in ("inode", "flags", "readable", "writable", "append", "closed",
+                                                                 "number")])
+                      for number, file in ops._files.items()],
+            "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
+            "told": dict(ops._told), "seen": dict(ops._seen), "appending": dict(ops._appending), "changes": ops._changes,
+            "named": list(ops._naming.told), "barred": dict(ops.published._barred), "writing": set(ops.published._writing),
+            "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
+            "made names": dict(vfs._made_names), "work": list(self.engine._work), "held": dict(vfs.meta.once.held),
+            "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
+            "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
+            "calls": (TALLY.calls.begun - TALLY.calls.ended) - len(connection._in_flight),
+        }
+
+
+def lease_of(lease):
+    return None if lease is None else (*lease[:2], lease.grant[:4], lease.number, type(lease))
+
+
+def untimed(attr):
+    """Its times are the shard's."""
+    without = Attr()
+    without.CopyFrom(attr if type(attr) is Attr else attr_of(attr))
+    without.atime_ns = without.mtime_ns = without.ctime_ns = 0
+    return without.SerializeToString(deterministic=True)
+
+
+OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001)
+
+
+@asynccontextmanager
+async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=False):
+    async with Kept(clock, options, at_once) as host, Mounted(host) as kernel:
+        await kernel.init()
+        if way == "ordinary":
+            await kernel.engine._end_plain_reads()
+        await kernel.close_file((await kernel.made(b"the first one, by which there is a session")).fh)
+        kernel.way, before = way, kernel.made_at_once
+        yield kernel
+        kernel.door.instead = None
+        assert not kernel.engine._work
+        assert way == "ordinary" or kernel.made_at_once > before or not kernel.expects_some, "none was made in one step"
+
+
+Mounted.expects_some = True
+WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(creates._creates, mounted)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------------
+
+def some_number(chance, bits):
+    return chance.getrandbits(chance.randrange(bits) + 1) if chance.random() < 0.8 else 0
+
+
+@compiled_only
+def test_the_request_is_the_bytes_that_protobuf_writes():
+    chance = random.Random(1)
+    for _ in range(3000):
+        fields = {"parent": some_number(chance, 63), "name": chance.randbytes(chance.choice([1, 7, 127, 128, 255])),
+                  "mode": 0o100000 | some_number(chance, 12), "open": True, "rights": chance.choice([1, 3]),
+                  "exclusive": chance.random() < 0.5, "truncate": chance.random() < 0.5}
+        request = CreateRequest(**fields)
+        change = request.change
+        change.session, change.slot, change.sequence = some_number(chance, 64), chance.randrange(64), some_number(chance, 62)
+        change.map_epoch, change.uid, change.gid = some_number(chance, 40), some_number(chance, 32), some_number(chance, 32)
+        packed = creates._creates.request_of(
+            change.session, change.slot, change.sequence, change.map_epoch, change.uid, change.gid, request.parent,
+            request.name, request.mode, request.rights, request.exclusive, request.truncate)
+        assert packed == request.SerializeToString()
+
+
+def some_attr(chance, mode):
+    attr = Attr(inode=1 + some_number(chance, 60), mode=mode, change=1 + some_number(chance, 40), chunk_bits=20, table=1)
+    for field, bits in (("links", 32), ("uid", 32), ("gid", 32), ("blocks", 60), ("atime_ns", 62), ("mtime_ns", 62),
+                        ("ctime_ns", 62), ("rdev", 32), ("cut", 60), ("flags", 16), ("parent", 62), ("punches", 30)):
+        setattr(attr, field, some_number(chance, bits))
+    return attr
+
+
+def some_reply(chance):
+    reply = CreateReply(created=True)
+    reply.entry.attr.CopyFrom(some_attr(chance, 0o100000 | some_number(chance, 12)))
+    reply.entry.grant = b"\1" + chance.randbytes(59)
+    reply.entry.lease_ms = some_number(chance, 31)
+    reply.parent.CopyFrom(some_attr(chance, 0o040755))
+    return reply
+
+
+def in_two(reply):
+    """As the shard's compiled step writes it: the lease behind what is kept of the answer."""
+    lease = CreateReply()
+    lease.entry.lease_ms, before = reply.entry.lease_ms, CreateReply()
+    before.CopyFrom(reply)
+    before.ClearField("parent")
+    before.entry.ClearField("lease_ms")
+    after = CreateReply()
+    after.parent.CopyFrom(reply.parent)
+    lease.entry.SetInParent()
+    return before.SerializeToString() + lease.SerializeToString() + after.SerializeToString()
+
+
+KEEP = (1, 5), (2, 999)
+
+
+def answered(message):
+    return creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
+
+
+@compiled_only
+def test_the_answer_is_the_one_that_is_made_of_protobuf():
+    chance = random.Random(2)
+    for _ in range(2000):
+        reply = some_reply(chance)
+        expected = replies.created(77, reply.entry.attr, *KEEP, 0x1234567890, 5)
+        assert answered(reply.SerializeToString()) == answered(in_two(reply)) == expected
+
+
+@compiled_only
+def test_what_is_not_a_new_file_with_all_that_belongs_to_it_is_left():
+    reply = some_reply(random.Random(3))
+
+    def left(change):
+        other = CreateReply()
+        other.CopyFrom(reply)
+        change(other)
+        assert answered(other.SerializeToString()) is None
+
+    left(lambda it: setattr(it, "created", False))
+    left(lambda it: it.ClearField("parent"))
+    left(lambda it: it.ClearField("entry"))
+    left(lambda it: it.entry.ClearField("attr"))
+    left(lambda it: it.entry.ClearField("grant"))
+    left(lambda it: setattr(it.entry, "grant", it.entry.grant[:-1]))
+    left(lambda it: setattr(it.entry, "grant", b"\2" + it.entry.grant[1:]))
+    left(lambda it: setattr(it.entry, "elsewhere", True))
+    left(lambda it: setattr(it.entry.attr, "volume", 5))
+    left(lambda it: setattr(it.parent, "volume", 5))
+    left(lambda it: setattr(it.entry.attr, "mode", 0o040755))
+    left(lambda it: setattr(it.entry.attr, "size", 1))
+    left(lambda it: setattr(it.entry.attr, "inode", 0))
+    left(lambda it: setattr(it.entry.attr, "mtime_ns", -1))
+    left(lambda it: setattr(it.parent, "inode", 0))
+    whole = reply.SerializeToString()
+    assert answered(b"") is None and answered(whole + whole) is None and answered(whole + b"\x20\1") is None
+    assert answered(whole + b"\x22\0") is None and answered(whole + b"\x0a\3\x30\1\1") is None
+    wide = bytearray(CreateReply(entry={"attr": {"inode": 1, "change": 1}}).SerializeToString())
+    assert answered(bytes(wide)) is None
+
+
+@compiled_only
+def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
+    chance = random.Random(4)
+    read = 0
+    for turn in range(20_000):
+        message = bytearray(in_two(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString())
+        if turn % 3 == 0:
+            del message[chance.randrange(len(message)):]
+        for _ in range(turn % 4 if message else 0):
+            message[chance.randrange(len(message))] ^= 1 << chance.randrange(8)
+        found = answered(bytes(message))
+        if found is None:
+            continue
+        read += 1
+        reply = CreateReply.FromString(bytes(message))
+        assert found == replies.created(77, reply.entry.attr, *KEEP, 0x1234567890, 5)
+        assert reply.created and reply.HasField("parent") and len(reply.entry.grant) == 60 and not reply.entry.elsewhere
+        assert not reply.entry.attr.volume and reply.parent.inode
+    assert read > 1000
+
+
+# -- what is the same both ways ----------------------------------------------------------------------------------------------
+
+async def many_kinds(kernel, clock):
+    """Files made in all manners, and what was to be seen of each: message, answer, books."""
+    seen = []
+
+    async def make(name, flags, **more):
+        try:
+            made = await kernel.made(name, flags, **more)
+        except OSError as error:
+            made = error.errno
+        seen.append((name, kernel.books()))
+        clock.now_s += 0.25
+        return made
+
+    first = await make(b"new", NEW)
+    await make(b"read", os.O_RDONLY | os.O_CREAT | os.O_EXCL)
+    await make(b"append", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, uid=1000, gid=70000, pid=os.getpid())
+    await make(b"read and append", os.O_RDONLY | os.O_CREAT | os.O_APPEND)
+    await make(b"cut", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode=0o106755, uid=5)
+    await make(b"x" * 255, os.O_RDWR | os.O_CREAT)
+    await make(b"new", NEW)
+    await make(b"new", os.O_RDWR | os.O_CREAT)
+    await make(b"new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    for name in (b".", b"..", b"a/b", b"x" * 256):
+        await make(name, NEW)
+    await make(b"no access", os.O_CREAT | 3)
+    await make(b"nowhere", NEW, node=first.nodeid)
+    directory = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0o22), names=(b"directory",))).nodeid
+    for number in range(9):  # all of its names are known
+        await make(b"%d" % number, NEW, node=directory)
+    for number in range(40):  # and those of the other one get to be known
+        await make(b"one of many %d" % number, NEW)
+        await asyncio.sleep(0.01)
+    await kernel.close_file(first.fh)
+    again = await make(b"behind a close", NEW)
+    seen.append(again.fh)
+    await kernel.ask(Op.UNLINK, names=(b"new",))
+    await make(b"new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    return seen
+
+
+def of_one_session(messages):
+    """These messages, whatever number their session has."""
+    requests = [CreateRequest.FromString(message) for message in messages]
+    assert len({request.change.session for request in requests}) == 1
+    for request, message in zip(requests, messages, strict=True):
+        assert request.SerializeToString() == message
+        request.change.session = 1
+    return requests
+
+
+@compiled_only
+def test_messages_answers_and_books_are_the_same_both_ways():
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+
+    async def seen(way):
+        clock = ManualClock(7, began_s)
+        async with mounted(way, clock=clock, options=OPTIONS._replace(cached_entries=24, deadline_s=300.0)) as kernel:
+            kinds = await many_kinds(kernel, clock)
+            found[way] = kinds, of_one_session(kernel.door.heard), kernel.answers, kernel.made_at_once
+
+    for way in WAYS:
+        run_whole(seen(way), 300)
+    (kinds, heard, answers, _), (kinds_at_once, heard_at_once, answers_at_once, made) = found["ordinary"], found["compiled"]
+    assert made > 50
+    assert heard_at_once == heard
+    assert answers_at_once == answers
+    for one, other in zip(kinds, kinds_at_once, strict=True):
+        if isinstance(one, tuple):
+            assert other[0] == one[0]
+            for book in one[1]:
+                assert other[1][book] == one[1][book], (one[0], book)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("at_once", (False, True), ids=("asked", "at-once"))
+@pytest.mark.parametrize("way", WAYS)
+def test_files_that_are_made_are_there_for_all(way, at_once):
+    async def many(kernel):
+        asked = {}
+        for turn in range(12):
+            for number in range(16):
+                name = b"%d-%d" % (turn, number)
+                asked[kernel.say_create(name, uid=number, gid=turn)] = name
+            while asked:
+                unique, error, answer = await kernel.hear()
+                assert not error
+                made, name = replies.read("create", answer), asked.pop(unique)
+                assert (made.mode, made.nlink, made.size, b"%d-%d" % (made.gid, made.uid)) == (0o100644, 1, 0, name)
+                assert kernel.ops._files[made.fh].inode == made.nodeid
+        assert len(kernel.state.open) == 12 * 16
+        for number in list(kernel.ops._files):
+            await kernel.close_file(number)
+        other = await kernel.host.writer()
+        for turn, number in ((0, 0), (11, 15), (5, 7)):
+            attr = await other.lookup(1, b"%d-%d" % (turn, number))
+            assert (attr.uid, attr.gid, attr.mode) == (number, turn, 0o100644)
+        assert kernel.host.kept.slots(kernel.state.record) == [] and kernel.host.kept.handles.valid() == []
+        assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.vfs.cache.open
+
+    on_a_mount(many, OPTIONS, SYSTEM_CLOCK, at_once)(way)
+
+
+@by_both_ways
+async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(kernel):
+    slots = len(kernel.state.slots)
+    unique, call = await kernel.begun(b"f")
+    change = CreateRequest.FromString(bytes(call.message)).change
+    assert kernel.host.kept.slots(kernel.state.record) == [(change.slot, change.sequence, META_CREATE, unique)]
+    assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
+    assert not kernel.ops._files and not kernel.host.kept.handles.valid()
+    other = await kernel.made(b"g")  # meanwhile
+    kernel.door.service.handle(call)
+    heard, error, answer = await kernel.hear()
+    made = replies.read("create", answer)
+    assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
+    assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
+    assert [(record[1], record[-2]) for record in kernel.host.kept.handles.valid()] in (
+        [(other.nodeid, unique + 2), (made.nodeid, unique)], [(made.nodeid, unique), (other.nodeid, unique + 2)])
+
+
+# -- what else may come of it ------------------------------------------------------------------------------------------------
+
+def changed_reply(change):
+    def edit(message):
+        reply = CreateReply.FromString(message)
+        change(reply)
+        return reply.SerializeToString()
+    return edit
+
+
+ODD = {
+    "not created": changed_reply(lambda reply: setattr(reply, "created", False)),
+    "without the directory": changed_reply(lambda reply: reply.ClearField("parent")),
+    "without a lease": changed_reply(lambda reply: reply.entry.ClearField("lease_ms")),
+    "in a volume": changed_reply(lambda reply: setattr(reply.entry.attr, "volume", 1)),
+    "of a newer version": lambda message: message + b"\xc2\x3e\3abc",
+    "the directory is older": changed_reply(lambda reply: setattr(reply.parent, "change", 1)),
+    "the right is none to read": changed_reply(lambda reply: setattr(
+        reply.entry, "grant", reply.entry.grant[:1] + b"\2" + reply.entry.grant[2:])),
+    "cut off": lambda message: message[:-3],
+    "nothing": lambda message: b"",
+    "no message": lambda message: b"\xff" * 20,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@compiled_only
+def test_of_an_odd_answer_comes_the_same_both_ways(odd):
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+
+    async def seen(way):
+        clock = ManualClock(7, began_s)
+        async with mounted(way, clock=clock, options=OPTIONS._replace(deadline_s=300.0)) as kernel:
+            kernel.expects_some = False
+            calls = []
+
+            def instead(call):
+                kernel.door.instead = None
+                calls.append(bytes(call.message))
+                kernel.door.service.handle(Changed(call, ODD[odd]))
+
+            kernel.door.instead = instead
+            with contextlib.suppress(OSError):
+                await kernel.made(b"odd", os.O_RDWR | os.O_CREAT)
+            seen = kernel.books()
+            await kernel.made(b"after")
+            found[way] = kernel.answers, seen, kernel.books(), of_one_session(kernel.door.heard)
+
+    for way in WAYS:
+        run_whole(seen(way), 120)
+    for one, other in zip(found["ordinary"], found["compiled"], strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize("error", [errors.AlreadyExists, errors.NotADirectory, errors.AccessDenied, errors.NoSpace,
+                                   errors.DirectoryGone, errors.QuotaExceeded])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
+    @on_a_mount
+    async def refused(kernel):
+        slots = len(kernel.state.slots)
+        unique, call = await kernel.begun(b"f")
+        call.fail(error())
+        heard, code, _ = await kernel.hear()
+        expected = errno.ESTALE if error is errors.DirectoryGone else error.errno
+        assert (heard, code) == (unique, -expected)
+        assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
+        await kernel.made(b"f")
+
+    refused(way)
+
+
+FOR_NOW = [(error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)]
+FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]  # these say that it was not carried out
+
+
+@pytest.mark.parametrize(("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
+    @on_a_mount
+    async def refused(kernel):
+        unique, call = await kernel.begun(b"f")
+        if sent:
+            await carried_out(kernel, call)
+        call.fail(error())
+        heard, code, answer = await kernel.hear()
+        assert (heard, code) == (unique, 0)
+        made = replies.read("create", answer)
+        assert kernel.state.open[made.nodeid] == 1 and kernel.host.kept.slots(kernel.state.record) == []
+        messages = [CreateRequest.FromString(message) for message in kernel.door.heard[-2:]]
+        assert [message.name for message in messages] == [b"f", b"f"]
+        if error is not errors.StaleSession and error is not errors.WrongShard:
+            assert messages[0].change == messages[1].change, "under one name"
+        await kernel.made(b"g")
+        await kernel.close_file(made.fh)
+
+    refused(way)
+
+
+@by_both_ways
+async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
+    calls = []
+    kernel.door.instead = calls.append
+    asked = {kernel.say_create(b"%d" % number): b"%d" % number for number in range(20)}
+    kernel.engine._take()
+    async with asyncio.timeout(60):
+        while len(calls) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    kernel.door.instead = None
+    for call in calls[::2]:  # carried out, and nobody hears of it
+        await carried_out(kernel, call)
+    kernel.state.met._transport.abort()
+    inodes = set()
+    while asked:
+        unique, error, answer = await kernel.hear()
+        assert not error and asked.pop(unique)
+        inodes.add(replies.read("create", answer).nodeid)
+    assert len(inodes) == 20 and all(kernel.state.open[inode] == 1 for inode in inodes)
+    assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == kernel.state.slot_count
+    await kernel.made(b"after")
+    await kernel.made(b"after that")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_that_never_answers_is_an_error_at_the_deadline(way):
+    async def silent(kernel):
+        kernel.expects_some = False
+        kernel.door.instead = lambda call: None
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(OSError) as refused:
+            await kernel.made(b"f")
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert refused.value.errno == errors.DeadlineExceeded.errno and 1.5 < took_s < 5.5
+        assert kernel.host.kept.slots(kernel.state.record) == []
+        kernel.door.instead = None
+        await kernel.made(b"f")
+
+    on_a_mount(silent, OPTIONS._replace(deadline_s=2.0))(way)
+
+
+@by_both_ways
+async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+    slots = sorted(slot for slot, _ in kernel.state.slots)
+    unique, call = await kernel.begun(b"f", pid=NOBODY)
+    kernel.say(Op.INTERRUPT, (unique,))
+    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
+    assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []
+    assert sorted(slot for slot, _ in kernel.state.slots) == slots
+    kernel.door.service.handle(call)
+    await asyncio.sleep(0.02)
+    assert not kernel.ops._files and not kernel.vfs.cache.open
+    for number in range(2 * len(slots)):
+        await kernel.close_file((await kernel.made(b"%d" % number)).fh)
+    await kernel.silent()
+
+
+@by_both_ways
+async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(kernel):
+    unique, call = await kernel.begun(b"f")
+    table = kernel.host.kept.handles
+    free, used = list(table._free), table.used
+    table._free.clear()
+    table.used = HANDLES_MAX
+    kernel.door.service.handle(call)
+    assert (await kernel.hear())[:2] == (unique, -errors.TooManyOpen.errno)
+    table._free.extend(free)
+    table.used = used
+    assert not kernel.ops._files and not kernel.vfs.cache.open and kernel.host.kept.slots(kernel.state.record) == []
+    await kernel.made(b"g")
+
+
+@by_both_ways
+async def test_an_answer_behind_the_end_of_its_session_gives_no_slot_back(kernel):
+    unique, call = await kernel.begun(b"f")
+    kernel.state.generation += 1
+    slots = list(kernel.state.slots)
+    kernel.door.service.handle(call)
+    heard, error, answer = await kernel.hear()
+    assert (heard, error) == (unique, 0) and list(kernel.state.slots) == slots
+    assert kernel.ops._files[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
+    await kernel.made(b"g")
+
+
+@by_both_ways
+async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
+    unique, call = await kernel.begun(b"f", os.O_RDWR | os.O_CREAT)
+    said = await carried_out(kernel, call)
+    inode = CreateReply.FromString(said).entry.attr.inode
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    call.reply(said)
+    heard, error, answer = await kernel.hear()
+    made = replies.read("create", answer)
+    assert (heard, error, made.nodeid) == (unique, 0, inode) and kernel.vfs.cache.open[inode].handles == 2
+    assert kernel.ops._files[made.fh].file is kernel.ops._files[opened.fh].file
+    await kernel.made(b"g")
+
+
+@in_one_step
+async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(kernel):
+    state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
+    compiled = engine._creates
+    request = requests.encode(Request(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b""))
+
+    def begins(raw=request):
+        engine._buffer[:len(raw)] = raw
+        return compiled.begin(len(raw))
+
+    def left(raw=request):
+        before, noted = dict(meta.counters), kernel.host.kept.slots(state.record)
+        slots, entries, renamed = list(state.slots), dict(kernel.vfs.cache._entries), dict(kernel.vfs.cache._renamed_s)
+        assert not begins(raw)
+        assert meta.counters == before and kernel.host.kept.slots(state.record) == noted and not engine._work
+        assert list(state.slots) == slots and kernel.vfs.cache._entries == entries and kernel.vfs.cache._renamed_s == renamed
+
+    def other(**more):
+        fields = {"flags": NEW, "mode": 0o100644, "name": b"f", "unique": 900, "node": 1, **more}
+        return requests.encode(Request(Op.CREATE, fields["unique"], fields["node"], 0, 0, 0,
+                                       FORMS[Op.CREATE].body(fields["flags"], fields["mode"], 0o22, 0), (fields["name"],), b""))
+
+    for raw in (other(name=b"."), other(name=b".."), other(name=b"a/b"), other(name=b"x" * 256), other(flags=os.O_CREAT | 3),
+                other(unique=1 << 63 | 900), request[:-1], request + b"x", request[:56], request[:-2] + b"\0\0"):
+        left(raw)
+    for place, value in ((state, ("session", 0)), (state, ("met", None)), (meta, ("_closed", True)), (state, ("waiting", [1])),
+                         (state.met, ("closed", True)), (state.met, ("_writable", False)), (state.met, ("upgraded", True)),
+                         (engine, ("_from", {1: 1})), (engine, ("_leaving", True))):
+        name, wrong = value
+        right = getattr(place, name)
+        setattr(place, name, wrong)
+        left()
+        setattr(place, name, right)
+    slots = list(state.slots)
+    state.slots.clear()
+    left()
+    state.slots.extend(slots)
+    meta.once.held[900] = None
+    left()
+    del meta.once.held[900]
+    table = kernel.host.kept.handles
+    free, used = list(table._free), table.used
+    table._free.clear()
+    table.used = HANDLES_MAX - 4096
+    left()
+    table.used = used
+    table._free.extend(free)
+    assert begins()
+    compiled.send()
+    assert (await kernel.hear())[:2] == (900, 0)
+
+
+@in_one_step
+async def test_who_else_takes_answers_from_the_connection_is_asked(kernel):
+    connection, compiled = kernel.state.met, kernel.engine._creates
+    offered = []
+    compiled.close()
+    assert connection.take_answers is None
+
+    def others(buffer, begin, end):
+        offered.append(bytes(buffer[begin:end]))
+        return 0
+
+    connection.take_answers = others
+    await kernel.made(b"f")
+    assert not offered and connection.take_answers is not others
+    with pytest.raises(OSError):
+        await kernel.made(b"f")
+    assert offered, "an error is nothing that is taken here"
+    compiled.close()
+    assert connection.take_answers is others
+    connection.take_answers = None
