@@ -5,6 +5,8 @@ from setuptools import Extension, setup
 setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
                    Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], depends=["nvpool/base/_block_sums.h"],
                              include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
+                   Extension("nvpool.client._plainwrites", ["nvpool/client/_plainwrites.pyx"], depends=["nvpool/base/_crc.h"],
+                             include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
                    Extension("nvpool.fuse._plainreads", ["nvpool/fuse/_plainreads.pyx"],
                              depends=["nvpool/base/_block_sums.h", "nvpool/drive/_look.h", "nvpool/drive/_uring.pxd",
                                       "nvpool/fuse/_kernel.h", "nvpool/fuse/_reading.pxd"],

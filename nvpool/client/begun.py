@@ -61,6 +61,10 @@ class Begun:
         self._number = connection.submit(self.method, self.request.SerializeToString(), deadline_s=self.deadline_s,
                                          on_done=self._done)
 
+    def was_sent(self, connection, number: int, generation: int) -> None:
+        """Under its name, by another; see client/plainwrites."""
+        self._connection, self._number, self.generation = connection, number, generation
+
     def leave(self) -> None:
         """The slot is held until the kernel's request is answered: more is done for that."""
         if not self._left:
