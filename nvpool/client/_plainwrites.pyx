@@ -389,9 +389,10 @@ cdef class Closing:
         change = request.change
         change.session, change.slot, change.sequence, change.map_epoch = state.session, self.slot, self.sequence, self.epoch
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
-        self.begun = begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
-                                   self.slot, self.sequence, self.deadline_s)
+        begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state, self.slot,
+                      self.sequence, self.deadline_s)
         begun.was_sent(self.connection, self.request, self.generation)
+        self.begun = begun
         self.asked = False
         return begun
 
