@@ -3,6 +3,7 @@
 what is promised."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
@@ -528,6 +529,17 @@ cdef class Writes:
             return self.begin(file, <const uint8_t *>view.buf, view.len, unique)
         finally:
             PyBuffer_Release(&view)
+
+    def take_at(self, handle, bytearray buffer, Py_ssize_t at, Py_ssize_t length, uint64_t unique):
+        """As `take` of `length` bytes at the beginning of the file, which lie there in `buffer`."""
+        if at < 0 or length < 0 or at + length > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("what is written lies outside of its buffer")
+        if not handle.writable or handle.append or handle.closed:
+            return False
+        file = handle.file
+        if file.written is not None or file.lost or file.volume or file.attr.size or not file.grant_session:
+            return False
+        return self.begin(file, <const uint8_t *>PyByteArray_AS_STRING(buffer) + at, length, unique)
 
     cdef bint begin(self, file, const uint8_t *content, Py_ssize_t length, uint64_t unique) except -1:
         cdef uint8_t message[MESSAGE_MAX]

@@ -53,6 +53,7 @@ from nvpool.fuse.protocol.numbers import (
 )
 from nvpool.fuse.protocol.requests import Malformed
 from nvpool.fuse.step import Step
+from nvpool.fuse.writes import WritesAtOnce
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(PlainReading):
+class KernelEngine(WritesAtOnce, PlainReading):
     """See engine.Engine and the module."""
 
     name = "kernel"

@@ -362,6 +362,12 @@ class FuseOps(LockOps, ListOps, AgainOps):
         return getattr(self._vfs, "chunks", None)
 
     @property
+    def writes_by(self):
+        """The client's Vfs, where that takes first writes in compiled steps (client/plainwrites); else None."""
+        writer = getattr(self._vfs, "writer", None)
+        return self._vfs if writer is not None and getattr(writer, "plain", None) is not None else None
+
+    @property
     def short_cut(self):
         """The client's short cut to the drives of its host; None: what is below answers from memory."""
         return getattr(self._vfs, "short_cut", None)
