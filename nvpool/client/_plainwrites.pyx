@@ -178,9 +178,9 @@ cdef bytes frame_of(int method, uint32_t number, uint32_t deadline_ms, const uin
     return frame
 
 
-cdef object submit(connection, object method, const uint8_t *message, Py_ssize_t message_bytes, parts,
+cdef object submit(connection, object method, const uint8_t *message, Py_ssize_t message_bytes,
                    const uint8_t *payload, Py_ssize_t payload_bytes, double deadline_s, double now_s, on_done):
-    """As Connection.submit. `payload` is what lies in `parts`."""
+    """As Connection.submit."""
     cdef dict in_flight
     cdef uint32_t number
     cdef double left_ms = (deadline_s - now_s) * 1000
@@ -188,6 +188,8 @@ cdef object submit(connection, object method, const uint8_t *message, Py_ssize_t
     cdef bint gather
     if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or left_ms < 1 \
             or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max:
+        # a copy: what lies in the memory that is kept may be another's before it has left
+        parts = (PyBytes_FromStringAndSize(<const char *>payload, payload_bytes),) if payload_bytes else ()
         return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
                                  deadline_s=deadline_s, on_done=on_done)
     in_flight = connection._in_flight
@@ -353,7 +355,7 @@ cdef class Closing:
         message_bytes = put_report(message, state.session, self.slot, self.sequence, self.epoch, inode, self.cut_told,
                                    self.end_told, self.wrote_told, (self.stored_told + 511) // 512)
         self.asked = True
-        self.request = submit(connection, report_method, message, message_bytes, (), NULL, 0, self.deadline_s, now_s, self)
+        self.request = submit(connection, report_method, message, message_bytes, NULL, 0, self.deadline_s, now_s, self)
         return True
 
     def __call__(self, reply, error):
@@ -390,8 +392,8 @@ cdef class Closing:
         change = request.change
         change.session, change.slot, change.sequence, change.map_epoch = state.session, self.slot, self.sequence, self.epoch
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
-        begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state, self.slot,
-                      self.sequence, self.deadline_s)
+        begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
+                      self.slot, self.sequence, self.deadline_s)
         begun.was_sent(self.connection, self.request, self.generation)
         self.begun = begun
         self.asked = False
@@ -649,7 +651,7 @@ cdef class Writes:
         self.begun.add(sent)
         message_bytes = put_write(message, chunks.epoch, lane.target, PyBytes_AS_STRING(grant), inode, sent.cut, sequence,
                                   content, <uint32_t>length, file.grant_session, sent.slot)
-        sent.number = submit(connection, write_method, message, message_bytes, [view], content, length, now_s + self.patience_s,
+        sent.number = submit(connection, write_method, message, message_bytes, content, length, now_s + self.patience_s,
                              now_s, sent)
         return True
 

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The first WRITE of a small new file and its FLUSH, from the kernel's request to the client's books and back. See writes.py, which
-says what is promised."""
+"""The first WRITE of a small new file and its FLUSH, from the kernel's request to the client's books and back. See writes.py,
+which says what is promised."""
 
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.dict cimport PyDict_GetItem
