@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Cancelled, LockLost, NotFound, NvpoolError, StaleCut
@@ -55,6 +55,7 @@ class Sending:
     _tasks: set[asyncio.Task]
     _begun: set[Writing]
     _unflushed: Unflushed
+    plain: Any
     _hold: Callable[[WrittenFile, int], None]
     take_error: Callable[[WrittenFile], NvpoolError]
 
@@ -255,12 +256,13 @@ class Sending:
         written = file.written
         if written.flushing is not None or written.paused or written.error is not None or written.reporting.taken:
             return None
-        flush = Flush(self, written, self._number, on_end, otherwise)
-        due = False
-        for segment in written.segments():
-            segment.due = due = True
-        if due:
-            self._pump(written)
+        flush = (self.plain.flush(written, self._number, on_end, otherwise) if self.plain is not None
+                 else Flush(self, written, self._number, on_end, otherwise))
+        if written.dirty or written.sending:
+            for segment in written.segments():
+                segment.due = True
+            if written.dirty:
+                self._pump(written)
             written.flushing = flush
         elif not written.wrote and not written.stored_end:
             return True

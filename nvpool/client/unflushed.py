@@ -49,12 +49,15 @@ class Unflushed:
         return self.unknown or bool(self._nameless)
 
     def note(self, inode: int, stored: Stored) -> None:
+        self.note_at(inode, stored.place, stored.epoch)
+
+    def note_at(self, inode: int, place: WrittenAt, epoch: int) -> None:
         self._noted += 1
         places = self._recent.get(inode)
         if places is None:
             places = self._recent[inode] = {}
             self._changed(True)
-        self._places += self._put(places, stored.place, self._noted, stored.epoch)
+        self._places += self._put(places, place, self._noted, epoch)
         if len(self._recent) > INODES_MAX or self._places > PLACES_MAX:
             _, forgotten = self._recent.popitem(last=False)
             self._places -= len(forgotten)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
@@ -59,6 +60,8 @@ class Writer(Sending):
         self._stalled: OrderedDict[int, WrittenFile] = OrderedDict()   # wait for flight room, in order
         self._tasks: set[asyncio.Task] = set()
         self._begun: set[Writing] = set()
+        self.plain: Any = None
+        """What of client/plainwrites takes the first bytes of small new files, and makes a Flush; None: nothing does."""
         self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
                                     self._was_lost)
 

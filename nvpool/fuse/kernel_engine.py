@@ -55,6 +55,7 @@ from nvpool.fuse.protocol.numbers import (
 )
 from nvpool.fuse.protocol.requests import Malformed
 from nvpool.fuse.step import Step
+from nvpool.fuse.writes import WritesAtOnce
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(CreatesAtOnce, KnownAnswers):
+class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
     """See engine.Engine and the module."""
 
     name = "kernel"

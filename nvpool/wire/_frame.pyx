@@ -1,14 +1,17 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Heads of frames, packed and read without Python objects in between. See frame.py, which has the twins and uses no one else's."""
+"""Heads of frames, packed and read without Python objects in between, and answers told to who waits for them. See frame.py and
+atonce.py, which have the twins."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from crc32c import crc32c
 
-from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
+from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Reply
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -20,8 +23,10 @@ crc_begin(0)
 
 cdef enum:
     HEADER_BYTES = 32
+    LINEAR_BYTES = 128 << 10  # frame.LINEAR_BYTES
     TABLES_BYTES_MAX = 1024  # a longer message is worth a call of the library, which uses the processor's instruction
 
+cdef object nothing = memoryview(b""), new_tuple = tuple.__new__
 cdef uint32_t message_max = MESSAGE_BYTES_MAX
 cdef uint32_t payload_max = PAYLOAD_BYTES_MAX
 
@@ -66,3 +71,78 @@ def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole
     if message_crc(message) != get32(at + 24):
         return None
     return at[2], at[4] | at[5] << 8, get32(at + 8), get32(at + 12), message, payload_bytes
+
+
+def hear(connection, reader, Py_ssize_t count):
+    """Of `count` more bytes that a connection's FrameReader has received, and what was kept before them: what answers requests
+    of the connection well and without a payload is told, as exchange.Asker has it, from the first frame on. -1: that was all;
+    else what is left is to be given to FrameReader.buffer_updated."""
+    cdef bytearray buffer
+    cdef Py_ssize_t at, end, length
+    if reader._sink is not None or reader.stalled:
+        return count
+    buffer = reader._buffer
+    if buffer is None:
+        return count
+    at, end = reader._begin, reader._end
+    end += count
+    if at < 0 or end > PyByteArray_GET_SIZE(buffer):
+        raise ValueError("frames lie outside of their buffer")
+    length = reply_at(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+    if not length:
+        return count
+    connection._reading = True
+    try:
+        while length and tell(connection, <const uint8_t *>PyByteArray_AS_STRING(buffer) + at, length):
+            at += length
+            if reader.stalled:  # it has ended meanwhile
+                break
+            length = reply_at(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+    finally:
+        connection._reading = False
+        if connection._out:
+            connection._flush()
+    if at == end and end <= LINEAR_BYTES:
+        reader._begin = reader._end = 0
+        return -1
+    reader._begin = at
+    return count
+
+
+cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
+    """The length of the whole frame there, where it is an answer without an error and without a payload; else 0."""
+    cdef uint32_t message_bytes
+    if have < HEADER_BYTES:
+        return 0
+    message_bytes = get32(at + 16)
+    if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
+            or get32(at + 20) or message_bytes > TABLES_BYTES_MAX or have < HEADER_BYTES + <Py_ssize_t>message_bytes
+            or crc_of(at, 28) != get32(at + 28) or crc_of(at + HEADER_BYTES, message_bytes) != get32(at + 24)):
+        return 0
+    return HEADER_BYTES + <Py_ssize_t>message_bytes
+
+
+cdef bint tell(connection, const uint8_t *at, Py_ssize_t length) except -1:
+    """As Asker._answered of that answer; False, and nothing has happened, where nobody waits for it."""
+    cdef dict in_flight = connection._in_flight
+    cdef PyObject *found
+    cdef tuple entry
+    cdef double took_s
+    number = get32(at + 8)
+    found = PyDict_GetItem(in_flight, number)
+    if found is NULL:
+        return False
+    entry = <tuple><object>found
+    del in_flight[number]
+    calls = connection._calls
+    calls.ended += 1
+    took_s = connection._now_s() - <double>entry[5]
+    message = PyBytes_FromStringAndSize(<const char *>at + HEADER_BYTES, length - HEADER_BYTES)
+    try:
+        entry[0](new_tuple(Reply, (message, nothing)), None)
+    except Exception as error:
+        connection._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+    calls.answered(entry[4], took_s, 0)
+    if connection._waiting:
+        connection._pump()
+    return True

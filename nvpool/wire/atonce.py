@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+try:
+    from nvpool.wire import _frame
+except ImportError:  # not compiled
+    _frame = None
+
 
 class HearsAtOnce:
     """Beside _End and Asker of stream_transport, before them in the order of bases: who has asked may have whole answers from
-    the buffer in which they came. `take_answers(buffer, begin, end)` says how many bytes of it were such."""
+    the buffer in which they came. `take_answers(buffer, begin, end)` says how many bytes of it were such. What is left and
+    answers well without a payload is told from there in one compiled step (`_frame.hear`), where that is."""
 
     take_answers: Callable[[bytearray, int, int], int] | None = None
     upgraded = False
@@ -22,6 +28,10 @@ class HearsAtOnce:
         take = self.take_answers
         if take is not None:
             count = self._reader.offer(count, take)
+            if count < 0:
+                return
+        if _frame is not None and not self.upgraded:
+            count = _frame.hear(self, self._reader, count)
             if count < 0:
                 return
         super().buffer_updated(count)

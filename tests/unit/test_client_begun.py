@@ -13,6 +13,7 @@ from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
 from nvpool.base.ids import ROOT_INODE
 from nvpool.base.kept import KeptMemory, Word
+from nvpool.client import plainwrites
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller, DirHandle
 from nvpool.client.written import Turn
@@ -21,6 +22,16 @@ from nvpool.testing.pool import LocalPool
 ME = Caller(5, 6)
 MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 UNIQUE = 1000
+
+
+@pytest.fixture(params=("compiled", "ordinary"), autouse=True)
+def way(request, monkeypatch):
+    """First writes and closes of small files by client/plainwrites, where that is compiled, and without it."""
+    if request.param == "ordinary":
+        monkeypatch.setattr(plainwrites, "_plainwrites", None)
+    elif plainwrites._plainwrites is None:
+        pytest.skip("it is not compiled here")
+    return request.param
 
 
 class Told:
@@ -394,12 +405,12 @@ def test_that_there_is_something_to_flush_outlives_us_before_the_bytes_here_go()
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer()
-        keeping, told = here.vfs.keeping, []
-        drop = keeping.drop
-        keeping.drop = lambda records: (told.append(here.kept.word(Word.UNFLUSHED)), drop(records))
+        unflushed, told = here.vfs.writer._unflushed, []
+        note = unflushed._changed
+        unflushed._changed = lambda there_is: (note(there_is), told.append((there_is, len(here.kept.writes.valid()))))
         assert here.vfs.write_now(handle, 0, bytes(4096))
         await here.flush(handle).end
-        assert told == [1]
+        assert told == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
     scene(work)
 
 

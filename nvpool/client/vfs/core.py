@@ -20,6 +20,7 @@ from nvpool.client.leases import Lease
 from nvpool.client.metaclient import MetaClient
 from nvpool.client.options import ClientOptions
 from nvpool.client.pathfinder import KnownPaths
+from nvpool.client.plainwrites import plain_writes
 from nvpool.client.poolview import PoolView
 from nvpool.client.ranges import Ranges
 from nvpool.client.reader import Reader
@@ -61,6 +62,7 @@ class Core:
                              begin_report=self._begin_report, keeping=self.keeping)
         batches = BatchReader(self.chunks, dialer, options, clock)
         self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
+        self.writer.plain = plain_writes(self)
         self.ranges = Ranges(self.chunks, dialer, clock)
         self.rooms = Rooms(self.meta, clock)
         view.changed.append(self.rooms.map_changed)
@@ -203,10 +205,13 @@ class Core:
                                                            file=file))
 
     def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> Begun | None:
-        request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote,
-                                         blocks_delta=(stored + 511) // 512)
-        return self.meta.begin(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
+        return self.meta.begin(file.inode, wire_pb2.META_REPORT, self.report_request(file, file.cut, end, stored, wrote),
+                               meta_pb2.AttrReply,
                                partial(self._begun_reported, file, wrote, on_end), file=file)
+
+    @staticmethod
+    def report_request(file: OpenInode, cut: int, end: int, stored: int, wrote: bool) -> meta_pb2.ReportRequest:
+        return meta_pb2.ReportRequest(inode=file.inode, cut=cut, end=end, wrote=wrote, blocks_delta=(stored + 511) // 512)
 
     def _begun_reported(self, file: OpenInode, wrote: bool, on_end: OnEnd, reply, error: BaseException | None) -> None:
         on_end(None, error)

@@ -319,6 +319,9 @@ class Files(Together, Locks):
     def write_now(self, handle: FileHandle, offset: int, buffer, unique: int = 0) -> bool:
         """Whether `buffer` was taken as by `write`, without waiting; else nothing has happened, and `write` is to be asked.
         `unique`: of the kernel's request, where this is for one."""
+        plain = self.writer.plain
+        if plain is not None and plain.take(handle, offset, buffer, unique):
+            return True
         file = handle.file
         if not handle.writable or handle.append or handle.closed or file.lost or not len(buffer):
             return False

@@ -1,0 +1,295 @@
+"""Small files that are written and closed through the direct engine: in compiled steps and without them the same answers and
+the same books, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tempfile
+from contextlib import asynccontextmanager
+
+import pytest
+from test_kernel_engine import Kernel, sleeping_process
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import NoSpace, TooManyOpen
+from nvpool.base.kept import KeptMemory
+from nvpool.client import plainwrites
+from nvpool.client.options import ClientOptions
+from nvpool.fuse import writes
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.numbers import RESENT, WRITE_KILL_SUIDGID, Op, Valid
+from nvpool.testing.pool import LocalPool
+from nvpool.wire.codec import encode_write_reply
+from nvpool.wire.frame import EMPTY
+
+OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_cut=False)
+WAYS = ("compiled", "in-the-client", "ordinary")
+
+
+class Mounted(Kernel):
+    """Over a pool behind unix sockets, by a client that keeps what it writes."""
+
+    def __init__(self, vfs, kept) -> None:
+        super().__init__(vfs)
+        self.vfs, self.kept = vfs, kept
+        self.held: list = []
+
+    async def hear(self):
+        while not (heard := await super().hear())[0]:
+            pass  # a notice
+        return heard
+
+    async def silent(self):
+        await self.ask(Op.GETATTR, (0, 0))
+
+    async def new(self, name: bytes = b"f", flags: int = os.O_RDWR) -> tuple[int, int]:
+        answer = replies.read("create", await self.ask(Op.CREATE, (flags | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), node=1,
+                                                       names=(name,)))
+        return answer.nodeid, answer.fh
+
+    def say_write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0, **more) -> int:
+        return self.say(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content, **more)
+
+    async def write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0) -> int:
+        answer = await self.ask(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content)
+        return replies.read("count", answer).size
+
+    async def flush(self, handle: int) -> None:
+        assert await self.ask(Op.FLUSH, (handle, 0, 77)) == b""
+
+    async def read(self, handle: int, size: int = 1 << 16) -> bytes:
+        return bytes(await self.ask(Op.READ, (handle, 0, size, 0, 0, 0)))
+
+    async def stores_hold(self) -> None:
+        """What is sent to stores from now on stays here."""
+        for target in self.vfs.view.map.targets:
+            connection = await self.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
+            connection._transport = Holding(connection._transport, self.held)
+
+    async def stores_go_on(self) -> None:
+        for connection in self.vfs.chunks._dialer._live.values():
+            if type(connection._transport) is Holding:
+                connection._transport = connection._transport.transport
+        for transport, frame in self.held:
+            transport.write(frame)
+        self.held.clear()
+
+    def stores_say(self, status: int) -> None:
+        """To all that they were sent."""
+        message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
+        for connection in self.vfs.chunks._dialer._live.values():
+            if type(connection._transport) is Holding:
+                connection._transport = connection._transport.transport
+                for number in list(connection._in_flight):
+                    connection._answered(number, 0, message, EMPTY)
+        self.held.clear()
+
+    def nothing_is_left(self) -> None:
+        writer = self.vfs.writer
+        assert not self.engine._work and not self.kept.writes.valid() and not writer._begun
+        assert writer._held == writer._in_flight == 0 and len(self.vfs.chunks._slots) == 64
+
+
+class Holding:
+    def __init__(self, transport, held: list) -> None:
+        self.transport = transport
+        self.held = held
+
+    def write(self, frame) -> None:
+        self.held.append((self.transport, bytes(frame)))
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+
+@asynccontextmanager
+async def mounted():
+    descriptor = KeptMemory.make(1 << 24)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            async with LocalPool(endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}") as pool:
+                kept = KeptMemory(descriptor)
+                client = await pool.client("mount", OPTIONS, kept=kept)
+                async with Mounted(client.vfs, kept) as kernel:
+                    await kernel.init()
+                    yield kernel
+                kernel.nothing_is_left()
+    finally:
+        os.close(descriptor)
+
+
+def by_all_ways(test):
+    """In compiled steps from the kernel's request on, from the client on, and without."""
+    @pytest.mark.parametrize("way", WAYS)
+    def run(way, monkeypatch):
+        if way != "ordinary" and plainwrites._plainwrites is None or way == "compiled" and writes._writes is None:
+            pytest.skip("it is not compiled here")
+        if way != "compiled":
+            monkeypatch.setattr(writes, "_writes", None)
+        if way == "ordinary":
+            monkeypatch.setattr(plainwrites, "_plainwrites", None)
+
+        async def whole() -> None:
+            async with mounted() as kernel:
+                assert (kernel.engine._writes is not None) == (way == "compiled")
+                await test(kernel)
+
+        asyncio.run(whole())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@by_all_ways
+async def test_a_small_file_is_written_closed_and_read(kernel):
+    ops, engine = kernel.engine._ops, kernel.engine
+    for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
+        content = os.urandom(length)
+        inode, handle = await kernel.new(b"%d" % number)
+        changes, written_bytes = ops._changes, engine.written_bytes
+        assert await kernel.write(handle, content) == length
+        assert ops._changes == changes + 1 and engine.written_bytes == written_bytes + length
+        assert inode in ops._paged
+        await kernel.flush(handle)
+        assert ops._changes == changes + 2 and not engine._work and ops._seen[inode][0] == ops._files[handle].attr.change
+        await kernel.flush(handle)  # there is nothing to be told any more
+        assert ops._changes == changes + 2
+        assert await kernel.read(handle) == content
+        assert await kernel.write(handle, b"more", length) == 4  # it is not empty any more
+        await kernel.flush(handle)
+        assert await kernel.read(handle) == content + b"more"
+        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0))
+    times = engine.spent.times
+    assert sum(times[Op.WRITE].counts) == 10 and sum(times[Op.FLUSH].counts) == 15
+
+
+@by_all_ways
+async def test_a_close_waits_for_the_store_and_others_are_answered_meanwhile(kernel):
+    _, handle = await kernel.new()
+    _, other = await kernel.new(b"g")
+    await kernel.stores_hold()
+    content = os.urandom(4096)
+    assert await kernel.write(handle, content) == 4096
+    assert len(kernel.held) == 1 and len(kernel.kept.writes.valid()) == 1
+    asked = kernel.say(Op.FLUSH, (handle, 0, 0))
+    await kernel.silent()
+    assert list(kernel.engine._work) == [asked]
+    await kernel.flush(other)  # nobody has written to it
+    await kernel.stores_go_on()
+    assert (await kernel.hear())[:2] == (asked, 0)
+    assert await kernel.read(handle) == content
+
+
+@by_all_ways
+async def test_who_is_dying_is_not_waited_for_and_the_next_close_tells(kernel):
+    _, handle = await kernel.new()
+    await kernel.stores_hold()
+    assert await kernel.write(handle, bytes(4096)) == 4096
+    child = sleeping_process()
+    asked = kernel.say(Op.FLUSH, (handle, 0, 0), pid=child.pid)
+    kernel.say(Op.INTERRUPT, (asked,))
+    await kernel.silent()
+    child.kill()
+    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    child.wait()
+    await kernel.stores_go_on()
+    await kernel.flush(handle)
+    assert await kernel.read(handle) == bytes(4096)
+
+
+@by_all_ways
+async def test_what_is_not_stored_is_told_by_the_close_once_and_the_pages_are_not_believed(kernel):
+    inode, handle = await kernel.new()
+    await kernel.stores_hold()
+    assert await kernel.write(handle, bytes(4096)) == 4096
+    asked = kernel.say(Op.FLUSH, (handle, 0, 0))
+    await kernel.silent()
+    kernel.stores_say(NoSpace.wire_code)
+    assert (await kernel.hear())[:2] == (asked, -errno.ENOSPC)
+    assert inode not in kernel.engine._ops._seen
+    await kernel.flush(handle)
+
+
+@by_all_ways
+async def test_what_can_not_be_kept_is_refused(kernel):
+    inode, handle = await kernel.new()
+
+    def full() -> int:
+        raise TooManyOpen()
+
+    kernel.kept.files.take, take = full, kernel.kept.files.take
+    with pytest.raises(OSError) as refused:
+        await kernel.write(handle, bytes(4096))
+    assert refused.value.errno == TooManyOpen.errno and inode not in kernel.engine._ops._seen
+    kernel.kept.files.take = take
+    assert await kernel.write(handle, bytes(4096)) == 4096
+    await kernel.flush(handle)
+
+
+@by_all_ways
+async def test_requests_that_are_none_and_handles_that_are_none_are_refused(kernel):
+    _, handle = await kernel.new(flags=os.O_RDONLY)
+    for number in (handle, handle + 1000):
+        with pytest.raises(OSError) as refused:
+            await kernel.write(number, bytes(4096))
+        assert refused.value.errno == (errno.EBADF if number == handle else errno.EIO)
+    asked = kernel.say(Op.WRITE, (handle, 0, 4096, 0, 0, 0), payload=bytes(4096) + b"x")
+    assert (await kernel.hear())[:2] == (asked, -errno.EINVAL)
+    with pytest.raises(OSError):
+        await kernel.ask(Op.FLUSH, (handle + 1000, 0, 0))
+    await kernel.flush(handle)
+
+
+@by_all_ways
+async def test_a_request_that_is_handed_out_again_is_answered_from_what_is_kept(kernel):
+    _, handle = await kernel.new()
+    content = os.urandom(4096)
+    asked = kernel.say_write(handle, content)
+    assert (await kernel.hear())[:2] == (asked, 0)
+    ((_, _, _, _, unique, _, _, _),) = [record for record in kernel.kept.writes.all() if record[4] == asked] or [(0,) * 8]
+    assert unique == asked
+    again = kernel.say_write(handle, content, unique=asked | RESENT)
+    heard, error, answer = await kernel.hear()
+    assert (heard, error) == (again, 0) and replies.read("count", answer).size == 4096
+    await kernel.flush(handle)
+    flushed = kernel.say(Op.FLUSH, (handle, 0, 0), unique=4000 | RESENT)
+    assert (await kernel.hear())[:2] == (flushed, 0)
+    assert await kernel.read(handle) == content
+
+
+@by_all_ways
+async def test_set_ids_go_with_the_first_write_too(kernel):
+    inode, handle = await kernel.new()
+    await kernel.ask(Op.SETATTR, (Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o104755, 0, 0), node=inode)
+    assert await kernel.write(handle, bytes(4096), flags=WRITE_KILL_SUIDGID) == 4096
+    await kernel.flush(handle)
+    assert (await kernel.vfs.getattr(inode)).mode & 0o7777 == 0o755
+    inode, handle = await kernel.new(b"g")
+    assert await kernel.write(handle, bytes(4096), flags=WRITE_KILL_SUIDGID) == 4096
+    await kernel.flush(handle)
+
+
+@by_all_ways
+async def test_record_locks_end_with_the_close_of_what_was_written(kernel):
+    inode, handle = await kernel.new()
+    await kernel.ask(Op.SETLK, (handle, 77, 0, 10, 1, 5, 0))
+    assert await kernel.write(handle, bytes(4096)) == 4096
+    assert kernel.vfs.is_locked(inode)
+    await kernel.flush(handle)
+    assert not kernel.vfs.is_locked(inode)
+
+
+@by_all_ways
+async def test_many_are_written_and_closed_at_once(kernel):
+    made = [await kernel.new(b"%d" % number) for number in range(40)]
+    contents = [os.urandom(4096) for _ in made]
+    asked = {kernel.say_write(handle, content): 0 for (_, handle), content in zip(made, contents, strict=True)}
+    asked |= {kernel.say(Op.FLUSH, (handle, 0, 0)): 0 for _, handle in made}
+    for _ in range(len(asked)):
+        heard, error, _ = await kernel.hear()
+        assert not error
+        del asked[heard]
+    for (inode, handle), content in zip(made, contents, strict=True):
+        assert await kernel.read(handle) == content and (await kernel.vfs.getattr(inode)).size == 4096
