@@ -84,8 +84,9 @@ cdef bytes capability = b"security.capability\0"
 
 
 cdef inline void put_time(uint8_t *seconds, uint8_t *rest, int64_t ns) noexcept:
-    cdef int64_t whole = ns // SECOND_NS if ns >= 0 else -((-ns + SECOND_NS - 1) // SECOND_NS)
-    cdef uint32_t left = <uint32_t>(ns - whole * SECOND_NS)
+    cdef int64_t below = ns < 0     # rounded down without leaving 64 bits: ~ns is not negative then
+    cdef int64_t whole = ~(~ns // <int64_t>SECOND_NS) if below else ns // <int64_t>SECOND_NS
+    cdef uint32_t left = <uint32_t>(<uint64_t>ns - <uint64_t>whole * <uint64_t>SECOND_NS)
     memcpy(seconds, &whole, 8)
     memcpy(rest, &left, 4)
 
@@ -203,8 +204,7 @@ cdef class Known:
         if opcode == READ:
             if self._take_read is None:
                 return False
-            self._engine._since_s = stopwatch()
-            return self._take_read(count)
+            return self.take_read(count)
         if self._is_subtree and head.node == ROOT:
             return False
         since_s = stopwatch()
@@ -226,6 +226,21 @@ cdef class Known:
             self.answered += 1
             self.count(opcode, stopwatch() - since_s)
         return is_done
+
+    cdef bint take_read(self, Py_ssize_t count) except -1:
+        """One that is answered on the spot is counted here, one that is begun when it ends; what the engine counts stays."""
+        engine = self._engine
+        run_s, kept = engine._since_s, engine._kept
+        cdef double since_s = stopwatch()
+        engine._since_s = since_s
+        try:
+            if not self._take_read(count):
+                return False
+            if engine._kept == kept:
+                self.count(READ, stopwatch() - since_s)
+            return True
+        finally:
+            engine._since_s, engine._kept = run_s, kept
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
         """As Spent.add."""
@@ -454,8 +469,10 @@ cdef class Known:
             self._ops._keeps_pages(attr)  # forgets the oldest
         try:
             key = self._ops._handles.take(inode, flags, Caller(head.uid, head.gid, head.pid), unique)
-        except Exception:  # no room: it is not open
-            self._vfs.release_now(handle)
+        except Exception:  # no room: it is not open, and the kernel was not told whether its pages are those of now
+            self._seen.pop(inode, None)
+            handle.closed = True
+            self._vfs._let_go(file)
             raise
         handle.number = key
         self._files[key] = handle

@@ -299,13 +299,13 @@ class KernelRequests:
         `_buffer` holds no request that is being taken apart."""
         late, self._late = self._late, []
         for request in late:
-            if self._released(request):
-                continue
             since_s = self._since_s = stopwatch_s()
             self._kept = 0
             fields = requests.decode_release(request, len(request))
             unique, handle = fields[2], fields[9]
             try:
+                if self._released(request):
+                    continue
                 if self._ops.release_now(handle):
                     self._done(unique)
                 else:
