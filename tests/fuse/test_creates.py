@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -90,7 +91,7 @@ class Kept(Host):
     """Its client keeps what outlives its process. `at_once`: the shard answers in one step, where it can."""
 
     def __init__(self, clock, options, at_once):
-        super().__init__()
+        super().__init__(shards=1)
         self.clock, self.client_options, self.at_once = clock, options, at_once
 
     async def __aenter__(self):
@@ -742,6 +743,20 @@ async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(ker
     assert begins()
     compiled.send()
     assert (await kernel.hear())[:2] == (900, 0)
+
+
+@by_both_ways
+async def test_many_at_once_through_a_socket_that_takes_little(kernel):
+    kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    for turn in range(3):
+        asked = {kernel.say_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
+        kernel.engine._take()
+        while asked:
+            unique, error, _ = await kernel.hear()
+            assert not error
+            del asked[unique]
+    names = [CreateRequest.FromString(message).name[:5] for message in kernel.door.heard[-180:]]
+    assert sorted(names) == [b"%d-%03d" % (turn, number) for turn in range(3) for number in range(60)]
 
 
 @in_one_step
