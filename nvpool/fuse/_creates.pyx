@@ -348,8 +348,12 @@ cdef class Making:
             return
         if error is None:
             message = bytes(reply.message)
-            if self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
-                self.creates.engine._some_ended()
+            try:
+                if self.creates.take_made(self, <const uint8_t *>PyBytes_AS_STRING(message), PyBytes_GET_SIZE(message)):
+                    self.creates.engine._some_ended()
+                    return
+            except Exception as bug:
+                self.creates.broken(self, bug)
                 return
         self.otherwise().begun.answered(reply, error)
 
@@ -437,9 +441,8 @@ cdef class Way:
         try:
             if not creates.take_made(one, message, message_bytes):
                 return 0
-        except Exception as error:  # a bug, as where Asker._answered meets one
-            creates.engine._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
-            one.told = True
+        except Exception as error:
+            creates.broken(one, error)
         del in_flight[number_key]
         creates.count(took_s)
         if self.connection._waiting:
@@ -852,6 +855,16 @@ cdef class Creates:
         engine._some_ended()
         if self.work and engine._reading and not engine._taking:
             engine._take()
+        return 0
+
+    cdef int broken(self, Making one, error) except -1:
+        """A bug: who waits is told."""
+        one.told = True
+        entry = self.work.get(one.unique)
+        if entry is not None and entry[0] is one:
+            self.engine._step_ended(one.unique, "create", self.engine._created, None, error)
+        else:
+            self.engine._loop.call_exception_handler({"message": "what was made is not in our books", "exception": error})
         return 0
 
     cdef int count(self, double took_s) except -1:

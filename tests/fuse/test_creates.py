@@ -746,6 +746,37 @@ async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(ker
 
 
 @by_both_ways
+async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
+    told, slots = [], len(kernel.state.slots)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    made_in, kernel.vfs._made_in = kernel.vfs._made_in, lambda *_: 1 // 0
+    unique = kernel.say_create(b"f")
+    assert (await kernel.hear())[:2] == (unique, 0)
+    kernel.vfs._made_in = made_in
+    async with asyncio.timeout(60):
+        while not told:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert len(kernel.state.slots) == slots and kernel.host.kept.slots(kernel.state.record) == [] and not kernel.engine._work
+    asyncio.get_running_loop().set_exception_handler(None)
+    kernel.vfs.cache.open.clear()
+    await kernel.made(b"g")
+
+
+@in_one_step
+async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_alone(kernel):
+    handles = kernel.ops._handles
+    unique, call = await kernel.begun(b"f")
+    other, later = await kernel.begun(b"g")
+    last, handles._last = handles._last, None
+    kernel.door.service.handle(call)
+    assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+    handles._last = last
+    kernel.door.service.handle(later)
+    assert (await kernel.hear())[:2] == (other, 0)
+
+
+@by_both_ways
 async def test_many_at_once_through_a_socket_that_takes_little(kernel):
     kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for turn in range(3):
