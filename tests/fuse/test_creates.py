@@ -201,7 +201,7 @@ class Mounted(Reading):
             "whole": [(inode, whole.change, sorted(whole.names), whole.ours) for inode, whole in cache._whole.items()],
             "whole names": cache._whole_names,
             "leases": [(inode, lease_of(lease)) for inode, lease in leases._leases.items()], "number": leases._number,
-            "watch": (self.state.watch.used, self.state.watch.floor_s, dict(self.state.watch.ended)),
+            "watch": (self.state.watch.floor_s, dict(self.state.watch.ended)),  # not `used`: the watch itself takes that back
             "registered": dict(self.state.open), "slots": list(self.state.slots), "waiting": list(self.state.waiting),
             "noted": self.host.kept.slots(self.state.record), "handles": self.host.kept.handles.valid(),
             "files": [(number, [getattr(file, slot) for slot in ("inode", "flags", "readable", "writable", "append", "closed",
