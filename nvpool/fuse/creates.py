@@ -41,9 +41,11 @@ class CreatesAtOnce(PlainReading):
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
-        ops, vfs = self._ops, self._ops._vfs
-        if (_creates is not None and type(ops) is FuseOps and isinstance(vfs, Files) and ops.kept is not None
-                and ops._clock is vfs.clock):
+        ops = self._ops
+        if _creates is None or type(ops) is not FuseOps or ops.kept is None:
+            return
+        vfs = ops._vfs
+        if isinstance(vfs, Files) and ops._clock is vfs.clock:
             self._creates = _creates.Creates(self, ops, vfs, self.in_work_max)
 
     def _on_create(self, count: int) -> None:
