@@ -267,7 +267,10 @@ cdef class Sent:
         if error is not None or not self.writes.was_stored(self):
             self.writes.writer._was_sent(self.written, 0, self.segment, self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
-            self.writes.chunks.leave(self)
+            chunks = self.writes.chunks
+            (<list>chunks._slots).append(self.slot)  # as ChunkClient.leave
+            if chunks._slot_waiters:
+                chunks._wake()
         return 0
 
 
