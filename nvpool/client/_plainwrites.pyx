@@ -22,6 +22,7 @@ from nvpool.base.ids import COUNTER_BITS
 from nvpool.base.kept import FILE, WRITE
 from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE
 from nvpool.client.begun import Begun
+from nvpool.client.begun import Sent as BegunSent
 from nvpool.client.flushing import Stored
 from nvpool.client.sending import Told
 from nvpool.client.written import Segment, WrittenFile
@@ -373,7 +374,7 @@ cdef class Closing:
             except DecodeError:
                 pass
         if answer is None:
-            self.go_on()._done(reply, error)
+            self.go_on().answered(reply, error)
             return
         self.asked = False
         state = self.state
@@ -397,7 +398,8 @@ cdef class Closing:
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
         begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)
-        begun.was_sent(self.connection, self.request, self.generation)
+        begun.was_sent(BegunSent(b"", 0.0, self.deadline_s, self.connection, self.request, state, self.slot, self.sequence,
+                                 self.generation))
         self.begun = begun
         self.asked = False
         return begun

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 
 OnEnd = Callable[[Any, BaseException | None], None]
 _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
+
+
+class Sent(NamedTuple):
+    """A change that somebody else has sent as `begin` does, its slot noted before: `message` is the request's."""
+
+    message: bytes
+    sent_s: float
+    deadline_s: float
+    connection: Any
+    number: int
+    state: ShardSession
+    slot: int
+    sequence: int
+    generation: int
 
 
 class Begun:
@@ -59,11 +73,11 @@ class Begun:
     def send(self, connection) -> None:
         self._connection = connection
         self._number = connection.submit(self.method, self.request.SerializeToString(), deadline_s=self.deadline_s,
-                                         on_done=self._done)
+                                         on_done=self.answered)
 
-    def was_sent(self, connection, number: int, generation: int) -> None:
-        """Under its name, by another; see client/plainwrites."""
-        self._connection, self._number, self.generation = connection, number, generation
+    def was_sent(self, sent: Sent) -> None:
+        """Instead of `send`."""
+        self._connection, self._number, self.generation = sent.connection, sent.number, sent.generation
 
     def leave(self) -> None:
         """The slot is held until the kernel's request is answered: more is done for that."""
@@ -86,7 +100,8 @@ class Begun:
         self._end(None, asyncio.CancelledError())
         return True
 
-    def _done(self, reply: Reply | None, error: BaseException | None) -> None:
+    def answered(self, reply: Reply | None, error: BaseException | None) -> None:
+        """What came of it, once."""
         if self._ended or self._task is not None:
             return
         if error is None:
@@ -164,6 +179,14 @@ class Begins:
         begun = Begun(self, on_end, inode, method, request, reply_type, file, unique, state, slot, sequence,
                       self._clock.boottime_s() + self._options.deadline_s)
         begun.send(connection)
+        return begun
+
+    def go_on_with(self: MetaClient, sent: Sent, inode: int, method: int, request_type, reply_type, on_end: OnEnd,
+                   unique: int) -> Begun:
+        """What `begin` would have returned for it. What has come of it is to be told to its `answered`."""
+        begun = Begun(self, on_end, inode, method, request_type.FromString(sent.message), reply_type, None, unique, sent.state,
+                      sent.slot, sent.sequence, sent.deadline_s)
+        begun.was_sent(sent)
         return begun
 
     async def go_on(self: MetaClient, begun: Begun):
