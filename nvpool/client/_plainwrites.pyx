@@ -22,6 +22,7 @@ from nvpool.base.ids import COUNTER_BITS
 from nvpool.base.kept import FILE, WRITE
 from nvpool.base.units import BLOCK_BYTES, CHAINS_PER_TABLE
 from nvpool.client.begun import Begun
+from nvpool.client.begun import Sent as BegunSent
 from nvpool.client.flushing import Stored
 from nvpool.client.sending import Told
 from nvpool.client.written import Segment, WrittenFile
@@ -37,6 +38,10 @@ cdef extern from "_crc.h":
     uint32_t get32(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
+
+cdef extern from "<sys/socket.h>":
+    ssize_t c_send "send"(int descriptor, const void *bytes, size_t length, int flags) nogil
+    const int MSG_DONTWAIT, MSG_NOSIGNAL
 
 cdef extern from *:
     """
@@ -178,44 +183,6 @@ cdef bytes frame_of(int method, uint32_t number, uint32_t deadline_ms, const uin
     return frame
 
 
-cdef object submit(connection, object method, const uint8_t *message, Py_ssize_t message_bytes,
-                   const uint8_t *payload, Py_ssize_t payload_bytes, double deadline_s, double now_s, on_done):
-    """As Connection.submit."""
-    cdef dict in_flight
-    cdef uint32_t number
-    cdef double left_ms = (deadline_s - now_s) * 1000
-    cdef bytes frame
-    cdef bint gather
-    if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or left_ms < 1 \
-            or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max:
-        # a copy: what lies in the memory that is kept may be another's before it has left
-        parts = (PyBytes_FromStringAndSize(<const char *>payload, payload_bytes),) if payload_bytes else ()
-        return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
-                                 deadline_s=deadline_s, on_done=on_done)
-    in_flight = connection._in_flight
-    number = <uint32_t><uint64_t>connection._number
-    while True:
-        number += 1
-        if number:
-            key = number
-            if key not in in_flight:
-                break
-    frame = frame_of(method, number, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload, payload_bytes)
-    connection._number = key
-    if deadline_s < <double>connection._timer_s:
-        connection._arm(deadline_s)
-    in_flight[key] = (on_done, None, deadline_s, zero, method, now_s)
-    connection._calls.begun += 1
-    gather = len(in_flight) >= gather_from
-    if gather or connection._reading or connection._out:
-        connection._send(frame, (), 0, gather)
-    else:
-        transport = connection._transport
-        if not transport.is_closing():
-            transport.write(frame)
-    return key
-
-
 cdef bint is_stored(message) except -1:
     """Whether an answer to one write is nothing but good, as stores say it."""
     cdef const uint8_t *at
@@ -267,7 +234,10 @@ cdef class Sent:
         if error is not None or not self.writes.was_stored(self):
             self.writes.writer._was_sent(self.written, 0, self.segment, self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
-            self.writes.chunks.leave(self)
+            chunks = self.writes.chunks
+            (<list>chunks._slots).append(self.slot)  # as ChunkClient.leave
+            if chunks._slot_waiters:
+                chunks._wake()
         return 0
 
 
@@ -355,7 +325,8 @@ cdef class Closing:
         message_bytes = put_report(message, state.session, self.slot, self.sequence, self.epoch, inode, self.cut_told,
                                    self.end_told, self.wrote_told, (self.stored_told + 511) // 512)
         self.asked = True
-        self.request = submit(connection, report_method, message, message_bytes, NULL, 0, self.deadline_s, now_s, self)
+        self.request = self.writes.submit(connection, report_method, message, message_bytes, NULL, 0, self.deadline_s, now_s,
+                                          self)
         return True
 
     def __call__(self, reply, error):
@@ -370,7 +341,7 @@ cdef class Closing:
             except DecodeError:
                 pass
         if answer is None:
-            self.go_on()._done(reply, error)
+            self.go_on().answered(reply, error)
             return
         self.asked = False
         state = self.state
@@ -394,7 +365,8 @@ cdef class Closing:
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
         begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)
-        begun.was_sent(self.connection, self.request, self.generation)
+        begun.was_sent(BegunSent(b"", 0.0, self.deadline_s, self.connection, self.request, state, self.slot, self.sequence,
+                                 self.generation))
         self.begun = begun
         self.asked = False
         return begun
@@ -468,7 +440,7 @@ cdef class Closing:
 cdef class Writes:
     """Of one client, which keeps what is written in the memory that outlives its process."""
     cdef object writer, vfs, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
-    cdef dict open_files
+    cdef dict open_files, sockets
     cdef set begun
     cdef bint is_system
     cdef double patience_s, meta_patience_s
@@ -487,6 +459,7 @@ cdef class Writes:
         self.patience_s, self.held_max = writer._options.deadline_s, writer._options.write_buffer_bytes
         self.flight_max, self.contents = writer._options.write_flight_bytes, vfs.reader._contents._kept
         self.meta_patience_s = self.meta._options.deadline_s
+        self.sockets = {}
         PyObject_GetBuffer(self.memory._memory, &self.kept, PyBUF_WRITABLE)
         self.base = <uint8_t *>self.kept.buf
         self.payloads_at = self.kept.len - len(self.memory.payloads)
@@ -498,6 +471,70 @@ cdef class Writes:
 
     cdef double now_s(self) except -1:
         return boottime_now_s() if self.is_system else self.clock.boottime_s()
+
+    cdef object submit(self, connection, object method, const uint8_t *message, Py_ssize_t message_bytes,
+                       const uint8_t *payload, Py_ssize_t payload_bytes, double deadline_s, double now_s, on_done):
+        """As Connection.submit."""
+        cdef dict in_flight
+        cdef uint32_t number
+        cdef double left_ms = (deadline_s - now_s) * 1000
+        cdef bytes frame
+        cdef bint gather
+        if not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed or left_ms < 1 \
+                or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max:
+            # a copy: what lies in the memory that is kept may be another's before it has left
+            parts = (PyBytes_FromStringAndSize(<const char *>payload, payload_bytes),) if payload_bytes else ()
+            return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
+                                     deadline_s=deadline_s, on_done=on_done)
+        in_flight = connection._in_flight
+        number = <uint32_t><uint64_t>connection._number
+        while True:
+            number += 1
+            if number:
+                key = number
+                if key not in in_flight:
+                    break
+        frame = frame_of(method, number, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload,
+                         payload_bytes)
+        connection._number = key
+        if deadline_s < <double>connection._timer_s:
+            connection._arm(deadline_s)
+        in_flight[key] = (on_done, None, deadline_s, zero, method, now_s)
+        connection._calls.begun += 1
+        gather = len(in_flight) >= gather_from
+        if gather or connection._reading or connection._out:
+            connection._send(frame, (), 0, gather)
+        else:
+            self.send(connection, frame)
+        return key
+
+    cdef int send(self, connection, bytes frame) except -1:
+        """Now, where nothing waits to be sent before it: the loop's transport would send it at the end of its turn only."""
+        cdef Py_ssize_t sent = 0, length = PyBytes_GET_SIZE(frame)
+        cdef int descriptor
+        transport = connection._transport
+        if transport.is_closing():
+            return 0
+        if not transport.get_write_buffer_size():
+            known = self.sockets.get(connection)
+            if known is None:
+                known = self.socket_of(connection, transport)
+            descriptor = known
+            if descriptor >= 0:
+                sent = c_send(descriptor, PyBytes_AS_STRING(frame), length, MSG_DONTWAIT | MSG_NOSIGNAL)
+                if sent == length:
+                    return 0
+        transport.write(frame[sent:] if sent > 0 else frame)
+        return 0
+
+    cdef object socket_of(self, connection, transport):
+        """Its descriptor; -1 where what is sent is not what travels."""
+        for old in list(self.sockets):
+            if old.closed:
+                del self.sockets[old]
+        socket = transport.get_extra_info("socket")
+        known = self.sockets[connection] = socket.fileno() if socket is not None and connection._identity is None else -1
+        return known
 
     cdef int note(self, written) except -1:
         """As Keeping.note, without an error."""
@@ -651,7 +688,7 @@ cdef class Writes:
         self.begun.add(sent)
         message_bytes = put_write(message, chunks.epoch, lane.target, PyBytes_AS_STRING(grant), inode, sent.cut, sequence,
                                   content, <uint32_t>length, file.grant_session, sent.slot)
-        sent.number = submit(connection, write_method, message, message_bytes, content, length, now_s + self.patience_s,
+        sent.number = self.submit(connection, write_method, message, message_bytes, content, length, now_s + self.patience_s,
                              now_s, sent)
         return True
 

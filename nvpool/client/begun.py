@@ -79,10 +79,6 @@ class Begun:
         """Instead of `send`."""
         self._connection, self._number, self.generation = sent.connection, sent.number, sent.generation
 
-    def was_sent(self, connection, number: int, generation: int) -> None:
-        """Under its name, by another; see client/plainwrites."""
-        self._connection, self._number, self.generation = connection, number, generation
-
     def leave(self) -> None:
         """The slot is held until the kernel's request is answered: more is done for that."""
         if not self._left:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import os
 import random
+import socket
 import tempfile
 from contextlib import asynccontextmanager
 
@@ -100,6 +101,9 @@ class Wire:
         self.sent.append(bytes(frame))
         if not self.hold:
             self._transport.write(frame)
+
+    def get_write_buffer_size(self) -> int:
+        return 1  # so that nothing passes it
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
@@ -444,6 +448,24 @@ def test_a_write_that_nobody_answers_ends_by_its_deadline():
         assert 0.2 < SYSTEM_CLOCK.boottime_s() - begun_s < 5
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
     scene(work, deadline_s=0.3)
+
+
+def test_what_a_socket_does_not_take_at_once_follows_in_its_order():
+    async def work(here: Case) -> None:
+        numbers, made = random.Random(8), []
+        for number in range(12):
+            _, handle = await here.vfs.create(ROOT_INODE, b"%d" % number, 0o640, os.O_RDWR | os.O_CREAT, ME)
+            made.append((handle, numbers.randbytes(numbers.choice((4096, 32768)))))
+        for target in here.pool.pool_map.targets:
+            connection = await here.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
+            connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for handle, content in made:
+            assert here.vfs.write_now(handle, 0, content)
+        for handle, content in made:
+            await here.flush(handle)
+            assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
+        assert not here.kept.writes.valid()
+    scene(work)
 
 
 def test_many_at_once_are_each_stored_and_told_of():
