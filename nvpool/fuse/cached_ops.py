@@ -128,6 +128,11 @@ class CachedOps:
         self.invalidate_all_names: Callable[[], bool] = lambda: False
         """Set by the engine: the kernel asks again for each name. Must not wait. False where it can not do that."""
 
+    @property
+    def knows_by(self):
+        """The client's Vfs, where what is known there may be looked at; None: what is below answers from memory."""
+        return self._vfs if hasattr(self._vfs, "cache") else None
+
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped these inodes (inode, look-ups), and their pages with them."""
         for inode, _ in forgotten:

@@ -305,7 +305,12 @@ class FuseOps(LockOps, ListOps, AgainOps):
             self.published.take_back(file.inode)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         published = reads_only and self._may_publish(file)
-        handle = self._handles.take(file.inode, flags, caller, unique, published=published)
+        try:
+            handle = self._handles.take(file.inode, flags, caller, unique, published=published)
+        except NvpoolError:  # it is not open, and the kernel was not told whether its pages are those of now
+            self._seen.pop(file.inode, None)
+            self._own(self._vfs.release(file))
+            raise
         if published:
             self.published.add(file.inode, handle)
         appending = self._keep_open(handle, file, flags, caller)
@@ -363,11 +368,6 @@ class FuseOps(LockOps, ListOps, AgainOps):
     def chunks(self):
         """The client's reads of chunks; None: what is below answers from memory."""
         return getattr(self._vfs, "chunks", None)
-
-    @property
-    def knows_by(self):
-        """The client's Vfs, where what is known there may be looked at; None: what is below answers from memory."""
-        return self._vfs if hasattr(self._vfs, "cache") else None
 
     @property
     def short_cut(self):

@@ -2,24 +2,31 @@
 way."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
 import random
 import struct
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
 from mounted_reads import Reading
 
 from nvpool.base import errors
+from nvpool.client.cache import OpenInode, WholeDirectory
+from nvpool.client.leases import NEVER_S, Lease, ShardWatch
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs.contract import Caller
+from nvpool.client.written import WrittenFile
 from nvpool.fuse import known
-from nvpool.fuse.ops import FuseOptions
-from nvpool.fuse.protocol import replies
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.ops import ASK, FuseOptions
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import Op, Opening, Valid
+from nvpool.fuse.protocol.requests import FORMS, Request
 from nvpool.fuse.view_ops import SubtreeOps
+from nvpool.wire.entries import pack_entry
 from nvpool.wire.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import ME, Host, run_whole
 
@@ -76,6 +83,37 @@ class Both(Reading):
     async def close(self, inode, handle):
         await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
         await self.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+
+
+    def _put(self, opcode, body, node, names):
+        form = FORMS[opcode]
+        raw = requests.encode(Request(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b""))
+        self.engine._view[:len(raw)] = raw
+        return len(raw)
+
+    def _answer(self):
+        while True:
+            unique, error, answer = replies.parse(self.ours.recv(1 << 20))
+            if unique == 77:
+                return error, bytes(answer)
+
+    def in_one_step(self, opcode, body, node, names):
+        """What the compiled step says now; None: it leaves that."""
+        return self._answer() if self.engine._known.take(self._put(opcode, body, node, names)) else None
+
+    def by_its_handler(self, opcode, body, node, names):
+        """As the handler, where nobody has to be asked; else None."""
+        if opcode == Op.LOOKUP:
+            found = self.ops.lookup_now(node, names[0])
+            if found is ASK:
+                return None
+            self.engine._entry(77, found)
+        else:
+            found = self.ops.getattr_now(node)
+            if found is None:
+                return None
+            self.engine._attributes(77, found)
+        return self._answer()
 
 
 @asynccontextmanager
@@ -280,20 +318,6 @@ async def test_an_open_that_has_to_ask_is_left(kernel):
 
 
 @on_a_mount()
-async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
-    inode = await theirs(kernel, b"f", b"x")
-
-    def take(*_, **__):
-        raise errors.TooManyOpen("as many as there may be")
-
-    kernel.ops._handles.take = take
-    assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
-    del kernel.ops._handles.take
-    assert not kernel.ops._files and not kernel.vfs.cache.open
-    await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
-
-
-@on_a_mount()
 async def test_what_is_not_stored_is_released_by_the_ordinary_way(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
@@ -390,6 +414,172 @@ async def test_how_long_it_took_is_counted_by_operation(kernel):
     for _ in range(50):
         await kernel.once(Op.GETATTR, (0, 0), node=there)
     assert sum(times.counts) == counted + 50 and times.sum_s > spent
+
+
+@on_a_mount()
+async def test_the_oldest_time_that_can_be_set(kernel):
+    there = await directory(kernel)
+    inode, handle = await kernel.create_in(there, b"f")
+    await kernel.close(inode, handle)
+    await kernel.ask(Op.SETATTR, (int(Valid.MTIME), 0, 0, 0, 0, -9223372037, 0, 0, 500_000_000, 0, 0, 0, 0), node=inode)
+    await kernel.attributes(inode)
+
+
+def by_both_ways(test):
+    """The test, with the compiled step and without."""
+    @pytest.mark.parametrize("way", ("ordinary", "compiled"))
+    def run(way):
+        async def all_of_it():
+            async with mounted() as kernel:
+                if way == "ordinary":
+                    kernel.engine._known = None
+                await test(kernel)
+        run_whole(all_of_it(), 60)
+    run.__name__ = test.__name__
+    return run
+
+
+@contextlib.contextmanager
+def no_numbers(kernel):
+    """For open files."""
+    def take(*_, **__):
+        raise errors.TooManyOpen("as many as there may be")
+
+    kernel.ops._handles.take = take
+    yield
+    del kernel.ops._handles.take
+
+
+@by_both_ways
+async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
+    inode = await theirs(kernel, b"f", b"x")
+    for flags in (os.O_RDONLY, os.O_RDWR):
+        with no_numbers(kernel):
+            assert (await kernel.once(Op.OPEN, (flags, 0), node=inode))[0] == -errno.ENFILE
+        async with asyncio.timeout(60):
+            while kernel.vfs.cache.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not kernel.ops._files
+    await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+
+
+@by_both_ways
+async def test_pages_are_not_kept_for_an_open_that_failed(kernel):
+    inode = await theirs(kernel, b"f", b"x")
+    kernel.ops._seen[inode] = kernel.vfs.cache.newer(inode, 0).change - 1, True  # so old are those that the kernel has
+    with no_numbers(kernel):
+        assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert not opened.open_flags & Opening.KEEP_CACHE
+
+
+@by_both_ways
+async def test_who_has_locks_keeps_them_where_there_is_no_number(kernel):
+    inode = await theirs(kernel, b"f", b"x")
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 100, fcntl.F_RDLCK, 1, 0), node=inode)
+    async with asyncio.timeout(60):
+        while kernel.vfs.leases.held(inode) is None:
+            kernel.vfs.cache.forget_attr(inode)
+            await kernel.vfs.getattr(inode)
+            await asyncio.sleep(0.01)
+    with no_numbers(kernel):
+        assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
+    async with asyncio.timeout(60):
+        while kernel.vfs.cache.open[inode].handles > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert kernel.vfs.is_locked(inode)
+
+
+@by_both_ways
+async def test_a_bug_in_one_release_does_not_lose_those_behind_it(kernel):
+    inode = await theirs(kernel, b"f", b"x" * 100)
+    handles = [replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)]
+    give_back = kernel.ops._handles.give_back
+
+    def broken(number):
+        if number == handles[0]:
+            raise RuntimeError("a bug")
+        give_back(number)
+
+    kernel.ops._handles.give_back = broken
+    for handle in handles:
+        kernel.say(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    assert [(await kernel.hear())[1] for _ in handles] == [-errno.EIO, 0, 0]
+    await kernel.silent()
+
+
+@by_both_ways
+async def test_reads_from_memory_are_counted(kernel):
+    handle = await kernel.open_theirs()
+    await kernel.host.located(kernel.handle(handle), 2)
+    await kernel.read(handle, 8192, 4096)
+    await kernel.silent()
+    times = kernel.engine.spent.times[Op.READ]
+    before = sum(times.counts)
+    for number in range(40):
+        await kernel.read(handle, number % 2 * 8192, 4096)
+    await kernel.silent()
+    assert sum(times.counts) == before + 40
+
+
+@on_a_mount()
+async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
+    """Random states of what is known, true or not, and each question asked both ways where it stands."""
+    there = await directory(kernel)
+    names = [b"a", b"b", b"x" * 255, b"x" * 256, b"...", b"..a"]
+    vfs, chance, said = kernel.vfs, random.Random(1), Counter()
+    cache, leases, watch = vfs.cache, vfs.leases, vfs.meta._shard_of(there).watch
+    directories, inodes = [there, there + 1000], [there + 2000 + number for number in range(4)]
+    other, until_s = ShardWatch(), watch.until_s
+    tables = (cache._attrs, cache._entries, cache._whole, cache.open, leases._leases, watch.ended)
+    for _ in range(1500):
+        now_s = vfs.clock.boottime_s()
+        for table in tables:
+            table.clear()
+        watch.floor_s = chance.choice([NEVER_S, now_s - 10, now_s + 10])
+        watch.until_s = chance.choice([now_s + 100, now_s + 100, now_s - 1])
+        other.until_s = chance.choice([now_s + 100, now_s - 1, NEVER_S])
+        cache._trusted_from_s = chance.choice([NEVER_S, NEVER_S, now_s - 5, now_s + 5, now_s])
+        for inode in directories + inodes:
+            if chance.random() < 0.6:
+                leases._leases[inode] = Lease(now_s + chance.choice([-1, 100, 100]), now_s + chance.choice([-20, -1]), b"",
+                                              chance.choice([watch, watch, other]), chance.choice([1, 2]))
+            if chance.random() < 0.3:
+                watch.ended[inode] = now_s + chance.choice([-30, -3, 3])
+            if chance.random() < 0.9:
+                attr = Attr(inode=inode, mode=0o100644, links=chance.choice([0, 1]), size=chance.choice([0, 5000]),
+                            change=chance.choice([1, 7]), mtime_ns=chance.choice([-1, 1, 10**18]), chunk_bits=20)
+                born_s = now_s + chance.choice([-1000, -0.02, 0, NEVER_S])
+                if chance.random() < 0.3:
+                    file = cache.open[inode] = OpenInode(attr)
+                    file.attr_born_s, file.handles = born_s, 1
+                    if chance.random() < 0.4:
+                        file.written = WrittenFile(file)
+                        file.written.wrote = chance.random() < 0.4
+                else:
+                    cache._attrs[inode] = (pack_entry(0, attr, True, b"") if chance.random() < 0.5 else attr), born_s
+        for one in directories:
+            if chance.random() < 0.5:
+                cache._whole[one] = WholeDirectory(chance.choice([1, 7]), chance.choice([None, None, set()]))
+                cache._whole[one].names = {name for name in names if chance.random() < 0.3}
+            for name in names:
+                if chance.random() < 0.6:
+                    cache._entries[one, name] = (chance.choice([0, *inodes]), now_s + chance.choice([-1000, -0.02, 0]),
+                                                 now_s + chance.choice([-15, -0.5, 0]),
+                                                 chance.choice([None, Lease(0, 0, b"", watch, 1), Lease(0, 0, b"", watch, 2)]))
+        for name in names:
+            for request in ((Op.LOOKUP, (), chance.choice(directories), (name,)),
+                            (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ())):
+                kernel.ops._told.clear()
+                compiled = kernel.in_one_step(*request), dict(kernel.ops._told)
+                kernel.ops._told.clear()
+                assert compiled == (kernel.by_its_handler(*request), dict(kernel.ops._told))
+                said[None if compiled[0] is None else compiled[0][0]] += 1
+    assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 500
+    for table in tables:
+        table.clear()
+    watch.floor_s, watch.until_s, cache._trusted_from_s = NEVER_S, until_s, NEVER_S
 
 
 def test_a_client_without_leases_believes_for_a_moment():
