@@ -39,10 +39,6 @@ cdef extern from "_crc.h":
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
 
-cdef extern from "<sys/socket.h>":
-    ssize_t c_send "send"(int descriptor, const void *bytes, size_t length, int flags) nogil
-    const int MSG_DONTWAIT, MSG_NOSIGNAL
-
 cdef extern from *:
     """
     #include <time.h>
@@ -440,7 +436,7 @@ cdef class Closing:
 cdef class Writes:
     """Of one client, which keeps what is written in the memory that outlives its process."""
     cdef object writer, vfs, meta, chunks, dialer, keeping, memory, arena, pieces, files, clock, contents
-    cdef dict open_files, sockets
+    cdef dict open_files
     cdef set begun
     cdef bint is_system
     cdef double patience_s, meta_patience_s
@@ -459,7 +455,6 @@ cdef class Writes:
         self.patience_s, self.held_max = writer._options.deadline_s, writer._options.write_buffer_bytes
         self.flight_max, self.contents = writer._options.write_flight_bytes, vfs.reader._contents._kept
         self.meta_patience_s = self.meta._options.deadline_s
-        self.sockets = {}
         PyObject_GetBuffer(self.memory._memory, &self.kept, PyBUF_WRITABLE)
         self.base = <uint8_t *>self.kept.buf
         self.payloads_at = self.kept.len - len(self.memory.payloads)
@@ -509,32 +504,10 @@ cdef class Writes:
         return key
 
     cdef int send(self, connection, bytes frame) except -1:
-        """Now, where nothing waits to be sent before it: the loop's transport would send it at the end of its turn only."""
-        cdef Py_ssize_t sent = 0, length = PyBytes_GET_SIZE(frame)
-        cdef int descriptor
         transport = connection._transport
-        if transport.is_closing():
-            return 0
-        if not transport.get_write_buffer_size():
-            known = self.sockets.get(connection)
-            if known is None:
-                known = self.socket_of(connection, transport)
-            descriptor = known
-            if descriptor >= 0:
-                sent = c_send(descriptor, PyBytes_AS_STRING(frame), length, MSG_DONTWAIT | MSG_NOSIGNAL)
-                if sent == length:
-                    return 0
-        transport.write(frame[sent:] if sent > 0 else frame)
+        if not transport.is_closing():
+            transport.write(frame)
         return 0
-
-    cdef object socket_of(self, connection, transport):
-        """Its descriptor; -1 where what is sent is not what travels."""
-        for old in list(self.sockets):
-            if old.closed:
-                del self.sockets[old]
-        socket = transport.get_extra_info("socket")
-        known = self.sockets[connection] = socket.fileno() if socket is not None and connection._identity is None else -1
-        return known
 
     cdef int note(self, written) except -1:
         """As Keeping.note, without an error."""

@@ -33,10 +33,6 @@ from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.meta_pb2 import Attr
 from nvpool.wire.v1.wire_pb2 import META_CREATE
 
-cdef extern from "<sys/socket.h>":
-    ssize_t c_send "send"(int fd, const void *bytes, size_t length, int flags) nogil
-    const int MSG_DONTWAIT, MSG_NOSIGNAL
-
 cdef extern from "_kernel.h":
     double boottime_s() nogil
 
@@ -371,22 +367,15 @@ cdef class Way:
     cdef Creates creates
     cdef object connection, others
     cdef Py_ssize_t count, filled
-    cdef int socket             # -1: what is sent is not what travels
     cdef uint8_t[BURST * FRAME_MAX] frames
 
     cdef int send(self) except -1:
-        cdef Py_ssize_t filled = self.filled, sent = 0
+        cdef Py_ssize_t filled = self.filled
         if filled:
             self.count = self.filled = 0
             transport = self.connection._transport
             if not transport.is_closing():
-                # what the loop's transport would send at the end of its turn, where nothing waits in it
-                if self.socket >= 0 and not transport.get_write_buffer_size():
-                    sent = c_send(self.socket, self.frames, filled, MSG_DONTWAIT | MSG_NOSIGNAL)
-                    if sent == filled:
-                        return 0
-                    sent = max(sent, 0)
-                transport.write(PyBytes_FromStringAndSize(<const char *>self.frames + sent, filled - sent))
+                transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, filled))
         return 0
 
     def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
@@ -664,8 +653,6 @@ cdef class Creates:
                 del self.ways[known]
         way = Way.__new__(Way)
         way.creates, way.connection, way.others = self, connection, connection.take_answers
-        socket = connection._transport.get_extra_info("socket")
-        way.socket = socket.fileno() if socket is not None and connection._identity is None else -1
         self.ways[connection] = way
         connection.take_answers = way.take
         return way

@@ -100,9 +100,6 @@ class Holding:
     def write(self, frame) -> None:
         self.held.append((self.transport, bytes(frame)))
 
-    def get_write_buffer_size(self) -> int:
-        return 1  # so that nothing passes it
-
     def __getattr__(self, name):
         return getattr(self.transport, name)
 
