@@ -335,14 +335,16 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                 if not self._reading:
                     return
         finally:
-            if run:
-                self._end_run(opcode, run)
-            if held:
-                self._ops.burst_over()
-            self._submit_plain_reads()
-            if self._late:
-                self._release_late()
-            self._taking, self._took = False, took
+            try:
+                if run:
+                    self._end_run(opcode, run)
+                if held:
+                    self._ops.burst_over()
+                self._submit_plain_reads()
+                if self._late:
+                    self._release_late()
+            finally:  # or nothing would ever be taken again
+                self._taking, self._took = False, took
 
     def _begin_run(self) -> None:
         self._since_s, self._kept = stopwatch_s(), 0
