@@ -61,6 +61,7 @@ cdef enum:                      # linux/fuse.h
     OPEN_OUT_BYTES = 32
     SECOND_NS = 1000000000
     ROOT = 1
+    OPERATIONS = 64
 
 cdef struct In:
     uint32_t length, opcode
@@ -145,7 +146,7 @@ cdef class Known:
     cdef uint32_t _attr_ns, _entry_ns
     cdef object _take_read
     cdef readonly Py_ssize_t taken
-    cdef readonly uint64_t answered
+    cdef uint64_t _taken[OPERATIONS]
 
     def __init__(self, engine, ops, vfs, bint is_subtree, take_read):
         """`take_read(count)`: whether the READ in the buffer was begun; None: none is."""
@@ -167,6 +168,11 @@ cdef class Known:
         self._attr_s, self._attr_ns = engine._keep_attr
         self._entry_s, self._entry_ns = engine._keep_entry
         self._take_read = take_read
+
+    @property
+    def all_taken(self):
+        """How many requests were answered, put off or begun here, by operation."""
+        return {opcode: self._taken[opcode] for opcode in range(OPERATIONS) if self._taken[opcode]}
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -223,7 +229,7 @@ cdef class Known:
         elif count == FORGET_BYTES and opcode == FORGET:
             is_done = self.forget(head.node)
         if is_done:
-            self.answered += 1
+            self._taken[opcode] += 1
             self.count(opcode, stopwatch() - since_s)
         return is_done
 
@@ -236,6 +242,7 @@ cdef class Known:
         try:
             if not self._take_read(count):
                 return False
+            self._taken[READ] += 1
             if engine._kept == kept:
                 self.count(READ, stopwatch() - since_s)
             return True
@@ -244,7 +251,6 @@ cdef class Known:
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
         """As Spent.add."""
-        cdef list counts
         cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
         cdef int slot = 0
         times = (<list>self._spent.times)[opcode]
@@ -520,6 +526,7 @@ cdef class Known:
         if found is not NULL and (<object>found).file.inode in self._owners:
             return False
         self._engine._late.append(PyBytes_FromStringAndSize(<const char *>at, RELEASE_BYTES))
+        self._taken[RELEASE] += 1
         return True
 
     def release_now(self, bytes request):

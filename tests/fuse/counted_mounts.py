@@ -46,7 +46,7 @@ class CountingPool(LocalPool):
 
 
 class CountedMount:
-    """`asked`: the kernel's requests, by name, that were answered or are in work."""
+    """`all_asked`: the kernel's requests, by name, that were answered or are in work."""
 
     def __init__(self, place, client, options, settings):
         self.place = place
@@ -61,6 +61,13 @@ class CountedMount:
     def _count(self, name, handler, count):
         self.asked[name] += 1
         handler(count)
+
+    @property
+    def all_asked(self):
+        """With those that never came to a handler."""
+        known = self.engine._known
+        at_once = {} if known is None else known.all_taken
+        return self.asked + Counter({Op(opcode).name: count for opcode, count in at_once.items()})
 
 
 class CountedMounts:
@@ -130,4 +137,4 @@ class CountedMounts:
         sent.update({name: count for name, count in (after[1] - before[1]).items() if name not in BESIDE})
 
     async def _counts(self, mount):
-        return Counter(mount.asked), Counter(self.pool.sent)
+        return mount.all_asked, Counter(self.pool.sent)
