@@ -252,7 +252,7 @@ cdef class Closing:
     cdef object task
     cdef bint ended
     cdef bint asked             # the report is on its way
-    cdef object connection, request, state, slot, sequence, generation, epoch
+    cdef object connection, request, state, session, slot, sequence, generation, epoch
     cdef double deadline_s
 
     @property
@@ -315,10 +315,11 @@ cdef class Closing:
         (<dict>meta.counters)["changes"] += 1
         self.slot, sequence = state.slots.popleft()
         self.sequence = sequence + 1
-        self.state, self.generation, self.epoch, self.connection = state, state.generation, pool_map.epoch, connection
+        self.state, self.session, self.generation = state, state.session, state.generation
+        self.epoch, self.connection = pool_map.epoch, connection
         now_s = self.writes.now_s()
         self.deadline_s = now_s + self.writes.meta_patience_s
-        message_bytes = put_report(message, state.session, self.slot, self.sequence, self.epoch, inode, self.cut_told,
+        message_bytes = put_report(message, self.session, self.slot, self.sequence, self.epoch, inode, self.cut_told,
                                    self.end_told, self.wrote_told, (self.stored_told + 511) // 512)
         self.asked = True
         self.request = self.writes.submit(connection, report_method, message, message_bytes, NULL, 0, self.deadline_s, now_s,
@@ -357,7 +358,8 @@ cdef class Closing:
         vfs, file, state = self.writes.vfs, self.written.file, self.state
         request = vfs.report_request(file, self.cut_told, self.end_told, self.stored_told, self.wrote_told)
         change = request.change
-        change.session, change.slot, change.sequence, change.map_epoch = state.session, self.slot, self.sequence, self.epoch
+        # the session that it was sent in: there may be a newer one by now, which is not the one that is refused
+        change.session, change.slot, change.sequence, change.map_epoch = self.session, self.slot, self.sequence, self.epoch
         on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
         begun = Begun(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)

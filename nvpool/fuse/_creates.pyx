@@ -18,6 +18,7 @@ from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.base.ids import COUNTER_BITS, PARTITION_COUNT
 from nvpool.base.kept import HANDLE, HANDLES_MAX, SHARD, SHARD_BYTES, SLOT
 from nvpool.base.oldest import too_old
+from nvpool.base.units import SLOTS_PER_SESSION
 from nvpool.client import cache as cache_module
 from nvpool.client.begun import Sent
 from nvpool.client.cache import OpenInode
@@ -97,6 +98,7 @@ cdef uint16_t method_of_creates = META_CREATE
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef uint32_t DIRECT_IO = Opening.DIRECT_IO.value, KEEP_CACHE = Opening.KEEP_CACHE.value, NOFLUSH = Opening.NOFLUSH.value
 cdef uint32_t has_xattrs = cached_ops.HAS_XATTRS
+cdef Py_ssize_t slots_max = SLOTS_PER_SESSION
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, handles_max = HANDLES_MAX, renamed_max = cache_module._RENAMED_MAX
 cdef Py_ssize_t told_max = cached_ops.TOLD_MAX, seen_max = cached_ops.SEEN_MAX
 cdef Py_ssize_t named_together = cached_ops.NAMED_TOGETHER
@@ -534,7 +536,8 @@ cdef class Creates:
             return False
         state = <object>found
         session, slots = state.session, state.slots
-        if not session or not slots or state.waiting or self.meta._closed or state.record < 0:
+        if (not session or not slots or state.waiting or self.meta._closed or state.record < 0
+                or state.slot_count > slots_max):
             return False
         found = PyDict_GetItem(self.endpoints, state.shard)
         if found is NULL:
@@ -722,12 +725,12 @@ cdef class Creates:
             code = errno
             engine._not_taken(OSError(code, os.strerror(code)), [PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)])
         del self.work[one.unique]
-        engine.spent.add(opcode_key, max(0.0, stopwatch_s() - one.since_s))
-        if engine._interrupted:
-            engine._interrupted.pop(one.unique, None)
-        if self.held:
-            ops.answered(one.unique)
         try:
+            engine.spent.add(opcode_key, max(0.0, stopwatch_s() - one.since_s))
+            if engine._interrupted:
+                engine._interrupted.pop(one.unique, None)
+            if self.held:
+                ops.answered(one.unique)
             self.keep_books(one, &born, handle, inode)
         finally:
             # the request is answered: its slot is free
@@ -847,11 +850,16 @@ cdef class Creates:
     cdef int broken(self, Making one, error) except -1:
         """A bug: who waits is told."""
         one.told = True
+        self.meta.lost_sight()
         entry = self.work.get(one.unique)
         if entry is not None and entry[0] is one:
-            self.engine._step_ended(one.unique, "create", self.engine._created, None, error)
+            try:
+                self.engine._step_ended(one.unique, "create", self.engine._created, None, error)
+            finally:
+                self.meta.give_back_answered(one.unique, one.state, one.slot, one.slot_sequence, one.generation)
         else:
             self.engine._loop.call_exception_handler({"message": "what was made is not in our books", "exception": error})
+            self.engine._some_ended()
         return 0
 
     cdef int count(self, double took_s) except -1:

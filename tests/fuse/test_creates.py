@@ -775,6 +775,42 @@ async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_al
     handles._last = last
     kernel.door.service.handle(later)
     assert (await kernel.hear())[:2] == (other, 0)
+    assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(kernel.state.record)
+
+
+@in_one_step
+async def test_a_mount_ends_after_a_bug_in_the_books_of_an_answer_told_alone(kernel):
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    kernel.expects_some = False
+    unique, call = await kernel.begun(b"f")
+    kernel.engine._creates.close()  # it is told as the answers of others are
+    kernel.engine._stopped = True
+    kernel.vfs._made_in = lambda *_: 1 // 0
+    kernel.door.service.handle(call)
+    assert (await kernel.hear())[:2] == (unique, 0)
+    async with asyncio.timeout(60):
+        await asyncio.shield(kernel.engine._ended)
+
+
+@by_both_ways
+async def test_answers_that_come_in_pieces(kernel):
+    chance = random.Random(4)
+    for most in (40, 700, 3000):
+        reader, connection = kernel.state.met._reader, kernel.state.met
+        connection.get_buffer = lambda hint, most=most, reader=reader: reader.get_buffer(hint)[:chance.randrange(1, most)]
+        connection._transport.set_protocol(connection)
+        asked = {}
+        for number in range(40):
+            name = b"%d-%d" % (most, number) + b"x" * chance.randrange(240)
+            asked[kernel.say_create(name)] = 0
+            if number % 4 == 1:
+                asked[kernel.say_create(name)] = -errno.EEXIST
+            elif number % 4 == 2:
+                asked[kernel.say(Op.UNLINK, names=(b"no" + name,))] = -errno.ENOENT
+        while asked:
+            unique, error, _ = await kernel.hear()
+            assert error == asked.pop(unique)
+        assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.engine._work
 
 
 @by_both_ways

@@ -13,7 +13,7 @@ import pytest
 from test_kernel_engine import Kernel, sleeping_process
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import NoSpace, TooManyOpen
+from nvpool.base.errors import NoSpace, StaleSession, TooManyOpen
 from nvpool.base.kept import KeptMemory
 from nvpool.client import plainwrites
 from nvpool.client.options import ClientOptions
@@ -23,6 +23,8 @@ from nvpool.fuse.protocol.numbers import RESENT, WRITE_KILL_SUIDGID, Op, Valid
 from nvpool.testing.pool import LocalPool
 from nvpool.wire.codec import encode_write_reply
 from nvpool.wire.frame import EMPTY
+from nvpool.wire.status import encode_error
+from nvpool.wire.v1.wire_pb2 import META_REPORT
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_cut=False)
 WAYS = ("compiled", "in-the-client", "ordinary")
@@ -293,3 +295,31 @@ async def test_many_are_written_and_closed_at_once(kernel):
         del asked[heard]
     for (inode, handle), content in zip(made, contents, strict=True):
         assert await kernel.read(handle) == content and (await kernel.vfs.getattr(inode)).size == 4096
+
+
+@by_all_ways
+async def test_a_refusal_of_the_session_before_does_not_end_the_one_of_now(kernel):
+    meta = kernel.vfs.meta
+    handles = [(await kernel.new(name))[1] for name in (b"a", b"b")]
+    for handle in handles:
+        await kernel.write(handle, bytes(4096))
+    connection = meta._shards[1].met
+    connection._transport = Holding(connection._transport, kernel.held)
+    asked = [kernel.say(Op.FLUSH, (handle, 0, 77)) for handle in handles]
+    numbers = []
+    async with asyncio.timeout(60):
+        while len(numbers) < 2:
+            await asyncio.sleep(0.001)
+            numbers = [number for number, one in connection._in_flight.items() if one[4] == META_REPORT]
+    connection._transport = connection._transport.transport
+    refusal = (*encode_error(StaleSession()), EMPTY)
+    first = meta.session_of(1)
+    connection._answered(numbers[0], *refusal)
+    assert (await kernel.hear())[:2] == (asked[0], 0)
+    second, count, lost = meta.session_of(1), meta.counters["sessions"], []
+    assert second not in (0, first)
+    meta.on_lost, before = lambda shard: lost.append(shard), meta.on_lost
+    connection._answered(numbers[1], *refusal)
+    assert (await kernel.hear())[:2] == (asked[1], 0)
+    assert (meta.session_of(1), meta.counters["sessions"], lost) == (second, count, [])
+    meta.on_lost = before
