@@ -56,6 +56,8 @@ WRITE = struct.Struct("<QQQQIIQ")
 of a write), number (mark)"""
 _MARK = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
+_UNIQUE_AT = 24
+"""In a WRITE."""
 
 SHARD_BYTES = 2048
 """A SHARD, and behind it SLOTS_PER_SESSION of SLOT."""
@@ -274,7 +276,11 @@ class KeptMemory:
         kept = self.payloads[place:place + length]
         kept[:] = buffer
         index = self.writes.take()
-        self.writes.put(index, inode, offset, place, unique, length, length << 1 | last, number)
+        # A record without its mark counts as a write that was stored: so its request is named when the piece is valid. Who is
+        # killed in between is asked again, and the bytes lie over themselves.
+        self.writes.put(index, inode, offset, place, 0, length, length << 1 | last, number)
+        if unique:
+            _MARK.pack_into(self._memory, self.writes.place + index * WRITE.size + _UNIQUE_AT, unique)
         return index, kept
 
     def shorten_write(self, index: int, length: int) -> None:

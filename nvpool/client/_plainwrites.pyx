@@ -50,11 +50,16 @@ cdef extern from *:
         return now.tv_sec + now.tv_nsec * 1e-9;
     }
 
-    /* What was written before is there before what is written after: this process may be killed in between. */
-    static void in_this_order(void) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+    /* Behind all that was written before it, and whole: this process may be killed in between. */
+    static void put_mark(uint8_t *at, uint64_t mark)
+    {
+        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+        __atomic_store_n((uint64_t *)at, mark, __ATOMIC_RELAXED);
+        __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    }
     """
     double boottime_now_s() nogil
-    void in_this_order() nogil
+    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 crc_begin(0)
 
@@ -519,8 +524,7 @@ cdef class Writes:
         put64(at + 8, written.stored_bytes)
         put64(at + 16, file.cut)
         put64(at + 24, 0)
-        in_this_order()
-        put64(at + 32, file.inode)
+        put_mark(at + 32, file.inode)
         return 0
 
     def flush(self, written, number, on_end, otherwise):
@@ -630,14 +634,14 @@ cdef class Writes:
         memcpy(self.base + self.payloads_at + place, content, length)
         index = pieces.take()
         at = self.base + self.pieces_at + <Py_ssize_t>index * WRITE_BYTES
+        put_mark(at + 24, 0)
         put64(at, inode)
         put64(at + 8, 0)
         put64(at + 16, place)
-        put64(at + 24, unique)
         put32(at + 32, <uint32_t>length)
         put32(at + 36, <uint32_t>length << 1 | 1)
-        in_this_order()
-        put64(at + 40, kept_number)
+        put_mark(at + 40, kept_number)
+        put_mark(at + 24, unique)       # behind the mark: see KeptMemory.keep_write
         view = self.memory.payloads[place_key:place_key + size]
         # Our books.
         writer._held += size
@@ -705,8 +709,7 @@ cdef class Writes:
         index = sent.index
         at = self.base + self.pieces_at + <Py_ssize_t>index * WRITE_BYTES
         place = (<uint64_t *>(at + 16))[0]
-        in_this_order()
-        put64(at + 40, 0)
+        put_mark(at + 40, 0)
         self.pieces._free.append(index)
         self.arena.give_back(place)
         written.held -= size

@@ -12,6 +12,7 @@ from nvpool.base import kept
 from nvpool.base.arena import Arena
 from nvpool.base.errors import CorruptRecord, NoSpace, NvpoolError, TooManyOpen, WrongFormat
 from nvpool.base.kept import KeptMemory, Word
+from nvpool.client.keeping import Keeping
 
 MIB = 1 << 20
 
@@ -74,6 +75,24 @@ def test_a_successor_finds_what_is_valid_and_nothing_else(descriptor):
     assert [record[4] for record in after.writes.all()] == [1, 2, 3], "what was stored a moment ago is known by its request"
     other, _ = after.keep_write(11, 0, b"x" * 200, 4, True, 3)
     assert after.payloads[place:place + length] == bytes(range(50)) and other not in (index,)
+
+
+def test_a_write_of_which_only_the_mark_is_missing_is_not_told_as_done(descriptor, monkeypatch):
+    """Killed there, its bytes are nowhere, and the kernel asks for it again."""
+    memory = KeptMemory(descriptor)
+    put = memory.writes.put
+
+    def killed(index, *fields):
+        put(index, *fields[:-1], 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory.writes, "put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        memory.keep_write(10, 0, bytes(200), 99, True, 1)
+    assert Keeping(KeptMemory(descriptor)).finished() == {}
+    monkeypatch.undo()
+    KeptMemory(descriptor).keep_write(10, 0, bytes(200), 99, True, 1)
+    assert Keeping(KeptMemory(descriptor)).finished() == {99: 200}
 
 
 def test_it_can_not_be_cut_and_another_version_is_refused(descriptor):
