@@ -6,13 +6,11 @@ from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
-from libc.errno cimport EAGAIN, ECONNABORTED, ENODEV, ENOENT, errno
+from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
-from posix.unistd cimport read
 
 import asyncio
-import os
 
 from nvpool.base.clock import SystemClock, stopwatch_s
 from nvpool.base.errors import Stale
@@ -200,7 +198,6 @@ cdef class Reads:
     cdef double patience_s
     cdef uint16_t flags
     cdef Py_ssize_t in_work_max
-    cdef readonly Py_ssize_t taken
     cdef uint64_t large         # answers that were received elsewhere
     cdef list spares, waiting
 
@@ -218,27 +215,6 @@ cdef class Reads:
 
     cdef double now_s(self) except -1:
         return boottime_s() if self.is_system else self._clock.boottime_s()
-
-    def next_request(self, Py_ssize_t most):
-        """The length of the next request of the kernel, in the engine's buffer, that is not begun here; those before it are, and
-        `taken` says how many they were: up to `most`, else 0. -1: none waits. OSError."""
-        cdef ssize_t count
-        cdef int error
-        self.taken = 0
-        while self.taken < most:
-            count = read(self._fd, PyByteArray_AS_STRING(self._buffer), PyByteArray_GET_SIZE(self._buffer))
-            if count < 0:
-                error = errno
-                if error == EAGAIN:
-                    return -1
-                raise OSError(error, os.strerror(error))
-            try:
-                if not self.begin(count):
-                    return count
-            except Exception as bug:  # who waits is told
-                self.engine._broken(bug)
-            self.taken += 1
-        return 0
 
     def take(self, Py_ssize_t count):
         """As `begin`, of a request that the engine has read."""

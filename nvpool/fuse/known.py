@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nvpool.fuse.kernel_requests import KernelRequests
 from nvpool.fuse.plainreads import PlainReading
 
 try:
@@ -47,6 +48,12 @@ class KnownAnswers(PlainReading):
             return takers[0] if takers else None
         first, second = takers
         return lambda count: first(count) or second(count)
+
+    def _on_read(self, count: int) -> None:
+        if self._known is None:
+            super()._on_read(count)
+        else:  # the compiled ones have left it already
+            KernelRequests._on_read(self, count)
 
     def _following(self, most: int) -> tuple[int, int]:
         known = self._known

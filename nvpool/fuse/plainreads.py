@@ -72,12 +72,6 @@ class PlainReading(FarReading):
         if self._plain is None or not self._plain.take(count):
             super()._on_read(count)
 
-    def _following(self, most: int) -> tuple[int, int]:
-        far = self._far
-        if far is None or self._plain is not None:
-            return super()._following(most)
-        return far.next_request(most), far.taken
-
     def _submit_plain_reads(self) -> None:
         """At the end of a burst."""
         if self._plain is not None:
