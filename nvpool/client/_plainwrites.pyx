@@ -32,34 +32,22 @@ from nvpool.wire.stream_transport import GATHER_IN_FLIGHT, StreamConnection
 from nvpool.wire.v1 import meta_pb2
 from nvpool.wire.v1.wire_pb2 import DATA_WRITE, META_REPORT
 
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+
+cdef extern from "_kept.h":
+    void put_mark(uint8_t *at, uint64_t mark) nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
     uint32_t get32(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
-
-cdef extern from *:
-    """
-    #include <time.h>
-
-    static double boottime_now_s(void)
-    {
-        struct timespec now;
-        clock_gettime(CLOCK_BOOTTIME, &now);
-        return now.tv_sec + now.tv_nsec * 1e-9;
-    }
-
-    /* Behind all that was written before it, and whole: this process may be killed in between. */
-    static void put_mark(uint8_t *at, uint64_t mark)
-    {
-        __atomic_signal_fence(__ATOMIC_SEQ_CST);
-        __atomic_store_n((uint64_t *)at, mark, __ATOMIC_RELAXED);
-        __atomic_signal_fence(__ATOMIC_SEQ_CST);
-    }
-    """
-    double boottime_now_s() nogil
-    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 crc_begin(0)
 
@@ -99,31 +87,6 @@ cdef uint32_t chain_of(uint64_t inode) noexcept nogil:
         z = (z ^ z >> 27) * <uint64_t>0x94D049BB133111EB
         z ^= z >> 31
     return z % chains_per_table
-
-
-cdef uint8_t *put_varint(uint8_t *at, uint64_t value) noexcept nogil:
-    while value > 127:
-        at[0] = <uint8_t>(value & 127 | 128)
-        value >>= 7
-        at += 1
-    at[0] = <uint8_t>value
-    return at + 1
-
-
-cdef uint8_t *put_number(uint8_t *at, int tag, uint64_t value) noexcept nogil:
-    """A varint field of a message, which is not there where it is zero."""
-    if not value:
-        return at
-    at[0] = <uint8_t>tag
-    return put_varint(at + 1, value)
-
-
-cdef uint8_t *put_fixed(uint8_t *at, int tag, uint64_t value) noexcept nogil:
-    if not value:
-        return at
-    at[0] = <uint8_t>tag
-    put64(at + 1, value)
-    return at + 9
 
 
 cdef Py_ssize_t put_write(uint8_t *at, uint64_t epoch, uint64_t target, const char *grant, uint64_t inode, uint64_t cut,
@@ -472,7 +435,7 @@ cdef class Writes:
             PyBuffer_Release(&self.kept)
 
     cdef double now_s(self) except -1:
-        return boottime_now_s() if self.is_system else self.clock.boottime_s()
+        return boottime_s() if self.is_system else self.clock.boottime_s()
 
     cdef object submit(self, connection, object method, const uint8_t *message, Py_ssize_t message_bytes,
                        const uint8_t *payload, Py_ssize_t payload_bytes, double deadline_s, double now_s, on_done):

@@ -34,8 +34,16 @@ from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.meta_pb2 import Attr
 from nvpool.wire.v1.wire_pb2 import META_CREATE
 
-cdef extern from "_kernel.h":
+cdef extern from "_clock.h":
     double boottime_s() nogil
+    long long wall_ns() nogil
+
+cdef extern from "_kept.h":
+    void put_mark(uint8_t *at, uint64_t mark) nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -45,30 +53,6 @@ cdef extern from "_crc.h":
     uint64_t get64(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
-
-cdef extern from *:
-    """
-    #include <stdint.h>
-    #include <string.h>
-    #include <time.h>
-
-    static long long wall_ms(void)
-    {
-        struct timespec now;
-        clock_gettime(CLOCK_REALTIME, &now);
-        return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
-    }
-
-    /* What makes a record of kept memory valid, after all that it promises: this process may be killed in between. */
-    static void put_mark(uint8_t *at, uint64_t mark)
-    {
-        __atomic_signal_fence(__ATOMIC_SEQ_CST);
-        memcpy(at, &mark, 8);
-        __atomic_signal_fence(__ATOMIC_SEQ_CST);
-    }
-    """
-    long long wall_ms() nogil
-    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 crc_begin(0)
 
@@ -111,28 +95,6 @@ assert HANDLE.size == HANDLE_BYTES and SLOT.size == SLOT_BYTES and PARTITION_COU
 
 
 # -- messages --------------------------------------------------------------------------------------------------------------
-
-cdef inline uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) noexcept nogil:
-    """A field of protobuf that is a number, nothing where it is zero."""
-    if not value:
-        return at
-    at[0] = tag
-    at += 1
-    while value > 127:
-        at[0] = <uint8_t>(value & 127 | 128)
-        at += 1
-        value >>= 7
-    at[0] = <uint8_t>value
-    return at + 1
-
-
-cdef inline uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) noexcept nogil:
-    if not value:
-        return at
-    at[0] = tag
-    put64(at + 1, value)
-    return at + 9
-
 
 cdef struct Wish:
     uint64_t session, sequence, epoch, parent
@@ -760,7 +722,7 @@ cdef class Creates:
         opened.handles = opened.opened = 1
         opened.attr_born_s = now
         if get64(born.grant + 20) >= file.cut:
-            now_ms = wall_ms() if self.is_system else self._clock.wall_ns() // 1_000_000
+            now_ms = wall_ns() // 1_000_000 if self.is_system else self._clock.wall_ns() // 1_000_000
             ends_ms = <int64_t>get64(born.grant + 28)
             opened.grant = grant
             opened.grant_session = get64(born.grant + 4)

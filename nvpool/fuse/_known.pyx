@@ -23,20 +23,8 @@ from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import Opening
 from nvpool.wire.entries import ENTRY_BYTES
 
-cdef extern from "_kernel.h":
+cdef extern from "_clock.h":
     double boottime_s() nogil
-
-cdef extern from *:
-    """
-    #include <time.h>
-
-    static double stopwatch(void)
-    {
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return now.tv_sec + now.tv_nsec * 1e-9;
-    }
-    """
     double stopwatch() nogil
 
 cdef enum:                      # linux/fuse.h

@@ -25,8 +25,10 @@ cdef extern from "_block_sums.h":
     int has_instruction()
     void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
 
-cdef extern from "_kernel.h":
+cdef extern from "_clock.h":
     double boottime_s() nogil
+
+cdef extern from "_kernel.h":
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
 
 cdef extern from "_look.h":

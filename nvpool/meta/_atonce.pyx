@@ -18,6 +18,15 @@ from nvpool.meta.leases import OPEN_INODES_MAX
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.v1 import wire_pb2 as wire
 
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+    long long wall_ns() nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_varint(uint8_t *at, uint64_t value) nogil
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
@@ -28,21 +37,6 @@ cdef extern from "_crc.h":
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
     void put64_big(uint8_t *at, uint64_t value) nogil
-
-cdef extern from *:
-    """
-    #include <time.h>
-
-    static long long nanoseconds_of(int clock)
-    {
-        struct timespec now;
-        clock_gettime(clock, &now);
-        return now.tv_sec * 1000000000LL + now.tv_nsec;
-    }
-    """
-    long long nanoseconds_of(int clock) nogil
-    const int CLOCK_BOOTTIME
-    const int CLOCK_REALTIME
 
 crc_begin(0)
 _log = logging.getLogger(__name__)
@@ -539,31 +533,6 @@ cdef bint take_request(uint16_t method, const uint8_t *at, Py_ssize_t count, Req
     return True
 
 
-cdef inline uint8_t *put_varint(uint8_t *at, uint64_t value) noexcept nogil:
-    while value > 127:
-        at[0] = <uint8_t>(value & 127 | 128)
-        at += 1
-        value >>= 7
-    at[0] = <uint8_t>value
-    return at + 1
-
-
-cdef inline uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) noexcept nogil:
-    """A varint that is left out where it is 0, as proto3 has it."""
-    if not value:
-        return at
-    at[0] = tag
-    return put_varint(at + 1, value)
-
-
-cdef inline uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) noexcept nogil:
-    if not value:
-        return at
-    at[0] = tag
-    put64(at + 1, value)
-    return at + 9
-
-
 cdef uint8_t *put_attr(uint8_t *at, Inode *i) noexcept nogil:
     """As view.fill_attr, of what is in no trash."""
     at = put_fixed(at, 1 << 3 | 1, i.number)
@@ -645,10 +614,10 @@ cdef class AtOnce:
         self._grants = blake2b(key=service._secret, digest_size=MAC_BYTES)
 
     cdef double _now_s(self) except -1:
-        return nanoseconds_of(CLOCK_BOOTTIME) * 1e-9 if self._is_system else self._clock.boottime_s()
+        return boottime_s() if self._is_system else self._clock.boottime_s()
 
     cdef long long _now_ns(self) except -1:
-        return nanoseconds_of(CLOCK_REALTIME) if self._is_system else self._clock.wall_ns()
+        return wall_ns() if self._is_system else self._clock.wall_ns()
 
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, _side=None):
         """Answer the frames at the beginning of `buffer`, of which `end` bytes came, as far as that can be done at once: append a

@@ -21,6 +21,10 @@ from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.frame import EMPTY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+    long long wall_ns() nogil
+
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
@@ -32,29 +36,6 @@ cdef extern from "_crc.h":
 cdef extern from "_look.h":
     ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
-
-cdef extern from *:
-    """
-    #include <time.h>
-
-    static double seconds_of(int clock)
-    {
-        struct timespec now;
-        clock_gettime(clock, &now);
-        return now.tv_sec + now.tv_nsec * 1e-9;
-    }
-
-    static long long milliseconds_of(int clock)
-    {
-        struct timespec now;
-        clock_gettime(clock, &now);
-        return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
-    }
-    """
-    double seconds_of(int clock) nogil
-    long long milliseconds_of(int clock) nogil
-    const int CLOCK_BOOTTIME
-    const int CLOCK_REALTIME
 
 crc_begin(0)
 
@@ -137,10 +118,10 @@ cdef class Reads:
         return self._inside
 
     cdef double _now_s(self) except -1:
-        return seconds_of(CLOCK_BOOTTIME) if self._is_system else self._clock.boottime_s()
+        return boottime_s() if self._is_system else self._clock.boottime_s()
 
     cdef long long _now_ms(self) except -1:
-        return milliseconds_of(CLOCK_REALTIME) if self._is_system else self._clock.wall_ns() // 1_000_000
+        return wall_ns() // 1_000_000 if self._is_system else self._clock.wall_ns() // 1_000_000
 
     def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
         """As PlainReads.answer. With `side` what is not in memory is begun, and answered there."""
