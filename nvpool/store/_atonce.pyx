@@ -19,7 +19,7 @@ from nvpool.drive.uring import AGAIN_S
 from nvpool.wire.codec import ASKER_KEEPS
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.frame import EMPTY
-from nvpool.wire.v1.wire_pb2 import DATA_READ
+from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
 
 cdef extern from "_clock.h":
     double boottime_s() nogil
@@ -52,7 +52,7 @@ cdef enum:
 
 cdef uint64_t skew_ms = int(CLOCK_SKEW_S * 1000)
 cdef long may_read = READ | SERVICE, serves_all = SERVICE
-cdef uint16_t method_of_reads = DATA_READ
+cdef uint16_t method_of_reads = DATA_READ, method_of_writes = DATA_WRITE
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef object method_key = DATA_READ
 cdef uint8_t asker_keeps = ASKER_KEEPS
@@ -87,6 +87,7 @@ cdef class Reads:
 
     cdef public uint64_t epoch
     cdef public bint open
+    cdef public object writes   # what answers writes, _newwrites.NewWrites, or None
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
@@ -128,6 +129,7 @@ cdef class Reads:
         if end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
         cdef Py_ssize_t at = 0, total = 0, length
+        cdef const uint8_t *frame
         cdef bytes reply
         cdef object found
         cdef double since_s
@@ -135,8 +137,16 @@ cdef class Reads:
                 or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
+            frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
+            if self.writes is not None and (frame[4] | frame[5] << 8) == method_of_writes:
+                length = self.writes.answer(buffer, at, end, self.epoch, in_work, tally, out)
+                if not length:
+                    break
+                at += length
+                total += PyBytes_GET_SIZE(<bytes?>out[len(out) - 1])
+                continue
             since_s = self._now_s()
-            found = self._reply(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, in_work, side)
+            found = self._reply(frame, in_work, side)
             if found is None:
                 break
             at += FRAME_BYTES

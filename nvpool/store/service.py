@@ -46,6 +46,7 @@ from nvpool.store.chunkstore import ALL_INODES, NO_INODE, ChunkStore, ReadBatch
 from nvpool.store.fetching import Giving
 from nvpool.store.lend import encode_said
 from nvpool.store.losing import Owners
+from nvpool.store.newwrites import answer_new_writes
 from nvpool.store.orders import Orders
 from nvpool.store.peers import Dialer, peer_write
 from nvpool.store.reads import READ
@@ -126,6 +127,7 @@ class StoreService(WritesOne, Telling):
         self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
         self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
         """What a listener asks first; None where every request is handled."""
+        answer_new_writes(self, grant_secret)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
             Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
