@@ -15,7 +15,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from nvpool.base.clock import SystemClock
-from nvpool.base.errors import CorruptRecord, NvpoolError
+from nvpool.base.errors import NvpoolError
 from nvpool.base.grants import CLOCK_SKEW_S, SERVICE, WRITE
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.store.allocator import DELTAS_MAX, ROOMY_BLOCKS, encode_bitmap
@@ -162,7 +162,7 @@ cdef class Unknown:
             try:
                 found = self._kv.scan_back(numbered(kind, partition << COUNTER_BITS), end, 1)
                 self._kv.get(end)  # a damaged key stands where the search ends: then nothing is believed here
-            except CorruptRecord:
+            except NvpoolError:
                 return NEVER
             if found:
                 key = found[0][0]

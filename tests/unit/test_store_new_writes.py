@@ -19,6 +19,7 @@ from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.errors import Busy, DriveFailed, Fenced, NoSpace
 from nvpool.logic.layout import chain_of
 from nvpool.store import newwrites
+from nvpool.store.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.chunkstore import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.records import segment_key
 from nvpool.store.service import WRITE, StoreService
@@ -160,6 +161,28 @@ def test_what_is_plain_is_answered_at_once_and_as_ever(tmp_path, write):
             asked = new.said(**write)  # repeated: done already
             assert asked == old.said(**write)
             assert new.taken == 1 and new.state() == old.state()
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("left", (2000, 1, 0))
+def test_a_group_of_the_free_map_is_filled_and_the_next_one_begun(tmp_path, left):
+    async def scene():
+        async with both(tmp_path, size=128 << 20) as (new, old):
+            for one in (new, old):
+                allocator = one.store.allocator
+                transaction = Transaction()  # all of the second group but the last blocks, as if written by others
+                allocator._small = 1
+                allocator._take(transaction.taken, 1, 0, GROUP_BLOCKS - left)
+                effects = allocator.effects(transaction)
+                allocator.commit(transaction, one.store.kv.apply(effects))
+            for n in range(40 if left else 3):
+                write = {"inode": n + 1, "sequence": n, "data": n.to_bytes(4, "big") * 700}
+                assert new.said(**write) == old.said(**write)
+                for one in (new, old):
+                    place, = one.store.index.places(one.store.index.chunk(n + 1, 0), 0, 1)
+                    assert place >> 13 == (1 if n < left else 2) and one.store.allocator.is_used(place)
+            assert new.taken == (40 if left == 2000 else 39 if left else 2)
+            assert new.state() == old.state() and new.data() == old.data()
     asyncio.run(scene())
 
 
