@@ -156,7 +156,7 @@ cdef class Together:
             finally:
                 PyBuffer_Release(&said)
         if is_good:
-            self.reads.go_on()
+            self.reads.engine._some_ended()
         else:
             self.reads.engine.small_reads_answered(self.lane, self.asked, reply, error)
 
@@ -210,11 +210,8 @@ cdef class Way:
             if not length:
                 break
             at += length
-            if some and at < end:  # what was asked for meanwhile, before the others are answered
-                some = False
-                self.reads.go_on()
         if some:
-            self.reads.go_on()
+            self.reads.engine._some_ended()
         return at - begin
 
     cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
@@ -625,14 +622,6 @@ cdef class Reads:
         entry = self._work.get(one.unique)
         if entry is not None and entry[0] is one:
             self.engine.read_ended(one.unique, error)
-        return 0
-
-    cdef int go_on(self) except -1:
-        """Some were answered: what was asked for meanwhile is taken, before the others are answered."""
-        engine = self.engine
-        engine._some_ended()
-        if self._work and engine._reading and not engine._taking:
-            engine._take()
         return 0
 
     cdef int count(self, double took_s) except -1:
