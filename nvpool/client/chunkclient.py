@@ -276,9 +276,9 @@ class ChunkClient(BeginsWrites):
         self.hedging.came(sent, error is None)
         self._answered(sent.lane, sent.jobs, reply, error)
 
-    def answered(self, lane: Lane, job: Read, reply, error) -> None:
-        """What came of a read that somebody else has sent on the lane, and counted there."""
-        self._answered(lane, [job], reply, error)
+    def answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
+        """What came of reads that somebody else has sent on the lane in one message, and counted there."""
+        self._answered(lane, jobs, reply, error)
 
     def _answered(self, lane: Lane, jobs: list[Read], reply, error) -> None:
         lane.in_flight -= 1

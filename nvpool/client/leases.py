@@ -135,6 +135,11 @@ class Leases:
         if lease is not None:
             self._leases[inode] = lease._replace(grant=grant)
 
+    def lacks_grant(self, inode: int) -> bool:
+        """Whether there is a lease on the inode that came without the right to read it."""
+        lease = self._leases.get(inode)
+        return lease is not None and not lease.grant
+
     def is_news(self, inode: int, sent_s: float) -> bool:
         """Whether what a request sent then tells of the inode is not older than our own last change of it."""
         watch = self._watch_of(inode)

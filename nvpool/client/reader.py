@@ -17,6 +17,7 @@ from nvpool.base.units import KIB
 from nvpool.client.cache import OpenInode
 from nvpool.client.coming import Coming, Later
 from nvpool.client.contents import SMALL_BYTES, Contents
+from nvpool.client.lanes import Read
 from nvpool.client.leases import Leases
 from nvpool.client.options import ClientOptions
 from nvpool.client.shortcut import NOW_BYTES_MAX
@@ -71,12 +72,12 @@ class Whole:
 
     __slots__ = ("file", "change", "size", "asked_s", "parts", "came")
 
-    def __init__(self, file: OpenInode, asked_s: float, part: Part, came: Callable[[Whole, bytes], None]) -> None:
+    def __init__(self, file: OpenInode, asked_s: float, parts: list[Part], came: Callable[[Whole, bytes], None]) -> None:
         self.file = file
         self.change = file.attr.change
         self.size = file.attr.size
         self.asked_s = asked_s
-        self.parts: list[Part] | None = [part]
+        self.parts: list[Part] | None = parts
         self.came = came
 
     def done(self) -> bool:
@@ -292,8 +293,18 @@ class Reader:
         if whole is not None and whole.change == file.attr.change:
             whole.parts.append(part)
             return
-        file.fetching = whole = Whole(file, self._clock.boottime_s(), part, self._whole_came)
+        file.fetching = whole = Whole(file, self._clock.boottime_s(), [part], self._whole_came)
         self._chunks.begin(file, 0, 0, whole.size + 4095 & -4096, whole)
+
+    def go_on_with(self, begun, parts: list[Part]) -> Read:
+        """The read of a small file as a whole that somebody else has begun as `_want_whole` does, and for whom `parts` wait, is
+        ours from now on. `begun` is its file's `fetching`, unless that was ended."""
+        file = begun.file
+        whole = Whole(file, begun.asked_s, parts, self._whole_came)
+        whole.change, whole.size = begun.change, begun.file_bytes
+        if file.fetching is begun:
+            file.fetching = whole
+        return Read(file, 0, 0, whole.size + 4095 & -4096, None, whole, begun.deadline_s)
 
     def _whole_came(self, whole: Whole, content: bytes) -> None:
         file, parts, whole.parts = whole.file, whole.parts, None

@@ -97,7 +97,7 @@ cdef class Asked:
 cdef class Way:
     """A connection, and the frames for it that wait for the end of a burst."""
     cdef Reads reads
-    cdef object connection
+    cdef object connection, others
     cdef Py_ssize_t count
     cdef uint8_t[BURST * FRAME_BYTES] frames
 
@@ -121,10 +121,13 @@ cdef class Way:
         cdef int count = 0
         while end - at >= HEADER_BYTES:
             length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+            if length:
+                count += 1
+            elif self.others is not None:  # who takes answers from this connection too
+                length = self.others(buffer, at, end)
             if not length:
                 break
             at += length
-            count += 1
             if count == TURN and at < end:
                 count = 0
                 reads.go_on()
@@ -185,7 +188,7 @@ cdef class Way:
         return length
 
     def close(self):
-        self.connection.take_answers = None
+        self.connection.take_answers = self.others
 
 
 cdef class Reads:
@@ -332,7 +335,7 @@ cdef class Reads:
             if known.closed:
                 del self.ways[known]
         way = Way.__new__(Way)
-        way.reads, way.connection = self, connection
+        way.reads, way.connection, way.others = self, connection, connection.take_answers
         self.ways[connection] = way
         connection.take_answers = way.take
         return way

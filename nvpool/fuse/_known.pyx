@@ -132,12 +132,12 @@ cdef class Known:
     cdef double _fresh_s, _absent_s
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
-    cdef object _take_read
+    cdef tuple _takers
     cdef readonly Py_ssize_t taken
     cdef uint64_t _taken[OPERATIONS]
 
-    def __init__(self, engine, ops, vfs, bint is_subtree, take_read):
-        """`take_read(count)`: whether the READ in the buffer was begun; None: none is."""
+    def __init__(self, engine, ops, vfs, bint is_subtree, tuple takers):
+        """`takers`: each says of so many bytes in the buffer whether that READ was begun by it."""
         cache = vfs.cache
         self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
@@ -155,7 +155,7 @@ cdef class Known:
         self._is_absence_told = ops.options.negative_timeout_s > 0
         self._attr_s, self._attr_ns = engine._keep_attr
         self._entry_s, self._entry_ns = engine._keep_entry
-        self._take_read = take_read
+        self._takers = takers
 
     @property
     def all_taken(self):
@@ -196,8 +196,6 @@ cdef class Known:
             return False
         cdef uint32_t opcode = head.opcode
         if opcode == READ:
-            if self._take_read is None:
-                return False
             return self.take_read(count)
         if self._is_subtree and head.node == ROOT:
             return False
@@ -228,12 +226,13 @@ cdef class Known:
         cdef double since_s = stopwatch()
         engine._since_s = since_s
         try:
-            if not self._take_read(count):
-                return False
-            self._taken[READ] += 1
-            if engine._kept == kept:
-                self.count(READ, stopwatch() - since_s)
-            return True
+            for take in self._takers:
+                if take(count):
+                    self._taken[READ] += 1
+                    if engine._kept == kept:
+                        self.count(READ, stopwatch() - since_s)
+                    return True
+            return False
         finally:
             engine._since_s, engine._kept = run_s, kept
 

@@ -92,4 +92,4 @@ class FarReading(KernelRequests):
         coming = Coming(skip, size)
         coming.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = coming, *self._work[unique][1:]
-        self._ops.chunks.answered(lane, Read(file, index, within, span, None, coming, deadline_s), reply, error)
+        self._ops.chunks.answered(lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error)

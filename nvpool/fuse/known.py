@@ -9,10 +9,10 @@ request (kernel_requests to client/cache), which says the same.
 Only plain sailing: GETATTR and LOOKUP of what is believed or lent, LOOKUP of a name that is known to be absent, OPEN for
 reading of what is lent with a right to read it, GETXATTR of file capabilities that are known not to be there, FLUSH of what was
 not written, RELEASE (put off, as always) of what has no locks and nothing left to store, FORGET. Whatever else it is, and
-whatever has to be asked, is left before anything has happened: READs to the compiled ones (plainreads, farreads), all others to
-their handlers. What the kernel was told is noted as always.
+whatever has to be asked, is left before anything has happened: READs to the compiled ones (smallreads, plainreads, farreads),
+all others to their handlers. What the kernel was told is noted as always.
 
-KnownAnswers is what fuse/kernel_engine has of it, above fuse/plainreads.
+KnownAnswers is what fuse/kernel_engine has of it, above fuse/smallreads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.fuse.kernel_requests import KernelRequests
-from nvpool.fuse.plainreads import PlainReading
+from nvpool.fuse.smallreads import SmallReading
 
 try:
     from nvpool.fuse import _known
@@ -29,7 +29,7 @@ except ImportError:  # not compiled
     _known = None
 
 
-class KnownAnswers(PlainReading):
+class KnownAnswers(SmallReading):
     """`_known` answers what is in `_buffer`, where it can; None where that can not be here: no compiler, nothing below that
     knows anything."""
 
@@ -39,15 +39,11 @@ class KnownAnswers(PlainReading):
         super()._begin_plain_reads()
         below = self._ops.knows_by
         if _known is not None and below is not None:
-            self._known = _known.Known(self, self._ops, below, self._ops.shows_subtree, self._taker())
+            self._known = _known.Known(self, self._ops, below, self._ops.shows_subtree, self._takers())
 
-    def _taker(self) -> Callable[[int], bool] | None:
-        """Begins the READ in the buffer, where it is one for compiled reads."""
-        takers = [reads.take for reads in (self._plain, self._far) if reads is not None]
-        if len(takers) < 2:
-            return takers[0] if takers else None
-        first, second = takers
-        return lambda count: first(count) or second(count)
+    def _takers(self) -> tuple[Callable[[int], bool], ...]:
+        """Who may begin the READ in the buffer, where it is one for compiled reads; the first to be asked first."""
+        return tuple(reads.take for reads in (self._small, self._plain, self._far) if reads is not None)
 
     def _on_read(self, count: int) -> None:
         if self._known is None:

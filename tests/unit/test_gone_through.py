@@ -79,6 +79,35 @@ def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_
     run(main())
 
 
+def test_what_was_listed_without_the_right_to_read_it_gets_that_with_the_rest():
+    async def main() -> None:
+        async with Case(EXACT, META) as case:
+            there, names = await filled(case.other, 400)
+            await case.one.getattr(there)
+            listed, _ = await case.one.readdir(await case.one.opendir(there), 0, 50)
+            known = listed.names
+            inodes = {name: (await find(case.one, there, name)).inode for name in known}
+            assert len(known) >= 20 and all(map(case.one.leases.lacks_grant, inodes.values()))
+            changed, other = known[0], known[1]
+            for name in [name for name in names if name not in inodes][:64]:
+                await find(case.one, there, name)
+            await put(case.other, changed, b"changed meanwhile", there)
+            await settled(case.one)
+            for name in known[2:]:
+                assert not case.one.leases.lacks_grant(inodes[name])
+
+            async def read(some: list[bytes]) -> None:
+                for name in some:
+                    handle = case.one.open_now(inodes[name], os.O_RDONLY)
+                    assert bytes(await outcome_of(case.one.begin_read(handle, 0, 4096))) == b"content of " + name
+                    assert case.one.release_now(handle)
+            _, sent = await case.counted(read(known[2:]))
+            assert sent == {"DATA_READ": len(known) - 2}
+            assert await get(case.one, changed, there) == b"changed meanwhile"
+            assert await get(case.one, other, there) == b"content of " + other
+    run(main())
+
+
 def test_what_others_change_is_seen_by_who_has_gone_through():
     async def main() -> None:
         async with Case(EXACT, META) as case:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
@@ -255,9 +255,12 @@ class Files(Together, Locks):
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
         if file.attr.size <= SMALL_BYTES:
-            told = partial(self._if_told, handle, offset, size) if file.untold else None
-            return self.reader.begin_small(file, offset, size, told)
+            return self.reader.begin_small(file, offset, size, self.if_told(handle, offset, size))
         return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
+
+    def if_told(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
+        """Later's `then` of such a read of a small file; None: nothing is left to be made of it."""
+        return partial(self._if_told, handle, offset, size) if handle.file.untold else None
 
     def _if_told(self, handle: FileHandle, offset: int, size: int, part: Later, found, error: BaseException | None):
         """Bytes that were read by an open which the service may not know of; see `read`, which looks after that."""

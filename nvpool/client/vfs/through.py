@@ -3,7 +3,7 @@
 So reads a loader the files of a directory, each once and at random, and no name tells of the next. A listing brings all of them
 with attributes, leases and the rights to read, for a third of what a look-up costs shard and mount, and without waiting. When
 it is worth it says `siblings`; it goes on beside the look-ups, in bounded steps, and only for directories of which all can be
-remembered. What is known already is left as it is. Used by `together`.
+remembered. What is known already is left as it is, but for the right to read where that is missing. Used by `together`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ class Through(Names):
         if not reply.grants or not reply.lease_ms:
             return 0
         grants = listed.grants(reply.grants)
-        new = self.leases.unknown(inodes) - self.leases.outdated(inodes, sent_s)
+        outdated = self.leases.outdated(inodes, sent_s)
+        new = self.leases.unknown(inodes) - outdated
+        if len(new) + len(outdated) < len(inodes):
+            for inode, grant in zip(inodes, grants, strict=True):
+                if inode not in new and inode not in outdated and self.leases.lacks_grant(inode):
+                    self.leases.keep_grant(inode, grant)  # from a listing that did not ask for it
         wanted = [inode in new and inode not in opened and listed.is_promised(at) and bool(listed.changes[at])
                   for at, inode in enumerate(inodes)]
         places = list(compress(range(len(inodes)), wanted))

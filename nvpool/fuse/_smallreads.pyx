@@ -1,0 +1,664 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Small files as a whole, from the kernel's requests to one message for a store, and back. See smallreads.py, which says what is
+promised."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItem
+from cpython.ref cimport PyObject
+from libc.errno cimport ECONNABORTED, ENODEV, ENOENT, errno
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+import asyncio
+
+from nvpool.base.clock import SystemClock
+from nvpool.base.errors import Stale
+from nvpool.base.units import CHAINS_PER_TABLE
+from nvpool.client import chunkclient, contents
+from nvpool.fuse._reading cimport PAGE, Wanted, is_read
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire.exchange import IN_FLIGHT_MAX
+from nvpool.wire.stream_transport import StreamConnection
+from nvpool.wire.tally import TALLY
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+
+cdef extern from "_block_sums.h":
+    int has_instruction()
+    void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
+
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+    double stopwatch() nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+
+cdef extern from "_kernel.h":
+    ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
+
+cdef extern from "_crc.h":
+    void crc_begin(int by_table)
+    uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
+    uint32_t get32(const uint8_t *at) nogil
+    void put16(uint8_t *at, uint16_t value) nogil
+    void put32(uint8_t *at, uint32_t value) nogil
+    void put64(uint8_t *at, uint64_t value) nogil
+
+crc_begin(0)
+
+cdef enum:
+    HEADER_BYTES = 32           # frame.HEADER_BYTES
+    GRANT_BYTES = 60
+    READ_BYTES = 24             # codec.READ_ENTRY
+    RESULT_BYTES = 16
+    TOGETHER_MAX = 64           # reads that wait for the end of a burst
+    BLOCKS_AT_ONCE = 48         # whose checksums are looked at together
+    LANES_MAX = 4096
+
+cdef uint32_t opcode_of_reads = Op.READ
+cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
+cdef uint16_t method_of_reads = DATA_READ
+cdef uint64_t small_bytes = contents.SMALL_BYTES
+cdef Py_ssize_t entry_bytes = contents._ENTRY_BYTES
+cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
+cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
+cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS
+cdef uint64_t chain_count = CHAINS_PER_TABLE
+
+
+def is_of_use():
+    """Whether this processor has the instruction for checksums."""
+    return bool(has_instruction())
+
+
+cdef inline uint64_t chain_of_first(uint64_t inode) noexcept nogil:
+    """As layout.chain_of of the first chunk."""
+    cdef uint64_t z = inode + <uint64_t>0x9E3779B97F4A7C15
+    cdef int turn
+    for turn in range(2):
+        z = (z ^ z >> 30) * <uint64_t>0xBF58476D1CE4E5B9
+        z = (z ^ z >> 27) * <uint64_t>0x94D049BB133111EB
+        z ^= z >> 31
+    return z % chain_count
+
+
+cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, uint8_t tag, Py_ssize_t *length) noexcept nogil:
+    """What lies behind the length of a field of bytes that has this tag; NULL where there is none, or it is not all there."""
+    cdef uint64_t found = 0
+    cdef int shift = 0
+    if at >= end or at[0] != tag:
+        return NULL
+    at += 1
+    while at < end and shift < 28:
+        found |= <uint64_t>(at[0] & 127) << shift
+        if not at[0] & 128:
+            at += 1
+            if found > <uint64_t>(end - at):
+                return NULL
+            length[0] = <Py_ssize_t>found
+            return at
+        at += 1
+        shift += 7
+    return NULL
+
+
+@cython.freelist(64)
+cdef class Asked:
+    """A read of a small file: in the engine's table as what waits, and as its file's `fetching` what reader.Whole is. `parts` are
+    reads of others who wait for the same bytes."""
+    cdef Reads reads
+    cdef readonly object opened, file, change
+    cdef readonly list parts
+    cdef readonly uint64_t unique, handle, offset, size, finish, file_bytes
+    cdef uint32_t span
+    cdef readonly double asked_s, deadline_s
+    cdef double since_s
+    cdef readonly bint told
+
+    def cancel(self):
+        """Its caller dies, or the mount is gone: it is answered now. False where it has been."""
+        entry = self.reads.engine._work.get(self.unique)
+        if entry is None or entry[0] is not self:
+            return False
+        self.told = True  # it may be already: then the ordinary way was about to begin
+        self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
+        return True
+
+
+cdef class Together:
+    """Reads that one message asks for: in the connection's table as who is told."""
+    cdef Reads reads
+    cdef object lane
+    cdef list asked
+    cdef uint32_t bytes
+    cdef double sent_s
+
+    def __call__(self, reply, error):
+        """What came of them, where it was not taken as a whole frame."""
+        cdef Py_buffer said, came
+        cdef bint is_good = False
+        if error is None:
+            message, payload = reply.message, reply.payload
+            PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
+            try:
+                PyObject_GetBuffer(payload, &came, PyBUF_SIMPLE)
+                try:
+                    is_good = self.judge(<const uint8_t *>said.buf, said.len, <const uint8_t *>came.buf, came.len)
+                    if is_good:
+                        self.reads.finish(self, <const char *>came.buf)
+                finally:
+                    PyBuffer_Release(&came)
+            finally:
+                PyBuffer_Release(&said)
+        if is_good:
+            self.reads.engine._some_ended()
+        else:
+            self.reads.engine.small_reads_answered(self.lane, self.asked, reply, error)
+
+    cdef bint judge(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload,
+                    Py_ssize_t payload_bytes) noexcept:
+        """Whether that answer has all bytes of all of them, with their checksums, and says nothing else."""
+        cdef const uint8_t *end = message + message_bytes
+        cdef const uint8_t *results
+        cdef const uint8_t *expected
+        cdef Py_ssize_t length = 0, at, count = len(self.asked), blocks, some
+        cdef uint32_t sums[BLOCKS_AT_ONCE]
+        if message_bytes < 9 or message[0] != 0x09 or payload_bytes != self.bytes:
+            return False
+        results = take_length(message + 9, end, 0x12, &length)
+        if results is NULL or length != count * RESULT_BYTES:
+            return False
+        blocks = payload_bytes >> 12
+        expected = take_length(results + length, end, 0x1A, &length)
+        if expected is NULL or length != blocks * 4 or expected + length != end:
+            return False
+        for at in range(count):
+            if get16(results + at * RESULT_BYTES) or get32(results + at * RESULT_BYTES + 4) != (<Asked>self.asked[at]).span:
+                return False
+        at = 0
+        while at < blocks:
+            some = min(blocks - at, <Py_ssize_t>BLOCKS_AT_ONCE)
+            sum_blocks(payload + (at << 12), some, sums)
+            if memcmp(sums, expected + at * 4, some * 4):
+                return False
+            at += some
+        return True
+
+
+cdef class Way:
+    """A connection, of which answers to these reads are taken from the buffer in which they came."""
+    cdef Reads reads
+    cdef object connection, others
+
+    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
+        """As Way.take of _farreads, with those answers that somebody else takes from this connection."""
+        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
+            raise ValueError("frames lie outside of their buffer")
+        cdef Py_ssize_t at = begin, length
+        cdef bint some = False
+        while end - at >= HEADER_BYTES:
+            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+            if length:
+                some = True
+            elif self.others is not None:
+                length = self.others(buffer, at, end)
+            if not length:
+                break
+            at += length
+        if some:
+            self.reads.engine._some_ended()
+        return at - begin
+
+    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
+        """Of the frame there, when it was one."""
+        cdef const uint8_t *message = at + HEADER_BYTES
+        cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20)
+        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes + <Py_ssize_t>payload_bytes
+        cdef PyObject *found
+        cdef Together together
+        cdef dict in_flight
+        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
+                or length > have or crc_of(at, 28) != get32(at + 28)):
+            return 0
+        in_flight = self.connection._in_flight
+        number_key = get32(at + 8)
+        found = PyDict_GetItem(in_flight, number_key)
+        if found is NULL:
+            return 0
+        on_done = (<tuple><object>found)[0]
+        if type(on_done) is not Together:
+            return 0
+        together = <Together>on_done
+        if (together.reads is not self.reads or crc_of(message, message_bytes) != get32(at + 24)
+                or not together.judge(message, message_bytes, message + message_bytes, payload_bytes)):
+            return 0
+        # It is as it should be.
+        del in_flight[number_key]
+        self.reads.count_call(self.reads.now_s() - together.sent_s)
+        if self.connection._waiting:
+            self.connection._pump()
+        self.reads.finish(together, <const char *>message + message_bytes)
+        return length
+
+    def close(self):
+        self.connection.take_answers = self.others
+
+
+cdef class Reads:
+    """As smallreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
+    cdef readonly object engine
+    cdef readonly uint64_t read_bytes, taken    # reads
+    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _calls, _clock, _spent
+    cdef dict _files, _work, _paged, _lent, _ways, _lanes, _pending, _counters, _contents_counters
+    cdef object _kept
+    cdef bytearray _buffer
+    cdef int _fd
+    cdef bint _is_system
+    cdef double _patience_s, _attr_s
+    cdef uint16_t _flags
+    cdef Py_ssize_t _in_work_max
+
+    def __init__(self, engine, ops, vfs, Py_ssize_t in_work_max):
+        chunks = vfs.chunks
+        self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
+        self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
+        self._files, self._paged, self._lent = ops._files, ops._paged, vfs.leases._leases
+        self._reader, self._chunks, self._contents, self._short_cut = vfs.reader, chunks, vfs.reader._contents, chunks.short
+        self._kept, self._contents_counters = self._contents._kept, self._contents.counters
+        self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
+        self._counters, self._calls, self._clock = chunks.counters, TALLY.calls, chunks._clock
+        self._is_system = type(chunks._clock) is SystemClock
+        self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
+        self._ways, self._lanes, self._pending = {}, {}, {}
+
+    cdef double now_s(self) except -1:
+        return boottime_s() if self._is_system else self._clock.boottime_s()
+
+    # -- from the kernel to a store ------------------------------------------------------------------------------------------
+
+    def take(self, Py_ssize_t count):
+        """Whether the READ of `count` bytes in the engine's buffer was begun: then it is in the engine's table. Else nothing has
+        happened."""
+        cdef Wanted wanted
+        cdef PyObject *found
+        cdef uint64_t file_bytes, end
+        cdef Asked one
+        if not is_read(self._buffer, count, &wanted):
+            return False
+        found = PyDict_GetItem(self._files, wanted.handle)
+        if found is NULL:
+            return False
+        opened = <object>found
+        file = opened.file
+        attr = file.attr
+        file_bytes = attr.size
+        if file_bytes > small_bytes or wanted.offset >= file_bytes:
+            return False
+        engine = self.engine
+        if (not opened.readable or opened.closed or file.lost or file.written is not None or file.fetching is not None
+                or file.located or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
+                or PyBytes_GET_SIZE(<bytes?>file.grant) != GRANT_BYTES):
+            return False
+        inode = file.inode
+        if inode in self._kept:
+            return False
+        cdef double now_s = self.now_s(), born_s
+        end = wanted.offset + wanted.size
+        if end > file_bytes:
+            born_s = file.attr_born_s
+            if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
+                return False  # somebody else may have made it longer
+            end = file_bytes
+        if self._short_cut.on:  # as its `want` of a file that nothing was read of before
+            if file.missed:
+                return False
+        lane = self.lane_of(file, inode)
+        if lane is None or not 0 < <long>lane.target < 128 or self.connection_of(lane) is None:
+            return False
+        # It is begun: what follows can not fail.
+        if self._short_cut.on:
+            file.missed = True
+        one = Asked.__new__(Asked)
+        one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
+        one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
+        one.file_bytes = file_bytes
+        one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
+        one.asked_s, one.deadline_s, one.since_s, one.told = now_s, now_s + self._patience_s, engine._since_s, False
+        if inode not in self._paged and self._ops.guards_pages:
+            lease = self.lease(inode, now_s) if self._ops._looking is not None else None
+            if lease is not None:  # as CachedOps._paging
+                self._paged[inode] = (<tuple>lease)[0], True
+            else:
+                self._ops._paging(inode)
+        file.grant_used = True
+        file.fetching = one
+        unique_key = wanted.unique
+        self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
+        engine._kept += 1
+        found = PyDict_GetItem(self._pending, lane)
+        if found is NULL:
+            self._pending[lane] = [one]
+        else:
+            asked = <list><object>found
+            asked.append(one)
+            if len(asked) >= TOGETHER_MAX:
+                del self._pending[lane]
+                self.send_all(lane, asked)
+        self.taken += 1
+        return True
+
+    cdef object lease(self, object inode, double now_s):
+        """As Leases.held."""
+        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
+        cdef double until_s
+        if found is NULL:
+            return None
+        lease = <object>found
+        until_s = (<tuple>lease)[0]
+        if now_s >= until_s:
+            return None
+        watch = (<tuple>lease)[3]
+        until_s = watch.until_s
+        if now_s >= until_s:
+            return None
+        watch.used = True
+        return lease
+
+    cdef bint keeps_bytes(self, object inode, double now_s) except -1:
+        """As Leases.keeps_bytes."""
+        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
+        cdef double until_s, watched_s
+        if found is NULL:
+            return False
+        lease = <object>found
+        watch = (<tuple>lease)[3]
+        until_s, watched_s = (<tuple>lease)[0], watch.until_s
+        return now_s < min(until_s, watched_s) + <double>watch.linger_s
+
+    cdef object lane_of(self, file, inode):
+        """As ChunkClient.find_lane of the first chunk; None: it is not known."""
+        cdef dict lanes = file.lanes
+        cdef PyObject *found = PyDict_GetItem(lanes, 0)
+        if found is not NULL:
+            return <object>found
+        pool_map = self._view.map
+        if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
+            self._lanes.clear()
+            self._known_map = pool_map
+        key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chain_of_first(inode)
+        found = PyDict_GetItem(self._lanes, key)
+        if found is not NULL:
+            lane = <object>found
+            lanes[0] = lane
+            return lane
+        try:
+            lane = self._chunks.find_lane(file, 0)
+            if len(self._chunks.chain(file, 0).readable) == 1:
+                self._lanes[key] = lane
+        except Stale:
+            return None
+        return lane
+
+    cdef object connection_of(self, lane):
+        """One over which a message can be sent to that target now; None: there is none."""
+        cdef PyObject *found = PyDict_GetItem(<dict?>self._dialer._live, lane.endpoints)
+        if found is NULL:
+            return None
+        connection = <object>found
+        if (not isinstance(connection, StreamConnection) or connection.upgraded or connection.closed
+                or not connection._writable or connection._waiting or len(<dict>connection._in_flight) >= in_flight_max):
+            return None
+        return connection
+
+    def send(self):
+        """What was begun goes to the stores."""
+        cdef dict pending = self._pending
+        if pending:
+            self._pending = {}
+            for lane, asked in pending.items():
+                self.send_all(lane, asked)
+
+    cdef int send_all(self, lane, list asked) except -1:
+        """In one message, or in parts; see chunkclient."""
+        cdef Py_ssize_t total = 0, parts, each, at
+        cdef Asked one
+        for one in asked:
+            total += one.span
+        parts = max((total + part_bytes - 1) // part_bytes, 2 if len(asked) >= halved_reads else 1)
+        each = (len(asked) + parts - 1) // parts
+        for at in range(0, len(asked), each):
+            some = asked if each == len(asked) else asked[at:at + each]
+            try:
+                self.send_some(lane, some)
+            except Exception as error:  # a bug: who waits is told
+                for one in some:
+                    if one.file.fetching is one:
+                        one.file.fetching = None
+                    self.broken(one, error)
+                    while one.parts:
+                        one.parts.pop().end(None, error)
+        return 0
+
+    cdef int send_some(self, lane, list asked) except -1:
+        cdef Py_ssize_t count = len(asked), at, length
+        cdef Together together
+        cdef Asked one
+        cdef uint8_t *begin
+        cdef uint8_t *put
+        cdef uint8_t head[32]
+        cdef uint8_t *end
+        cdef Py_ssize_t head_bytes, tail_bytes
+        cdef double now_s = self.now_s()
+        cdef double deadline_s = (<Asked>asked[0]).deadline_s, timer_s
+        cdef uint32_t left_ms = 0
+        cdef bint is_plain
+        cdef bytes frame, grant
+        if deadline_s > now_s:
+            left_ms = <uint32_t>min((deadline_s - now_s) * 1000, <double>0xFFFFFFFF)
+        connection = self.connection_of(lane) if left_ms else None
+        cdef uint64_t epoch = self._chunks.epoch
+        is_plain = connection is not None and epoch != 0
+        if is_plain:
+            for one in asked:
+                grant = one.file.grant
+                if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
+                    is_plain = False
+        if not is_plain:
+            self.engine.small_reads_go_on(lane, asked)
+            return 0
+        put = put_fixed(head, 0x09, epoch)
+        put = put_number(put, 0x10, <uint64_t>lane.target)
+        head_bytes = put - head
+        begin = put
+        tail_bytes = put_number(begin, 0x22, count * READ_BYTES) - begin
+        length = head_bytes + count * (2 + GRANT_BYTES) + tail_bytes + count * READ_BYTES
+        frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + length)
+        begin = <uint8_t *>PyBytes_AS_STRING(frame)
+        put = begin + HEADER_BYTES
+        memcpy(put, head, head_bytes)
+        put += head_bytes
+        for one in asked:
+            grant = one.file.grant
+            put[0], put[1] = 0x1A, GRANT_BYTES
+            memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
+            put += 2 + GRANT_BYTES
+        put = put_number(put, 0x22, count * READ_BYTES)
+        together = Together.__new__(Together)
+        together.reads, together.lane, together.asked, together.sent_s = self, lane, asked, now_s
+        for at in range(count):
+            one = <Asked>asked[at]
+            put64(put, one.file.inode)
+            put32(put + 8, 0)
+            put32(put + 12, 0)
+            put32(put + 16, one.span)
+            put16(put + 20, <uint16_t>at)
+            put16(put + 22, self._flags)
+            put += READ_BYTES
+            together.bytes += one.span
+        cdef dict in_flight = connection._in_flight
+        cdef uint32_t number = <uint32_t><uint64_t>connection._number
+        number_key = None
+        while True:
+            number += 1
+            if number:
+                number_key = number
+                if number_key not in in_flight:
+                    break
+        begin[0], begin[1], begin[2], begin[3] = 0x4E, 0x50, 2, 0
+        begin[4], begin[5], begin[6], begin[7] = method_of_reads & 255, method_of_reads >> 8, 0, 0
+        put32(begin + 8, number)
+        put32(begin + 12, left_ms)
+        put32(begin + 16, <uint32_t>length)
+        put32(begin + 20, 0)
+        put32(begin + 24, crc_of(begin + HEADER_BYTES, length))
+        put32(begin + 28, crc_of(begin, 28))
+        self.way_of(connection)
+        timer_s = connection._timer_s
+        if deadline_s < timer_s:
+            connection._arm(deadline_s)
+        connection._number = number_key
+        in_flight[number_key] = (together, None, deadline_s, together.bytes, method_key, now_s)
+        self._calls.begun += 1
+        self._counters["messages"] += 1
+        self._counters["reads"] += count
+        lane.in_flight += 1
+        transport = connection._transport
+        if not transport.is_closing():
+            transport.write(frame)
+        return 0
+
+    cdef int way_of(self, connection) except -1:
+        cdef Way way
+        if PyDict_GetItem(self._ways, connection) is not NULL:
+            return 0
+        for known in list(self._ways):
+            if known.closed:
+                del self._ways[known]
+        way = Way.__new__(Way)
+        way.reads, way.connection, way.others = self, connection, connection.take_answers
+        self._ways[connection] = way
+        connection.take_answers = way.take
+        return 0
+
+    # -- from a store to the kernel ------------------------------------------------------------------------------------------
+
+    cdef int finish(self, Together together, const char *payload) except -1:
+        """These bytes came, and are right: the kernel has them, and then they are kept."""
+        cdef Asked one
+        cdef const char *at = payload
+        cdef list asked = together.asked
+        cdef double now_s = self.now_s()
+        together.lane.in_flight -= 1
+        for one in asked:
+            if not one.told:
+                try:
+                    self.tell(one, at, now_s)
+                except Exception as error:  # a bug: who waits is told, and the others are answered
+                    self.broken(one, error)
+            at += one.span
+        at = payload
+        for one in asked:
+            try:
+                self.keep(one, at)
+            except Exception as error:
+                self.engine._loop.call_exception_handler({"message": "a small file is not in our books", "exception": error})
+            at += one.span
+        self._contents_counters["small_reads"] += len(asked)
+        return 0
+
+    cdef int tell(self, Asked one, const char *content, double now_s) except -1:
+        cdef int error
+        cdef size_t length = one.finish - one.offset
+        engine = self.engine
+        one.told = True
+        if one.file.untold and not self.keeps_bytes(one.file.inode, now_s):
+            # read by an open of which its shard may not know; see Files.read, which looks after that
+            engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
+            return 0
+        self.read_bytes += length
+        if answer(self._fd, one.unique, content + one.offset, length) < 0:
+            error = errno
+            if error not in (ENOENT, ENODEV, ECONNABORTED):
+                engine.answer_refused(one.unique, error, 16 + length)
+        del self._work[one.unique]
+        if engine._interrupted:
+            engine._interrupted.pop(one.unique, None)
+        self.count(stopwatch() - one.since_s)
+        return 0
+
+    cdef int keep(self, Asked one, const char *content) except -1:
+        """As Reader._whole_came."""
+        file = one.file
+        cdef bint is_wanted = file.fetching is one
+        cdef Py_ssize_t begin, end
+        cdef bytes whole
+        if is_wanted:
+            file.fetching = None
+        if not one.parts and not is_wanted:
+            return 0
+        whole = PyBytes_FromStringAndSize(content, one.file_bytes)
+        while one.parts:
+            part = one.parts.pop(0)
+            begin, end = part.offset, part.finish
+            part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
+        # written, cut or locked here meanwhile, by now it may be older than what is to be read
+        if not is_wanted or file.attr.change != one.change or file.written is not None:
+            return 0
+        inode, kept = file.inode, self._contents
+        if inode in self._kept or <Py_ssize_t>kept._bytes + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept._bytes_max:
+            kept.put(inode, one.change, whole, one.asked_s)
+        else:
+            self._kept[inode] = one.change, whole, one.asked_s
+            kept._bytes += len(whole) + entry_bytes
+        return 0
+
+    cdef int broken(self, Asked one, error) except -1:
+        one.told = True
+        entry = self._work.get(one.unique)
+        if entry is not None and entry[0] is one:
+            self.engine.read_ended(one.unique, error)
+        return 0
+
+    cdef int count(self, double took_s) except -1:
+        """As Spent.add."""
+        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+        cdef int slot = 0
+        times = (<list>self._spent.times)[opcode_of_reads]
+        if times is None:
+            self._spent.add(opcode_of_reads, max(0.0, took_s))
+            return 0
+        while micros:
+            micros >>= 1
+            slot += 1
+        times.counts[slot] += 1
+        times.sum_s += max(0.0, took_s)
+        return 0
+
+    cdef int count_call(self, double took_s) except -1:
+        """As Calls.answered."""
+        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
+        cdef int slot = 0
+        calls = self._calls
+        calls.ended += 1
+        times = calls.by_method.get(method_key)
+        if times is None:
+            calls.answered(method_key, took_s, 0)
+            return 0
+        while micros:
+            micros >>= 1
+            slot += 1
+        times.counts[slot] += 1
+        times.sum_s += took_s
+        return 0
+
+    def close(self):
+        """What comes from now on is the ordinary way's."""
+        self.send()
+        for way in self._ways.values():
+            (<Way>way).close()
+        self._ways.clear()
