@@ -18,7 +18,7 @@ from nvpool.base.checksum import piece_checksums
 from nvpool.base.clock import SYSTEM_CLOCK, ManualClock
 from nvpool.base.errors import Busy, DriveFailed, Fenced, NoSpace
 from nvpool.logic.layout import chain_of
-from nvpool.store import newwrites
+from nvpool.store import atonce, newwrites
 from nvpool.store.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.chunkstore import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.records import segment_key
@@ -30,7 +30,7 @@ from nvpool.wire.registry import transport
 from nvpool.wire.transport import Greeting
 from nvpool.wire.v1.wire_pb2 import DATA_WRITE
 
-pytestmark = pytest.mark.skipif(newwrites._newwrites is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(newwrites._newwrites is None or atonce._atonce is None, reason="it is not compiled here")
 
 BLOCK = bytes(range(256)) * 16
 PARTITION = 1 << 51
