@@ -346,6 +346,8 @@ cdef class Way:
         """As Way.take of _farreads, with those answers that somebody else takes from this connection."""
         if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
             raise ValueError("frames lie outside of their buffer")
+        if self.creates is None:  # closed
+            return 0 if self.others is None else self.others(buffer, begin, end)
         cdef Py_ssize_t at = begin, length
         cdef int count = 0
         cdef bint some = False
@@ -403,7 +405,10 @@ cdef class Way:
         return length
 
     def close(self):
-        self.connection.take_answers = self.others
+        if self.connection.take_answers == self.take:
+            self.connection.take_answers = self.others
+        else:  # somebody came later, who goes on asking us
+            self.creates = None
 
 
 cdef class Creates:

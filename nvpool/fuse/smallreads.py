@@ -71,7 +71,13 @@ class SmallReading(PlainReading):
 
     def small_reads_go_on(self, lane, asked: list) -> None:
         """Reads that can not be sent there after all are, as if the ordinary way had begun them."""
-        self._ops.chunks.send(lane, [self._as_ordinary(one) for one in asked])
+        reads = [self._as_ordinary(one) for one in asked]
+        try:
+            self._ops.chunks.send(lane, reads)
+        except Exception as error:  # a bug: who waits is told
+            for read in reads:
+                if not read.future.done():
+                    read.future.set_exception(error)
 
     def small_reads_answered(self, lane, asked: list, reply, error: BaseException | None) -> None:
         """What came of reads that a store was asked for goes the way of all others: as if that had asked."""

@@ -161,7 +161,10 @@ cdef class Unknown:
             end = numbered(kind, partition + 1 << COUNTER_BITS) if partition + 1 < PARTITIONS else bytes((kind + 1,))
             try:
                 found = self._kv.scan_back(numbered(kind, partition << COUNTER_BITS), end, 1)
-                self._kv.get(end)  # a damaged key stands where the search ends: then nothing is believed here
+                # A damaged key stands where the search ends, and is seen beside a record that is not there: then, and where
+                # that record is there, nothing is believed.
+                if self._kv.get(end) is not None:
+                    return NEVER
             except NvpoolError:
                 return NEVER
             if found:
@@ -351,7 +354,9 @@ cdef class NewWrites:
             return False
         epochs = replica._chain_epochs
         if epochs is not None:
-            chain_epoch = (<list?>epochs)[chunk_hash(r.inode, r.index) % chain_count]
+            if <uint64_t>len(<list?>epochs) != chain_count:
+                return False
+            chain_epoch = (<list>epochs)[chunk_hash(r.inode, r.index) % chain_count]
         r.version = chain_epoch << 32 | 1
         return chain_epoch and not chain_epoch >> 32
 

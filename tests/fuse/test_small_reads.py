@@ -3,6 +3,7 @@ way, whatever happens meanwhile."""
 
 import asyncio
 import errno
+import gc
 import os
 import random
 import socket
@@ -624,6 +625,49 @@ async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
     kernel.vfs.chunks.epoch = epoch
     assert await kernel.read(number, 0, BLOCK) == some(100, 1)
     assert await kernel.read(await kernel.open(second), 0, BLOCK) == some(100, 2)
+
+
+@in_one_step
+async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(kernel):
+    inode, = await kernel.make([some(5000, 1)])
+    number = await kernel.open(inode)
+    submit, chunks = kernel.engine._submit_plain_reads, kernel.vfs.chunks
+    send = chunks.send
+
+    def broken(lane, reads):
+        chunks.send = send
+        raise RuntimeError("a bug")
+
+    def lost_before():
+        for connection in kernel.connections():
+            connection._end("a test")
+        kernel.engine._submit_plain_reads, chunks.send = submit, broken
+        submit()
+
+    kernel.engine._submit_plain_reads = lost_before
+    unique = kernel.say_read(number, 0, 8 * KIB)
+    async with asyncio.timeout(20):
+        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        assert await kernel.read(number, 0, 8 * KIB) == some(5000, 1)
+
+
+@compiled_only
+def test_nobody_takes_answers_when_all_have_ended():
+    async def work():
+        async with Far() as host, Small(host) as kernel:
+            await kernel.init()
+            await kernel.connect()
+            large = await host.file(some(1 << 20, 1), await host.writer(), b"large")
+            number = await kernel.open(large.inode)
+            for at in range(0, 1 << 20, 70_000):  # far reads, on the same connections
+                await kernel.read(number, (at + 100_000) % (1 << 20), 1)
+            assert any(connection.take_answers for connection in kernel.connections())
+            await kernel.engine._end_plain_reads()
+            takers = [connection.take_answers for connection in kernel.connections() if connection.take_answers is not None]
+            assert not any(taker.__self__.take(bytearray(64), 0, 64) or kernel.engine in gc.get_referents(taker.__self__)
+                           for taker in takers)
+
+    run_whole(work(), 120)
 
 
 @in_one_step

@@ -513,18 +513,20 @@ def test_many_new_ones_are_remembered_by_their_highest(tmp_path):
     asyncio.run(scene())
 
 
-def test_a_damaged_index_is_believed_nothing(tmp_path):
+@pytest.mark.parametrize(("others", "byte"), [((), 1), ((), 0), ((1 << 51,), 0)],
+                         ids=["a higher partition", "another kind", "beside the first number of the next partition"])
+def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
     async def scene():
         async with opened(tmp_path) as one:
-            for n in range(50):
-                one.said(inode=n + 1, sequence=n)
+            for n, inode in enumerate((*range(1, 51), *others)):
+                one.said(inode=inode, sequence=n)
             await one.store.kv.checkpoint()
         path = tmp_path / "t" / "index" / "data.mdb"
         raw = bytearray(path.read_bytes())
         key = segment_key(50, 0, 0)
         at = raw.find(key)
-        while at >= 0:  # its key says another inode now, of a higher partition
-            raw[at + 1] ^= 0x20
+        while at >= 0:  # its key says something else now
+            raw[at + byte] ^= 0x20
             at = raw.find(key, at)
         path.write_bytes(raw)
         async with opened(tmp_path) as one:
