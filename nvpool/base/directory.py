@@ -309,8 +309,8 @@ class PoolDirectory:
         return running
 
     def dead_mounts(self) -> dict[str, ProcessState]:
-        """Announced mounts whose process is gone (kill -9) while their mount points are still mounted: all that is done there
-        ends in ENOTCONN until somebody unmounts. Touches none of them."""
+        """The last announced mount of each mount point that is still mounted while its process is gone (kill -9): all that is
+        done there ends in ENOTCONN until somebody unmounts. Touches none of them."""
         running = self.states("mount-") | self.states("holder-")
         found = {path.stem: self.state_of(path.stem) for path in sorted(self.run.glob("mount-*.json"))}
         return _still_mounted({name: state for name, state in found.items() if state is not None and name not in running},
@@ -321,7 +321,9 @@ def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessStat
     if not gone:
         return {}
     places = {str(mount.point) for mount in mounts() if mount.ours} - {state.mountpoint for state in running.values()}
-    return {name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()}
+    found = {name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()}
+    last = {(state.role, state.mountpoint): name for name, state in sorted(found.items(), key=lambda one: one[1].since_ms)}
+    return {name: found[name] for name in last.values()}
 
 
 def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",

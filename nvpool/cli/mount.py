@@ -45,6 +45,8 @@ examples:
               help="Let the kernel keep what is written and write it later. Only where no other mount or program changes these "
                    "files; until a file is closed or fsynced, nobody else sees it. Needs engine kernel.")
 @click.option("--max-read", type=Size(), help="Bytes in one read request, engine kernel. [what the kernel allows, 1M]")
+@click.option("--read-ahead", type=Size(),
+              help="How far the kernel reads ahead of a sequential reader; 0: not at all. Root only. [1M]")
 @click.option("--max-background", type=click.IntRange(1, 65535),
               help="Requests in work that no call waits for (reading ahead, writing back), engine kernel. [128]")
 @click.option("--congestion-threshold", type=click.IntRange(1, 65535),
@@ -72,7 +74,7 @@ examples:
 @json_option
 def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_level: str | None, log_format: str | None,
           wait_s: float, read_only: bool, force: bool, deadline_s: float | None, engine: str | None, writeback: bool,
-          max_read: int | None, max_background: int | None, congestion_threshold: int | None,
+          max_read: int | None, read_ahead: int | None, max_background: int | None, congestion_threshold: int | None,
           attr_timeout_s: float | None, entry_timeout_s: float | None, negative_timeout_s: float | None, holder: bool | None,
           workers: int | None, metrics: str | None, transport: str | None, no_short_cut: bool, options: tuple[str, ...],
           as_json: bool) -> None:
@@ -104,10 +106,10 @@ def mount(pool: str, mountpoint: str, foreground: bool, log: str | None, log_lev
         (read_only, "--read-only"), (force, "--force"), (writeback, "--writeback"),
         (no_short_cut, "--no-short-cut"), (holder, "--holder"), (holder is False, "--no-holder")) if wanted)
     words += tuple(f"{word}={value}" for word, value in (
-        ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--max-background", max_background),
-        ("--congestion-threshold", congestion_threshold), ("--attr-timeout-s", attr_timeout_s),
-        ("--entry-timeout-s", entry_timeout_s), ("--negative-timeout-s", negative_timeout_s),
-        ("--transport", transport), ("--workers", workers),
+        ("--deadline-s", deadline_s), ("--engine", engine), ("--max-read", max_read), ("--read-ahead", read_ahead),
+        ("--max-background", max_background), ("--congestion-threshold", congestion_threshold),
+        ("--attr-timeout-s", attr_timeout_s), ("--entry-timeout-s", entry_timeout_s),
+        ("--negative-timeout-s", negative_timeout_s), ("--transport", transport), ("--workers", workers),
         ("--metrics", metrics), ("--log-level", log_level), ("--log-format", log_format))
         if value is not None)
     if metrics:

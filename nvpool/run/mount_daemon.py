@@ -306,6 +306,8 @@ class _Mounted:
     def _announce_us(self, pause_ms: int) -> None:
         self._announce("mount", os.getpid(), pause_ms)
         self._announce_holder()
+        if self._directory is not None:
+            self._directory.states()  # takes away what those said that served before us
 
     async def _leave(self, serving: asyncio.Future) -> None:
         """Take the mount out of the name space while it still answers; return when it is unused, or its users had their

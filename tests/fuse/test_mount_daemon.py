@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
 
-from nvpool.base.mounts import look_at
+from nvpool.base.mounts import look_at, mount_at
 from nvpool.testing.load import CheckingLoad
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
@@ -105,7 +105,9 @@ def test_the_engine_is_the_one_that_was_asked_for_and_the_status_shows_it(own, t
     (tmp_path / "m").mkdir()
     assert "engine kernel only" in refused("--engine", "pyfuse3", "--writeback", own.directory, tmp_path / "m")
     nvpool("mount", own.directory, tmp_path / "m", "--engine", "kernel", "--writeback", "--max-read", "256K",
-           "--max-background", "64", "--congestion-threshold", "32")
+           "--max-background", "64", "--congestion-threshold", "32", "--read-ahead", "512K")
+    read_ahead = Path(f"/sys/class/bdi/{mount_at(tmp_path / 'm').device}/read_ahead_kb")
+    assert read_ahead.read_text() == "512\n"
     (tmp_path / "m" / "by-engine").write_bytes(b"written back")
     assert (tmp_path / "m" / "by-engine").read_bytes() == b"written back"
     nvpool("umount", tmp_path / "m")

@@ -57,12 +57,13 @@ def test_what_is_no_source_is_refused(source, capsys):
 
 
 def test_options_become_words_of_a_mount():
-    found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "workers=4", "deadline-s=5", "no_short_cut", "holder",
-                   "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x", "metrics=127.0.0.1:9478",
-                   "log_format=json", "log-level=debug", "attr_timeout_s=0")
-    assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--workers=4", "--deadline-s=5.0",
-                           "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel", '-ocontext="a:b,c"',
-                           "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug", "--attr-timeout-s=0.0")
+    found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "read-ahead=0", "workers=4", "deadline-s=5",
+                   "no_short_cut", "holder", "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x",
+                   "metrics=127.0.0.1:9478", "log_format=json", "log-level=debug", "attr_timeout_s=0")
+    assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--read-ahead=0", "--workers=4",
+                           "--deadline-s=5.0", "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel",
+                           '-ocontext="a:b,c"', "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug",
+                           "--attr-timeout-s=0.0")
     assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
 
 

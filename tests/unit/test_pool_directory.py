@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from nvpool.base.directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
 from nvpool.base.errors import InUse, InvalidRequest, NotFound, WrongFormat
 from nvpool.base.host import Identity, boot_id, host_id, identity_of, own_identity, runs
+from nvpool.base.mounts import Mount
 
 
 @pytest.fixture
@@ -146,6 +149,16 @@ def test_announced_processes_are_listed_while_they_run(directory):
     assert not (directory.run / "mount-2.json").exists()
     directory.withdraw("mount-1")
     assert set(directory.states()) == {"meta-1"}
+
+
+def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypatch):
+    place = Mount("0:99", Path("/mnt/pool"), "fuse.nvpool", "nvpool:p", "rw")
+    monkeypatch.setattr("nvpool.base.directory.mounts", lambda: [place])
+    state = announcement("mount", now_ms=0, mountpoint="/mnt/pool", identity=Identity(os.getpid(), 1, boot_id()))
+    for number, since_ms in ((3, 300), (1, 500), (2, 400)):
+        directory.announce(f"mount-{number}", msgspec.structs.replace(state, since_ms=since_ms))
+    assert set(directory.dead_mounts()) == {"mount-1"}
+    assert sorted(path.name for path in directory.run.iterdir()) == ["mount-1.json"]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "ü", "x" * 64])
