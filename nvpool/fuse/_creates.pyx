@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """New files, from the kernel's request to the shard's frame, and back. See creates.py, which says what is promised."""
 
-cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -27,10 +26,11 @@ from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.fuse import cached_ops
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import RESENT, Op, Opening
+from nvpool.wire._frame cimport Asking, Taker, note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.entries import change_of
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.meta_pb2 import Attr
 from nvpool.wire.v1.wire_pb2 import META_CREATE
 
@@ -44,6 +44,7 @@ cdef extern from "_kept.h":
 cdef extern from "_fields.h":
     uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
     uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -59,9 +60,7 @@ crc_begin(0)
 cdef enum:
     REQUEST_BYTES = 56          # of CREATE before the name: requests._CREATE_WHOLE
     ANSWER_BYTES = 160          # replies._CREATE_OUT
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     FRAME_MAX = 400             # a name of 255 bytes, and some numbers
-    REPLY_MAX = 1024
     NAME_MAX = 255
     GRANT_BYTES = 60
     BURST = 64                  # frames that wait for the end of a burst
@@ -140,27 +139,13 @@ cdef struct Born:
     bint created
 
 
-cdef inline const uint8_t *take_number(const uint8_t *at, const uint8_t *end, uint64_t *value) noexcept nogil:
-    """NULL where it is none."""
-    cdef uint64_t found = 0
-    cdef int shift = 0
-    while at < end and shift < 63:
-        found |= <uint64_t>(at[0] & 127) << shift
-        if not at[0] & 128:
-            value[0] = found
-            return at + 1
-        at += 1
-        shift += 7
-    return NULL
-
-
 cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept nogil:
     """False where there is anything that Attr does not have."""
     cdef uint64_t tag
     cdef uint64_t *place
     a.begin, a.length = at, end - at
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
         if tag == 0x09: place = &a.inode
@@ -189,7 +174,7 @@ cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept no
             place[0] = get64(at)
             at += 8
         else:
-            at = take_number(at, end, place)
+            at = take_varint(at, end, place)
             if at is NULL:
                 return False
     return (a.inode and a.change and not (a.mode | a.links | a.uid | a.gid | a.rdev | a.table | a.chunk_bits | a.flags) >> 32
@@ -199,10 +184,10 @@ cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept no
 cdef bint take_entry(const uint8_t *at, const uint8_t *end, Born *b) noexcept nogil:
     cdef uint64_t tag, length
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
-        at = take_number(at, end, &length)
+        at = take_varint(at, end, &length)
         if at is NULL:
             return False
         if tag == 0x18:
@@ -228,10 +213,10 @@ cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogi
     cdef uint64_t tag, length
     memset(b, 0, sizeof(Born))
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
-        at = take_number(at, end, &length)
+        at = take_varint(at, end, &length)
         if at is NULL:
             return False
         if tag == 0x10:
@@ -283,8 +268,7 @@ cdef int trim(dict known, count_max) except -1:
 
 # -- a file that is being made ---------------------------------------------------------------------------------------------
 
-@cython.freelist(64)
-cdef class Making:
+cdef class Making(Taker):
     """In the engine's table as what waits, in the connection's as who is told."""
     cdef Creates creates
     cdef object connection, state
@@ -301,8 +285,19 @@ cdef class Making:
             return False
         return self.otherwise().cancel()
 
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it tells of a new file."""
+        if self.told or payload_bytes:
+            return None
+        try:
+            if not self.creates.take_made(self, message, message_bytes):
+                return None
+        except Exception as error:
+            self.creates.broken(self, error)
+        return self.creates
+
     def __call__(self, reply, error):
-        """What came of it, where it was not taken as a whole frame."""
+        """What came of it, where it was not taken from the buffer."""
         cdef bytes message
         if self.told:
             return
@@ -328,8 +323,7 @@ cdef class Making:
 
 cdef class Way:
     """A connection, and the frames for it that wait for the end of a burst."""
-    cdef Creates creates
-    cdef object connection, others
+    cdef object connection
     cdef Py_ssize_t count, filled
     cdef uint8_t[BURST * FRAME_MAX] frames
 
@@ -342,80 +336,12 @@ cdef class Way:
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, filled))
         return 0
 
-    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
-        """As Way.take of _farreads, with those answers that somebody else takes from this connection."""
-        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
-            raise ValueError("frames lie outside of their buffer")
-        if self.creates is None:  # closed
-            return 0 if self.others is None else self.others(buffer, begin, end)
-        cdef Py_ssize_t at = begin, length
-        cdef int count = 0
-        cdef bint some = False
-        while end - at >= HEADER_BYTES:
-            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-            if length:
-                count += 1
-                some = True
-            elif self.others is not None:
-                length = self.others(buffer, at, end)
-            if not length:
-                break
-            at += length
-            if count == TURN and at < end:
-                count = 0
-                self.creates.go_on()
-        if some:
-            self.creates.go_on()
-        return at - begin
 
-    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
-        """The bytes of the frame there, where it was one that tells of a new file."""
-        cdef const uint8_t *message = at + HEADER_BYTES
-        cdef uint32_t message_bytes = get32(at + 16)
-        cdef PyObject *found
-        cdef Making one
-        cdef Creates creates = self.creates
-        cdef dict in_flight
-        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes
-        cdef double took_s
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
-                or get32(at + 20) or message_bytes > REPLY_MAX or length > have or crc_of(at, 28) != get32(at + 28)):
-            return 0
-        in_flight = self.connection._in_flight
-        number_key = get32(at + 8)
-        found = PyDict_GetItem(in_flight, number_key)
-        if found is NULL:
-            return 0
-        on_done = (<tuple><object>found)[0]
-        if type(on_done) is not Making:
-            return 0
-        one = <Making>on_done
-        if one.creates is not creates or one.told or crc_of(message, message_bytes) != get32(at + 24):
-            return 0
-        took_s = creates.now_s() - one.sent_s
-        try:
-            if not creates.take_made(one, message, message_bytes):
-                return 0
-        except Exception as error:
-            creates.broken(one, error)
-        del in_flight[number_key]
-        creates.count(took_s)
-        if self.connection._waiting:
-            self.connection._pump()
-        return length
-
-    def close(self):
-        if self.connection.take_answers == self.take:
-            self.connection.take_answers = self.others
-        else:  # somebody came later, who goes on asking us
-            self.creates = None
-
-
-cdef class Creates:
+cdef class Creates(Asking):
     """As creates.py says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t made     # files
-    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, calls, known_map, _clock, table
+    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
     cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, told, seen, ways, endpoints
     cdef dict appending, barred, counters
@@ -443,10 +369,11 @@ cdef class Creates:
         self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
-        self.calls, self._clock = TALLY.calls, meta._clock
+        self._clock = meta._clock
         self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
+        self.turn = TURN
         self.keep_s[0], self.keep_ns[0] = engine._keep_entry
         self.keep_s[1], self.keep_ns[1] = engine._keep_attr
         self.ways, self.endpoints, self.waiting = {}, {}, []
@@ -532,7 +459,7 @@ cdef class Creates:
             return False
         if w.truncate and not w.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
             return False
-        cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s, timer_s = connection._timer_s
+        cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s
         cdef double left = self.patience_s * 1000
         cdef uint32_t left_ms = <uint32_t>min(left, <double>0xFFFFFFFF)
         if not left_ms:
@@ -559,28 +486,9 @@ cdef class Creates:
         cdef uint8_t *frame = way.frames + way.filled
         cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &w)
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
-        cdef uint32_t number = <uint32_t><uint64_t>connection._number
-        number_key = None
-        while True:
-            number += 1
-            if number:
-                number_key = number
-                if number_key not in in_flight:
-                    break
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, 0, method_key, now_s)
         one.number = number
-        frame[0], frame[1], frame[2], frame[3] = 0x4E, 0x50, 2, 0
-        frame[4], frame[5], frame[6], frame[7] = method_of_creates & 255, method_of_creates >> 8, 0, 0
-        put32(frame + 8, number)
-        put32(frame + 12, left_ms)
-        put32(frame + 16, <uint32_t>length)
-        put32(frame + 20, 0)
-        put32(frame + 24, crc_of(frame + HEADER_BYTES, length))
-        put32(frame + 28, crc_of(frame, 28))
-        if deadline_s < timer_s:
-            connection._arm(deadline_s)
-        connection._number = number_key
-        in_flight[number_key] = (one, None, deadline_s, 0, method_key, now_s)
-        self.calls.begun += 1
+        put_head(frame, REQUEST, method_of_creates, number, left_ms, <uint32_t>length, 0, crc_of(frame + HEADER_BYTES, length))
         if not way.count:
             self.waiting.append(way)
         way.count += 1
@@ -622,9 +530,8 @@ cdef class Creates:
             if known.closed:
                 del self.ways[known]
         way = Way.__new__(Way)
-        way.creates, way.connection, way.others = self, connection, connection.take_answers
+        way.connection = connection
         self.ways[connection] = way
-        connection.take_answers = way.take
         return way
 
     def send(self):
@@ -829,29 +736,9 @@ cdef class Creates:
             self.engine._some_ended()
         return 0
 
-    cdef int count(self, double took_s) except -1:
-        """As Calls.answered."""
-        calls = self.calls
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef Py_ssize_t slot = 0
-        calls.ended += 1
-        times = calls.by_method.get(method_key)
-        if times is None:
-            calls.answered(method_key, took_s, 0)
-            return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        counts = <list?>times.counts
-        counts[slot] += 1
-        times.sum_s += took_s
-        return 0
-
     def close(self):
         """What comes from now on is the ordinary way's."""
         self.send()
-        for way in self.ways.values():
-            (<Way>way).close()
         self.ways.clear()
 
 

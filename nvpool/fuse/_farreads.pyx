@@ -2,7 +2,6 @@
 """Reads from the kernel's request to a store's frame, and back. See farreads.py, which says what is promised."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
@@ -17,9 +16,10 @@ from nvpool.base.errors import Stale
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.fuse._reading cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire._frame cimport Asking, Taker, note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
 cdef extern from "_block_sums.h":
@@ -44,7 +44,6 @@ crc_begin(0)
 cdef enum:
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
     BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     MESSAGE_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
@@ -64,13 +63,13 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class Asked:
+cdef class Asked(Taker):
     """A read that a store was asked for: in the engine's table as what waits, in the connection's as who is told."""
     cdef Reads reads
     cdef object file, lane, index
     cdef uint64_t unique
     cdef uint32_t size, skip, span, within
-    cdef double since_s, sent_s, deadline_s
+    cdef double since_s, deadline_s
     cdef bint told
 
     def cancel(self):
@@ -81,6 +80,31 @@ cdef class Asked:
         self.told = True
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it is all that was asked for."""
+        cdef Reads reads = self.reads
+        cdef uint32_t count = self.span >> 12
+        cdef uint32_t sums[BLOCKS_MAX]
+        if (count > BLOCKS_MAX or payload_bytes != self.span or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
+                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
+                or message[27] != 0x1A or message[28] != count * 4):
+            return None
+        if not self.told:
+            sum_blocks(payload, count, sums)
+            if memcmp(sums, message + REPLY_BYTES, count * 4):
+                return None
+        # It is as it should be.
+        self.lane.in_flight -= 1
+        try:
+            if not self.told:
+                self.told = True
+                reads.tell(self, <const char *>payload + self.skip)
+        except Exception as error:  # a bug: who waits is told, and the others are answered
+            entry = reads._work.get(self.unique)
+            if entry is not None and entry[0] is self:
+                reads.engine.read_ended(self.unique, error)
+        return reads
 
     def __call__(self, reply, error):
         """What came of it, where that is not answered in one step: the ordinary way goes on with it from here."""
@@ -96,8 +120,7 @@ cdef class Asked:
 
 cdef class Way:
     """A connection, and the frames for it that wait for the end of a burst."""
-    cdef Reads reads
-    cdef object connection, others
+    cdef object connection
     cdef Py_ssize_t count
     cdef uint8_t[BURST * FRAME_BYTES] frames
 
@@ -110,97 +133,12 @@ cdef class Way:
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, count * FRAME_BYTES))
         return 0
 
-    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
-        """Of what was received those frames at the beginning that answer reads of ours as they should: how many bytes they are.
-        Nothing has happened to the others."""
-        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
-            raise ValueError("frames lie outside of their buffer")
-        if self.reads is None:  # closed
-            return 0 if self.others is None else self.others(buffer, begin, end)
-        cdef Reads reads = self.reads
-        cdef object engine = reads.engine
-        cdef Py_ssize_t at = begin, length
-        cdef int count = 0
-        while end - at >= HEADER_BYTES:
-            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-            if length:
-                count += 1
-            elif self.others is not None:  # who takes answers from this connection too
-                length = self.others(buffer, at, end)
-            if not length:
-                break
-            at += length
-            if count == TURN and at < end:
-                count = 0
-                reads.go_on()
-        if count:
-            reads.go_on()
-        return at - begin
 
-    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
-        """Of the frame there, when it was one."""
-        cdef const uint8_t *message = at + HEADER_BYTES
-        cdef const uint8_t *blocks
-        cdef Reads reads = self.reads
-        cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20), number, count
-        cdef uint32_t sums[BLOCKS_MAX]
-        cdef PyObject *found
-        cdef Asked one
-        cdef dict in_flight
-        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes + <Py_ssize_t>payload_bytes
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7]
-                or message_bytes < REPLY_BYTES or message_bytes > REPLY_BYTES + 4 * BLOCKS_MAX or length > have
-                or crc_of(at, 28) != get32(at + 28) or crc_of(message, message_bytes) != get32(at + 24)):
-            return 0
-        count = (message_bytes - REPLY_BYTES) >> 2
-        if (payload_bytes != count << 12 or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
-                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
-                or message[27] != 0x1A or message[28] != count * 4):
-            return 0
-        in_flight = self.connection._in_flight
-        number_key = get32(at + 8)
-        found = PyDict_GetItem(in_flight, number_key)
-        if found is NULL:
-            return 0
-        on_done = (<tuple><object>found)[0]
-        if type(on_done) is not Asked:
-            return 0
-        one = <Asked>on_done
-        if one.reads is not reads or one.span != payload_bytes:
-            return 0
-        blocks = message + message_bytes
-        if not one.told:
-            sum_blocks(blocks, count, sums)
-            if memcmp(sums, message + REPLY_BYTES, count * 4):
-                return 0
-        # It is as it should be.
-        del in_flight[number_key]
-        one.lane.in_flight -= 1
-        try:
-            reads.count(reads.now_s(), one)
-            if self.connection._waiting:
-                self.connection._pump()
-            if not one.told:
-                one.told = True
-                reads.tell(one, <const char *>blocks + one.skip)
-        except Exception as error:  # a bug: who waits is told, and the others are answered
-            entry = reads._work.get(one.unique)
-            if entry is not None and entry[0] is one:
-                reads.engine.read_ended(one.unique, error)
-        return length
-
-    def close(self):
-        if self.connection.take_answers == self.take:
-            self.connection.take_answers = self.others
-        else:  # somebody came later, who goes on asking us
-            self.reads = None
-
-
-cdef class Reads:
+cdef class Reads(Asking):
     """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
-    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, calls, _counters, _clock
+    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
     cdef dict _files, _work, ways
     cdef bytearray _buffer
     cdef int _fd
@@ -216,11 +154,10 @@ cdef class Reads:
         self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
         self._ops, self._files, self._paged = ops, ops._files, ops._paged
         self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
-        self._counters, self.calls = chunks.counters, TALLY.calls
-        self._clock = chunks._clock
+        self._counters, self._clock = chunks.counters, chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
         self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
-        self.ways = {}
+        self.ways, self.turn = {}, TURN
         self.spares, self.waiting = [], []
 
     cdef double now_s(self) except -1:
@@ -284,18 +221,9 @@ cdef class Reads:
             return False
         cdef double now_s = self.now_s()
         cdef double deadline_s = now_s + self.patience_s
-        cdef double timer_s = connection._timer_s
         cdef uint32_t left_ms = <uint32_t>min(self.patience_s * 1000, <double>0xFFFFFFFF)
         if not left_ms:
             return False
-        cdef uint32_t number = <uint32_t><uint64_t>connection._number
-        number_key = None
-        while True:
-            number += 1
-            if number:
-                number_key = number
-                if number_key not in in_flight:
-                    break
         if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
             return False
         cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
@@ -304,18 +232,14 @@ cdef class Reads:
         one.skip = offset & (PAGE - 1)
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
-        one.since_s, one.sent_s, one.deadline_s = self.engine._since_s, now_s, deadline_s
+        one.since_s, one.deadline_s = self.engine._since_s, deadline_s
         cdef Way way = self.way_of(connection)
         if way.count == BURST:
             way.send()
-        if deadline_s < timer_s:
-            connection._arm(deadline_s)
-        connection._number = number_key
-        in_flight[number_key] = (one, None, deadline_s, one.span, method_key, now_s)
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
         pack(way.frames + way.count * FRAME_BYTES, number, left_ms, epoch, <uint8_t>target, PyBytes_AS_STRING(grant),
              file.inode, <uint32_t>index, one.within, one.span, self.flags)
         way.count += 1
-        self.calls.begun += 1
         file.grant_used = True
         ahead.run = 0
         ahead.reads = 0
@@ -340,9 +264,8 @@ cdef class Reads:
             if known.closed:
                 del self.ways[known]
         way = Way.__new__(Way)
-        way.reads, way.connection, way.others = self, connection, connection.take_answers
+        way.connection = connection
         self.ways[connection] = way
-        connection.take_answers = way.take
         return way
 
     def send(self):
@@ -395,25 +318,6 @@ cdef class Reads:
             engine._take()
         return 0
 
-    cdef int count(self, double now_s, Asked one) except -1:
-        """As Calls.answered."""
-        calls = self.calls
-        cdef double took_s = now_s - one.sent_s
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef int slot = 0
-        calls.ended += 1
-        times = calls.by_method.get(method_key)
-        if times is None:
-            calls.answered(method_key, took_s, 0)
-            return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        counts = times.counts
-        counts[slot] += 1
-        times.sum_s += took_s
-        return 0
-
     cdef int tell(self, Asked one, const char *bytes) except -1:
         """Answer the kernel."""
         cdef int error
@@ -435,8 +339,6 @@ cdef class Reads:
     def close(self):
         """What comes from now on is the ordinary way's."""
         self.send()
-        for way in self.ways.values():
-            (<Way>way).close()
         self.ways.clear()
         self.spares.clear()
 
@@ -455,11 +357,4 @@ cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoc
     put32(message + 87, offset)
     put32(message + 91, length)
     message[95], message[96], message[97], message[98] = 0, 0, flags & 255, flags >> 8
-    at[0], at[1], at[2], at[3] = 0x4E, 0x50, 2, 0
-    at[4], at[5], at[6], at[7] = method_of_reads & 255, method_of_reads >> 8, 0, 0
-    put32(at + 8, number)
-    put32(at + 12, deadline_ms)
-    put32(at + 16, MESSAGE_BYTES)
-    put32(at + 20, 0)
-    put32(at + 24, crc_of(message, MESSAGE_BYTES))
-    put32(at + 28, crc_of(at, 28))
+    put_head(at, REQUEST, method_of_reads, number, deadline_ms, MESSAGE_BYTES, 0, crc_of(message, MESSAGE_BYTES))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -28,3 +30,11 @@ def test_what_it_is_compiled_from_is_in_the_package(path):
     package = ".".join(path.parent.relative_to(ROOT).parts)
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert f"*{path.suffix}" in data.get(package, ()), "pyproject.toml does not name it"
+
+
+def test_who_needs_a_compiled_module_that_is_not_there_is_left_out_too():
+    code = ("import sys; sys.modules['nvpool.wire._frame'] = None; from nvpool.client import plainwrites; "
+            "from nvpool.fuse import creates, farreads, smallreads; from nvpool.wire import atonce; "
+            "print(plainwrites._plainwrites, creates._creates, farreads._farreads, smallreads._smallreads, atonce._frame)")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert said.stdout.split() == ["None"] * 5
