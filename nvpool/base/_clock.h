@@ -26,4 +26,14 @@ static inline long long wall_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
+/* Where metrics.Times counts what took so long. */
+static inline int slot_of(double took_s)
+{
+    unsigned long long micros = took_s > 0 ? (unsigned long long)(took_s * 1e6) : 0;
+    int slot = 0;
+    for (; micros; micros >>= 1)
+        slot++;
+    return slot;
+}
+
 #endif

@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """New files, from the kernel's request to the shard's frame, and back. See creates.py, which says what is promised."""
 
-cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -27,6 +26,7 @@ from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.fuse import cached_ops
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import RESENT, Op, Opening
+from nvpool.wire._frame cimport Asking, Taker
 from nvpool.wire.entries import change_of
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
@@ -61,7 +61,6 @@ cdef enum:
     ANSWER_BYTES = 160          # replies._CREATE_OUT
     HEADER_BYTES = 32           # frame.HEADER_BYTES
     FRAME_MAX = 400             # a name of 255 bytes, and some numbers
-    REPLY_MAX = 1024
     NAME_MAX = 255
     GRANT_BYTES = 60
     BURST = 64                  # frames that wait for the end of a burst
@@ -283,8 +282,7 @@ cdef int trim(dict known, count_max) except -1:
 
 # -- a file that is being made ---------------------------------------------------------------------------------------------
 
-@cython.freelist(64)
-cdef class Making:
+cdef class Making(Taker):
     """In the engine's table as what waits, in the connection's as who is told."""
     cdef Creates creates
     cdef object connection, state
@@ -301,8 +299,19 @@ cdef class Making:
             return False
         return self.otherwise().cancel()
 
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it tells of a new file."""
+        if self.told or payload_bytes:
+            return None
+        try:
+            if not self.creates.take_made(self, message, message_bytes):
+                return None
+        except Exception as error:
+            self.creates.broken(self, error)
+        return self.creates
+
     def __call__(self, reply, error):
-        """What came of it, where it was not taken as a whole frame."""
+        """What came of it, where it was not taken from the buffer."""
         cdef bytes message
         if self.told:
             return
@@ -328,8 +337,7 @@ cdef class Making:
 
 cdef class Way:
     """A connection, and the frames for it that wait for the end of a burst."""
-    cdef Creates creates
-    cdef object connection, others
+    cdef object connection
     cdef Py_ssize_t count, filled
     cdef uint8_t[BURST * FRAME_MAX] frames
 
@@ -342,76 +350,8 @@ cdef class Way:
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, filled))
         return 0
 
-    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
-        """As Way.take of _farreads, with those answers that somebody else takes from this connection."""
-        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
-            raise ValueError("frames lie outside of their buffer")
-        if self.creates is None:  # closed
-            return 0 if self.others is None else self.others(buffer, begin, end)
-        cdef Py_ssize_t at = begin, length
-        cdef int count = 0
-        cdef bint some = False
-        while end - at >= HEADER_BYTES:
-            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-            if length:
-                count += 1
-                some = True
-            elif self.others is not None:
-                length = self.others(buffer, at, end)
-            if not length:
-                break
-            at += length
-            if count == TURN and at < end:
-                count = 0
-                self.creates.go_on()
-        if some:
-            self.creates.go_on()
-        return at - begin
 
-    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
-        """The bytes of the frame there, where it was one that tells of a new file."""
-        cdef const uint8_t *message = at + HEADER_BYTES
-        cdef uint32_t message_bytes = get32(at + 16)
-        cdef PyObject *found
-        cdef Making one
-        cdef Creates creates = self.creates
-        cdef dict in_flight
-        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes
-        cdef double took_s
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
-                or get32(at + 20) or message_bytes > REPLY_MAX or length > have or crc_of(at, 28) != get32(at + 28)):
-            return 0
-        in_flight = self.connection._in_flight
-        number_key = get32(at + 8)
-        found = PyDict_GetItem(in_flight, number_key)
-        if found is NULL:
-            return 0
-        on_done = (<tuple><object>found)[0]
-        if type(on_done) is not Making:
-            return 0
-        one = <Making>on_done
-        if one.creates is not creates or one.told or crc_of(message, message_bytes) != get32(at + 24):
-            return 0
-        took_s = creates.now_s() - one.sent_s
-        try:
-            if not creates.take_made(one, message, message_bytes):
-                return 0
-        except Exception as error:
-            creates.broken(one, error)
-        del in_flight[number_key]
-        creates.count(took_s)
-        if self.connection._waiting:
-            self.connection._pump()
-        return length
-
-    def close(self):
-        if self.connection.take_answers == self.take:
-            self.connection.take_answers = self.others
-        else:  # somebody came later, who goes on asking us
-            self.creates = None
-
-
-cdef class Creates:
+cdef class Creates(Asking):
     """As creates.py says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t made     # files
@@ -447,6 +387,7 @@ cdef class Creates:
         self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
+        self.turn = TURN
         self.keep_s[0], self.keep_ns[0] = engine._keep_entry
         self.keep_s[1], self.keep_ns[1] = engine._keep_attr
         self.ways, self.endpoints, self.waiting = {}, {}, []
@@ -622,9 +563,8 @@ cdef class Creates:
             if known.closed:
                 del self.ways[known]
         way = Way.__new__(Way)
-        way.creates, way.connection, way.others = self, connection, connection.take_answers
+        way.connection = connection
         self.ways[connection] = way
-        connection.take_answers = way.take
         return way
 
     def send(self):
@@ -829,29 +769,9 @@ cdef class Creates:
             self.engine._some_ended()
         return 0
 
-    cdef int count(self, double took_s) except -1:
-        """As Calls.answered."""
-        calls = self.calls
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef Py_ssize_t slot = 0
-        calls.ended += 1
-        times = calls.by_method.get(method_key)
-        if times is None:
-            calls.answered(method_key, took_s, 0)
-            return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        counts = <list?>times.counts
-        counts[slot] += 1
-        times.sum_s += took_s
-        return 0
-
     def close(self):
         """What comes from now on is the ordinary way's."""
         self.send()
-        for way in self.ways.values():
-            (<Way>way).close()
         self.ways.clear()
 
 

@@ -2,7 +2,6 @@
 """Reads from the kernel's request to a store's frame, and back. See farreads.py, which says what is promised."""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
@@ -17,6 +16,7 @@ from nvpool.base.errors import Stale
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.fuse._reading cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire._frame cimport Asking, Taker
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
 from nvpool.wire.tally import TALLY
@@ -64,13 +64,13 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef class Asked:
+cdef class Asked(Taker):
     """A read that a store was asked for: in the engine's table as what waits, in the connection's as who is told."""
     cdef Reads reads
     cdef object file, lane, index
     cdef uint64_t unique
     cdef uint32_t size, skip, span, within
-    cdef double since_s, sent_s, deadline_s
+    cdef double since_s, deadline_s
     cdef bint told
 
     def cancel(self):
@@ -81,6 +81,31 @@ cdef class Asked:
         self.told = True
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """Where it is all that was asked for."""
+        cdef Reads reads = self.reads
+        cdef uint32_t count = self.span >> 12
+        cdef uint32_t sums[BLOCKS_MAX]
+        if (count > BLOCKS_MAX or payload_bytes != self.span or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
+                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
+                or message[27] != 0x1A or message[28] != count * 4):
+            return None
+        if not self.told:
+            sum_blocks(payload, count, sums)
+            if memcmp(sums, message + REPLY_BYTES, count * 4):
+                return None
+        # It is as it should be.
+        self.lane.in_flight -= 1
+        try:
+            if not self.told:
+                self.told = True
+                reads.tell(self, <const char *>payload + self.skip)
+        except Exception as error:  # a bug: who waits is told, and the others are answered
+            entry = reads._work.get(self.unique)
+            if entry is not None and entry[0] is self:
+                reads.engine.read_ended(self.unique, error)
+        return reads
 
     def __call__(self, reply, error):
         """What came of it, where that is not answered in one step: the ordinary way goes on with it from here."""
@@ -96,8 +121,7 @@ cdef class Asked:
 
 cdef class Way:
     """A connection, and the frames for it that wait for the end of a burst."""
-    cdef Reads reads
-    cdef object connection, others
+    cdef object connection
     cdef Py_ssize_t count
     cdef uint8_t[BURST * FRAME_BYTES] frames
 
@@ -110,93 +134,8 @@ cdef class Way:
                 transport.write(PyBytes_FromStringAndSize(<const char *>self.frames, count * FRAME_BYTES))
         return 0
 
-    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
-        """Of what was received those frames at the beginning that answer reads of ours as they should: how many bytes they are.
-        Nothing has happened to the others."""
-        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
-            raise ValueError("frames lie outside of their buffer")
-        if self.reads is None:  # closed
-            return 0 if self.others is None else self.others(buffer, begin, end)
-        cdef Reads reads = self.reads
-        cdef object engine = reads.engine
-        cdef Py_ssize_t at = begin, length
-        cdef int count = 0
-        while end - at >= HEADER_BYTES:
-            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-            if length:
-                count += 1
-            elif self.others is not None:  # who takes answers from this connection too
-                length = self.others(buffer, at, end)
-            if not length:
-                break
-            at += length
-            if count == TURN and at < end:
-                count = 0
-                reads.go_on()
-        if count:
-            reads.go_on()
-        return at - begin
 
-    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
-        """Of the frame there, when it was one."""
-        cdef const uint8_t *message = at + HEADER_BYTES
-        cdef const uint8_t *blocks
-        cdef Reads reads = self.reads
-        cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20), number, count
-        cdef uint32_t sums[BLOCKS_MAX]
-        cdef PyObject *found
-        cdef Asked one
-        cdef dict in_flight
-        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes + <Py_ssize_t>payload_bytes
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7]
-                or message_bytes < REPLY_BYTES or message_bytes > REPLY_BYTES + 4 * BLOCKS_MAX or length > have
-                or crc_of(at, 28) != get32(at + 28) or crc_of(message, message_bytes) != get32(at + 24)):
-            return 0
-        count = (message_bytes - REPLY_BYTES) >> 2
-        if (payload_bytes != count << 12 or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
-                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
-                or message[27] != 0x1A or message[28] != count * 4):
-            return 0
-        in_flight = self.connection._in_flight
-        number_key = get32(at + 8)
-        found = PyDict_GetItem(in_flight, number_key)
-        if found is NULL:
-            return 0
-        on_done = (<tuple><object>found)[0]
-        if type(on_done) is not Asked:
-            return 0
-        one = <Asked>on_done
-        if one.reads is not reads or one.span != payload_bytes:
-            return 0
-        blocks = message + message_bytes
-        if not one.told:
-            sum_blocks(blocks, count, sums)
-            if memcmp(sums, message + REPLY_BYTES, count * 4):
-                return 0
-        # It is as it should be.
-        del in_flight[number_key]
-        one.lane.in_flight -= 1
-        try:
-            reads.count(reads.now_s(), one)
-            if self.connection._waiting:
-                self.connection._pump()
-            if not one.told:
-                one.told = True
-                reads.tell(one, <const char *>blocks + one.skip)
-        except Exception as error:  # a bug: who waits is told, and the others are answered
-            entry = reads._work.get(one.unique)
-            if entry is not None and entry[0] is one:
-                reads.engine.read_ended(one.unique, error)
-        return length
-
-    def close(self):
-        if self.connection.take_answers == self.take:
-            self.connection.take_answers = self.others
-        else:  # somebody came later, who goes on asking us
-            self.reads = None
-
-
-cdef class Reads:
+cdef class Reads(Asking):
     """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
@@ -220,7 +159,7 @@ cdef class Reads:
         self._clock = chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
         self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
-        self.ways = {}
+        self.ways, self.turn = {}, TURN
         self.spares, self.waiting = [], []
 
     cdef double now_s(self) except -1:
@@ -304,7 +243,7 @@ cdef class Reads:
         one.skip = offset & (PAGE - 1)
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
-        one.since_s, one.sent_s, one.deadline_s = self.engine._since_s, now_s, deadline_s
+        one.since_s, one.deadline_s = self.engine._since_s, deadline_s
         cdef Way way = self.way_of(connection)
         if way.count == BURST:
             way.send()
@@ -340,9 +279,8 @@ cdef class Reads:
             if known.closed:
                 del self.ways[known]
         way = Way.__new__(Way)
-        way.reads, way.connection, way.others = self, connection, connection.take_answers
+        way.connection = connection
         self.ways[connection] = way
-        connection.take_answers = way.take
         return way
 
     def send(self):
@@ -395,25 +333,6 @@ cdef class Reads:
             engine._take()
         return 0
 
-    cdef int count(self, double now_s, Asked one) except -1:
-        """As Calls.answered."""
-        calls = self.calls
-        cdef double took_s = now_s - one.sent_s
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef int slot = 0
-        calls.ended += 1
-        times = calls.by_method.get(method_key)
-        if times is None:
-            calls.answered(method_key, took_s, 0)
-            return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        counts = times.counts
-        counts[slot] += 1
-        times.sum_s += took_s
-        return 0
-
     cdef int tell(self, Asked one, const char *bytes) except -1:
         """Answer the kernel."""
         cdef int error
@@ -435,8 +354,6 @@ cdef class Reads:
     def close(self):
         """What comes from now on is the ordinary way's."""
         self.send()
-        for way in self.ways.values():
-            (<Way>way).close()
         self.ways.clear()
         self.spares.clear()
 

@@ -4,7 +4,6 @@ promised."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
@@ -20,6 +19,7 @@ from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client import chunkclient, contents
 from nvpool.fuse._reading cimport PAGE, Wanted, is_read
 from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire._frame cimport Asking, Taker
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
 from nvpool.wire.tally import TALLY
@@ -130,16 +130,21 @@ cdef class Asked:
         return True
 
 
-cdef class Together:
+cdef class Together(Taker):
     """Reads that one message asks for: in the connection's table as who is told."""
     cdef Reads reads
     cdef object lane
     cdef list asked
     cdef uint32_t bytes
-    cdef double sent_s
+
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        if not self.judge(message, message_bytes, payload, payload_bytes):
+            return None
+        self.reads.finish(self, <const char *>payload)
+        return self.reads
 
     def __call__(self, reply, error):
-        """What came of them, where it was not taken as a whole frame."""
+        """What came of them, where it was not taken from the buffer."""
         cdef Py_buffer said, came
         cdef bint is_good = False
         if error is None:
@@ -190,76 +195,12 @@ cdef class Together:
         return True
 
 
-cdef class Way:
-    """A connection, of which answers to these reads are taken from the buffer in which they came."""
-    cdef Reads reads
-    cdef object connection, others
-
-    def take(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end):
-        """As Way.take of _farreads, with those answers that somebody else takes from this connection."""
-        if begin < 0 or end > PyByteArray_GET_SIZE(buffer):
-            raise ValueError("frames lie outside of their buffer")
-        if self.reads is None:  # closed
-            return 0 if self.others is None else self.others(buffer, begin, end)
-        cdef Py_ssize_t at = begin, length
-        cdef bint some = False
-        while end - at >= HEADER_BYTES:
-            length = self.answer_one(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-            if length:
-                some = True
-            elif self.others is not None:
-                length = self.others(buffer, at, end)
-            if not length:
-                break
-            at += length
-        if some:
-            self.reads.engine._some_ended()
-        return at - begin
-
-    cdef Py_ssize_t answer_one(self, const uint8_t *at, Py_ssize_t have) except -1:
-        """Of the frame there, when it was one."""
-        cdef const uint8_t *message = at + HEADER_BYTES
-        cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20)
-        cdef Py_ssize_t length = HEADER_BYTES + <Py_ssize_t>message_bytes + <Py_ssize_t>payload_bytes
-        cdef PyObject *found
-        cdef Together together
-        cdef dict in_flight
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
-                or length > have or crc_of(at, 28) != get32(at + 28)):
-            return 0
-        in_flight = self.connection._in_flight
-        number_key = get32(at + 8)
-        found = PyDict_GetItem(in_flight, number_key)
-        if found is NULL:
-            return 0
-        on_done = (<tuple><object>found)[0]
-        if type(on_done) is not Together:
-            return 0
-        together = <Together>on_done
-        if (together.reads is not self.reads or crc_of(message, message_bytes) != get32(at + 24)
-                or not together.judge(message, message_bytes, message + message_bytes, payload_bytes)):
-            return 0
-        # It is as it should be.
-        del in_flight[number_key]
-        self.reads.count_call(self.reads.now_s() - together.sent_s)
-        if self.connection._waiting:
-            self.connection._pump()
-        self.reads.finish(together, <const char *>message + message_bytes)
-        return length
-
-    def close(self):
-        if self.connection.take_answers == self.take:
-            self.connection.take_answers = self.others
-        else:  # somebody came later, who goes on asking us
-            self.reads = None
-
-
-cdef class Reads:
+cdef class Reads(Asking):
     """As smallreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # reads
     cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _calls, _clock, _spent
-    cdef dict _files, _work, _paged, _lent, _ways, _lanes, _pending, _counters, _contents_counters
+    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters
     cdef object _kept
     cdef bytearray _buffer
     cdef int _fd
@@ -279,7 +220,7 @@ cdef class Reads:
         self._counters, self._calls, self._clock = chunks.counters, TALLY.calls, chunks._clock
         self._is_system = type(chunks._clock) is SystemClock
         self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
-        self._ways, self._lanes, self._pending = {}, {}, {}
+        self._lanes, self._pending = {}, {}
 
     cdef double now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
@@ -494,7 +435,7 @@ cdef class Reads:
             put += 2 + GRANT_BYTES
         put = put_number(put, 0x22, count * READ_BYTES)
         together = Together.__new__(Together)
-        together.reads, together.lane, together.asked, together.sent_s = self, lane, asked, now_s
+        together.reads, together.lane, together.asked = self, lane, asked
         for at in range(count):
             one = <Asked>asked[at]
             put64(put, one.file.inode)
@@ -522,7 +463,6 @@ cdef class Reads:
         put32(begin + 20, 0)
         put32(begin + 24, crc_of(begin + HEADER_BYTES, length))
         put32(begin + 28, crc_of(begin, 28))
-        self.way_of(connection)
         timer_s = connection._timer_s
         if deadline_s < timer_s:
             connection._arm(deadline_s)
@@ -535,19 +475,6 @@ cdef class Reads:
         transport = connection._transport
         if not transport.is_closing():
             transport.write(frame)
-        return 0
-
-    cdef int way_of(self, connection) except -1:
-        cdef Way way
-        if PyDict_GetItem(self._ways, connection) is not NULL:
-            return 0
-        for known in list(self._ways):
-            if known.closed:
-                del self._ways[known]
-        way = Way.__new__(Way)
-        way.reads, way.connection, way.others = self, connection, connection.take_answers
-        self._ways[connection] = way
-        connection.take_answers = way.take
         return 0
 
     # -- from a store to the kernel ------------------------------------------------------------------------------------------
@@ -644,26 +571,10 @@ cdef class Reads:
         times.sum_s += max(0.0, took_s)
         return 0
 
-    cdef int count_call(self, double took_s) except -1:
-        """As Calls.answered."""
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef int slot = 0
-        calls = self._calls
-        calls.ended += 1
-        times = calls.by_method.get(method_key)
-        if times is None:
-            calls.answered(method_key, took_s, 0)
-            return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        times.counts[slot] += 1
-        times.sum_s += took_s
+    cdef int go_on(self) except -1:
+        self.engine._some_ended()
         return 0
 
     def close(self):
         """What comes from now on is the ordinary way's."""
         self.send()
-        for way in self._ways.values():
-            (<Way>way).close()
-        self._ways.clear()

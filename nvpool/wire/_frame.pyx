@@ -11,7 +11,12 @@ from libc.string cimport memcpy
 
 from crc32c import crc32c
 
+from nvpool.base.clock import SystemClock
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Reply
+
+cdef extern from "_clock.h":
+    double boottime_s() nogil
+    int slot_of(double took_s) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -26,7 +31,7 @@ cdef enum:
     LINEAR_BYTES = 128 << 10  # frame.LINEAR_BYTES
     TABLES_BYTES_MAX = 1024  # a longer message is worth a call of the library, which uses the processor's instruction
 
-cdef object nothing = memoryview(b""), new_tuple = tuple.__new__
+cdef object nothing = memoryview(b""), new_tuple = tuple.__new__, clock_of_system = SystemClock.boottime_s
 cdef uint32_t message_max = MESSAGE_BYTES_MAX
 cdef uint32_t payload_max = PAYLOAD_BYTES_MAX
 
@@ -73,12 +78,32 @@ def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole
     return at[2], at[4] | at[5] << 8, get32(at + 8), get32(at + 12), message, payload_bytes
 
 
+cdef class Asking:
+    cdef int go_on(self) except -1:
+        return 0
+
+
+cdef class Taker:
+    cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+        """What came of it well; both are the connection's buffer. Who has asked; or None: it is left, nothing has happened, and
+        it is called as every on_done."""
+        return None
+
+
 def hear(connection, reader, Py_ssize_t count):
     """Of `count` more bytes that a connection's FrameReader has received, and what was kept before them: what answers requests
-    of the connection well and without a payload is told, as exchange.Asker has it, from the first frame on. -1: that was all;
-    else what is left is to be given to FrameReader.buffer_updated."""
+    of the connection well is told, as exchange.Asker has it, from the first frame on; with a payload, or a long message, only
+    to a Taker. -1: that was all; else what is left is to be given to FrameReader.buffer_updated."""
     cdef bytearray buffer
-    cdef Py_ssize_t at, end, length
+    cdef const uint8_t *frame
+    cdef const uint8_t *message
+    cdef Py_ssize_t at, end, length, message_bytes, payload_bytes, run = 0
+    cdef dict in_flight
+    cdef tuple entry
+    cdef PyObject *found
+    cdef Asking asking, last = None
+    cdef bint takes, is_system
+    cdef double took_s
     if reader._sink is not None or reader.stalled:
         return count
     buffer = reader._buffer
@@ -88,61 +113,97 @@ def hear(connection, reader, Py_ssize_t count):
     end += count
     if at < 0 or end > PyByteArray_GET_SIZE(buffer):
         raise ValueError("frames lie outside of their buffer")
-    length = reply_at(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
-    if not length:
-        return count
+    in_flight, waiting, calls, now_s = connection._in_flight, connection._waiting, connection._calls, connection._now_s
+    is_system = now_s is clock_of_system
     connection._reading = True
     try:
-        while length and tell(connection, <const uint8_t *>PyByteArray_AS_STRING(buffer) + at, length):
+        while True:
+            frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
+            length = reply_at(frame, end - at)
+            if not length:
+                break
+            number = get32(frame + 8)
+            found = PyDict_GetItem(in_flight, number)
+            if found is NULL:
+                break
+            entry = <tuple><object>found
+            who = entry[0]
+            takes = isinstance(who, Taker)
+            message, message_bytes, payload_bytes = frame + HEADER_BYTES, get32(frame + 16), get32(frame + 20)
+            if (not takes and (payload_bytes or message_bytes > TABLES_BYTES_MAX)
+                    or crc_of(message, message_bytes) != get32(frame + 24)):
+                break
             at += length
+            del in_flight[number]
+            calls.ended += 1
+            took_s = (boottime_s() if is_system else <double>now_s()) - <double>entry[5]
+            asking = None
+            try:
+                if takes:
+                    asking = (<Taker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
+                if asking is None:
+                    tell(who, message, message_bytes, payload_bytes)
+            except Exception as error:
+                connection._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
+            answered(calls, entry[4], took_s)
+            if waiting:
+                connection._pump()
             if reader.stalled:  # it has ended meanwhile
                 break
-            length = reply_at(<const uint8_t *>PyByteArray_AS_STRING(buffer) + at, end - at)
+            if asking is None:
+                continue
+            if last is not asking:
+                if last is not None:
+                    last.go_on()
+                last, run = asking, 0
+            run += 1
+            if run == asking.turn and at < end:
+                last = None
+                asking.go_on()
+                if connection._out:
+                    connection._flush()
+                if reader.stalled:
+                    break
+        if last is not None:
+            last.go_on()
     finally:
+        reader._begin = at
         connection._reading = False
         if connection._out:
             connection._flush()
     if at == end and end <= LINEAR_BYTES:
         reader._begin = reader._end = 0
         return -1
-    reader._begin = at
     return count
 
 
 cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
-    """The length of the whole frame there, where it is an answer without an error and without a payload; else 0."""
-    cdef uint32_t message_bytes
+    """The length of the whole frame there, where its head is that of an answer without an error; else 0."""
+    cdef Py_ssize_t length
     if have < HEADER_BYTES:
         return 0
-    message_bytes = get32(at + 16)
+    length = HEADER_BYTES + <Py_ssize_t>get32(at + 16) + <Py_ssize_t>get32(at + 20)
     if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
-            or get32(at + 20) or message_bytes > TABLES_BYTES_MAX or have < HEADER_BYTES + <Py_ssize_t>message_bytes
-            or crc_of(at, 28) != get32(at + 28) or crc_of(at + HEADER_BYTES, message_bytes) != get32(at + 24)):
+            or length > have or crc_of(at, 28) != get32(at + 28)):
         return 0
-    return HEADER_BYTES + <Py_ssize_t>message_bytes
+    return length
 
 
-cdef bint tell(connection, const uint8_t *at, Py_ssize_t length) except -1:
-    """As Asker._answered of that answer; False, and nothing has happened, where nobody waits for it."""
-    cdef dict in_flight = connection._in_flight
-    cdef PyObject *found
-    cdef tuple entry
-    cdef double took_s
-    number = get32(at + 8)
-    found = PyDict_GetItem(in_flight, number)
-    if found is NULL:
-        return False
-    entry = <tuple><object>found
-    del in_flight[number]
-    calls = connection._calls
-    calls.ended += 1
-    took_s = connection._now_s() - <double>entry[5]
-    message = PyBytes_FromStringAndSize(<const char *>at + HEADER_BYTES, length - HEADER_BYTES)
-    try:
-        entry[0](new_tuple(Reply, (message, nothing)), None)
-    except Exception as error:
-        connection._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
-    calls.answered(entry[4], took_s, 0)
-    if connection._waiting:
-        connection._pump()
-    return True
+cdef int tell(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t payload_bytes) except -1:
+    payload = nothing
+    if payload_bytes:
+        payload = memoryview(PyBytes_FromStringAndSize(<const char *>message + message_bytes, payload_bytes))
+    who(new_tuple(Reply, (PyBytes_FromStringAndSize(<const char *>message, message_bytes), payload)), None)
+    return 0
+
+
+cdef int answered(calls, method, double took_s) except -1:
+    """As Calls.answered."""
+    times = calls.by_method.get(method)
+    if times is None:
+        calls.answered(method, took_s, 0)
+        return 0
+    counts = <list?>times.counts
+    counts[slot_of(took_s)] += 1
+    times.sum_s += took_s
+    return 0

@@ -7,8 +7,6 @@ wire/transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 try:
     from nvpool.wire import _frame
 except ImportError:  # not compiled
@@ -16,20 +14,13 @@ except ImportError:  # not compiled
 
 
 class HearsAtOnce:
-    """Beside _End and Asker of stream_transport, before them in the order of bases: who has asked may have whole answers from
-    the buffer in which they came. `take_answers(buffer, begin, end)` says how many bytes of it were such. What is left and
-    answers well without a payload is told from there in one compiled step (`_frame.hear`), where that is."""
+    """Beside _End and Asker of stream_transport, before them in the order of bases: answers without an error are told from the
+    buffer in which they came in one compiled step (`_frame.hear`), where that is."""
 
-    take_answers: Callable[[bytearray, int, int], int] | None = None
     upgraded = False
     """Whether answers may come by another way than these frames; see wire/rdma_transport."""
 
     def buffer_updated(self, count: int) -> None:
-        take = self.take_answers
-        if take is not None:
-            count = self._reader.offer(count, take)
-            if count < 0:
-                return
         if _frame is not None and not self.upgraded:
             count = _frame.hear(self, self._reader, count)
             if count < 0:

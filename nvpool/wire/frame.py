@@ -136,17 +136,6 @@ class FrameReader:
         """The first `count` of the bytes that come next, into what was `empty`, are taken already."""
         self._begin = count
 
-    def offer(self, count: int, take: Callable[[bytearray, int, int], int]) -> int:
-        """Of `count` more bytes, and what was kept before them, `take` has whole frames from the first on. What is left is to
-        be given to `buffer_updated`; -1: nothing is."""
-        if self._sink is not None or self.stalled:
-            return count
-        self._begin += take(self._buffer, self._begin, self._end + count)
-        if self._begin < self._end + count or len(self._buffer) > LINEAR_BYTES:
-            return count
-        self._begin = self._end = 0
-        return -1
-
     def only(self, count: int) -> tuple | None:
         """What would be delivered for `count` more bytes, where they are one whole frame and nothing came before them: they
         are taken then, and nobody is called. None: give them to `buffer_updated`. CorruptFrame."""

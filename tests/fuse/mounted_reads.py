@@ -1,5 +1,6 @@
 """What tests of compiled reads have in common: the test in the place of the kernel, and each of them both ways."""
 
+import asyncio
 import os
 import random
 
@@ -57,6 +58,39 @@ def places(count, seed):
         length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
         offset = chance.randrange(len(CONTENT))
         yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
+
+
+class Pieces:
+    """In the place of a store's transport: what it says comes in pieces."""
+
+    def __init__(self, transport, chance):
+        self._transport, self._chance, self._left, self._running = transport, chance, bytearray(), None
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def write(self, content):
+        self._left += content
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._drip())
+
+    def writelines(self, parts):
+        self.write(b"".join(parts))
+
+    async def _drip(self):
+        while self._left:
+            count = self._chance.choice([1, 3, 31, 32, 33, 60, 4000, 4161, 5000, 20000, 140000])
+            self._transport.write(bytes(self._left[:count]))
+            del self._left[:count]
+            await asyncio.sleep(0 if self._chance.random() < 0.7 else 0.001)
+
+
+def stores_say(host, make_transport):
+    """Over another transport from now on: `make_transport(theirs)`."""
+    for (role, _), listener in host.pool._listeners.items():
+        if role == "target":
+            for served in listener.connections:
+                served._transport = make_transport(served._transport)
 
 
 def both_ways(module, mounted):

@@ -10,7 +10,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import CONTENT, Reading, both_ways, places
+from mounted_reads import CONTENT, Pieces, Reading, both_ways, places, stores_say
 
 from nvpool.base import errors
 from nvpool.base.units import KIB, MIB
@@ -364,33 +364,7 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
 async def test_answers_that_come_in_pieces(kernel):
     number = await kernel.open()
     chance = random.Random(5)
-
-    class Pieces:
-        def __init__(self, transport):
-            self._transport, self._left, self._running = transport, bytearray(), None
-
-        def __getattr__(self, name):
-            return getattr(self._transport, name)
-
-        def write(self, content):
-            self._left += content
-            if self._running is None or self._running.done():
-                self._running = asyncio.ensure_future(self._drip())
-
-        def writelines(self, parts):
-            self.write(b"".join(parts))
-
-        async def _drip(self):
-            while self._left:
-                count = chance.choice([1, 3, 31, 32, 33, 60, 4000, 4161, 5000, 20000, 140000])
-                self._transport.write(bytes(self._left[:count]))
-                del self._left[:count]
-                await asyncio.sleep(0 if chance.random() < 0.7 else 0.001)
-
-    for (role, _), listener in kernel.host.pool._listeners.items():
-        if role == "target":
-            for served in listener.connections:
-                served._transport = Pieces(served._transport)
+    stores_say(kernel.host, lambda transport: Pieces(transport, chance))
     for seed in range(6):
         await kernel.all_of({kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)})
 

@@ -3,14 +3,13 @@ way, whatever happens meanwhile."""
 
 import asyncio
 import errno
-import gc
 import os
 import random
 import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import both_ways
+from mounted_reads import Pieces, both_ways, stores_say
 from test_far_reads import FAR, Far, Mounted
 
 from nvpool.base import errors
@@ -399,35 +398,9 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
 @by_both_ways
 async def test_answers_that_come_in_pieces(kernel):
     chance = random.Random(5)
-
-    class Pieces:
-        def __init__(self, transport):
-            self._transport, self._left, self._running = transport, bytearray(), None
-
-        def __getattr__(self, name):
-            return getattr(self._transport, name)
-
-        def write(self, content):
-            self._left += content
-            if self._running is None or self._running.done():
-                self._running = asyncio.ensure_future(self._drip())
-
-        def writelines(self, parts):
-            self.write(b"".join(parts))
-
-        async def _drip(self):
-            while self._left:
-                count = chance.choice([1, 3, 31, 32, 33, 60, 4000, 4161, 5000, 20000, 140000])
-                self._transport.write(bytes(self._left[:count]))
-                del self._left[:count]
-                await asyncio.sleep(0 if chance.random() < 0.7 else 0.001)
-
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 5)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
-    for (role, _), listener in kernel.host.pool._listeners.items():
-        if role == "target":
-            for served in listener.connections:
-                served._transport = Pieces(served._transport)
+    stores_say(kernel.host, lambda transport: Pieces(transport, chance))
     for _ in range(3):
         kernel.vfs.reader.forget_contents()
         asked = {kernel.say_read(number, 0, 64 * KIB): content for number, content in zip(numbers, contents, strict=True)}
@@ -649,25 +622,6 @@ async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(ker
     async with asyncio.timeout(20):
         assert (await kernel.hear())[:2] == (unique, -errno.EIO)
         assert await kernel.read(number, 0, 8 * KIB) == some(5000, 1)
-
-
-@compiled_only
-def test_nobody_takes_answers_when_all_have_ended():
-    async def work():
-        async with Far() as host, Small(host) as kernel:
-            await kernel.init()
-            await kernel.connect()
-            large = await host.file(some(1 << 20, 1), await host.writer(), b"large")
-            number = await kernel.open(large.inode)
-            for at in range(0, 1 << 20, 70_000):  # far reads, on the same connections
-                await kernel.read(number, (at + 100_000) % (1 << 20), 1)
-            assert any(connection.take_answers for connection in kernel.connections())
-            await kernel.engine._end_plain_reads()
-            takers = [connection.take_answers for connection in kernel.connections() if connection.take_answers is not None]
-            assert not any(taker.__self__.take(bytearray(64), 0, 64) or kernel.engine in gc.get_referents(taker.__self__)
-                           for taker in takers)
-
-    run_whole(work(), 120)
 
 
 @in_one_step

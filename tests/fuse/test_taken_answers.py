@@ -1,0 +1,254 @@
+"""Answers that compiled reads take from the buffer in which they came (wire/_frame.hear): of several engines and kinds on one
+connection, between answers to others, however they are cut, changed or late."""
+
+import asyncio
+import random
+
+import pytest
+from mounted_reads import CONTENT, stores_say
+from test_far_reads import Far
+from test_small_reads import Small
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import InvalidRequest
+from nvpool.base.units import KIB
+from nvpool.fuse import farreads, smallreads
+from nvpool.wire.frame import HEADER, HEADER_BYTES
+from nvpool.wire.tally import TALLY
+from nvpool.wire.v1.wire_pb2 import DATA_READ
+from tests.unit.test_client_shortcut import BLOCK, run_whole, some
+from tests.unit.test_wire_hear import receive
+
+pytestmark = pytest.mark.skipif(farreads._farreads is None or smallreads._smallreads is None, reason="it is not compiled here")
+
+
+class Kept:
+    """In the place of a store's transport: what it says to who has asked is kept."""
+
+    def __init__(self, transport):
+        self._transport, self.said = transport, bytearray()
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def write(self, content):
+        self.said += content
+
+    def writelines(self, parts):
+        for part in parts:
+            self.said += part
+
+
+class Two:
+    """Two engines on one client, whose stores' answers to both are kept from now on."""
+
+    def __init__(self, host, first, second):
+        self.host, self.kernels, self.errors = host, (first, second), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: self.errors.append(context))
+
+    async def begin(self):
+        first, second = self.kernels
+        for kernel in self.kernels:
+            await kernel.init()
+        await first.connect()
+        self.large = [await first.open_theirs()]
+        inode = first.handle(self.large[0]).inode
+        self.large.append(await second.open(inode))
+        for kernel, number in zip(self.kernels, self.large, strict=True):
+            for at in range(0, len(CONTENT), 1 << 20):
+                await kernel.read(number, at + 100, 1)
+        self.contents = [some(size, seed) for seed, size in enumerate((1, 100, BLOCK, 5000, 3 * BLOCK, 30 * KIB) * 6)]
+        self.small = [[], []]
+        for seed, inode in enumerate(await first.make(self.contents)):
+            self.small[seed % 2].append((await self.kernels[seed % 2].open(inode), self.contents[seed]))
+        self.kept = {}
+        stores_say(self.host, Kept)
+        for (role, _), listener in self.host.pool._listeners.items():
+            if role == "target":
+                connection, = (one for one in first.connections() if one.peer.address == listener.endpoint)
+                self.kept[connection] = [served._transport for served in listener.connections]
+
+    async def ask(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
+        """{unique: the right answer} of either engine, which have asked for large and small files in turns."""
+        self.host.vfs.reader.forget_contents()
+        asked = {}, {}
+        chance = random.Random(seed)
+        for turn in range(18):
+            for of, kernel in enumerate(self.kernels):
+                length = chance.choice(lengths)
+                offset = chance.randrange(len(CONTENT) - length)
+                asked[of][kernel.say_read(self.large[of], offset, length)] = CONTENT[offset:offset + length]
+                number, content = self.small[of][turn]
+                asked[of][kernel.say_read(number, 0, 64 * KIB)] = content
+                if turn % 6 == 5:
+                    await by_the_loop(kernel.engine._take)
+        return asked
+
+    async def said(self):
+        """{connection: frames of its answers}."""
+        found, before = {}, -1
+        async with asyncio.timeout(60):
+            while (now := sum(len(kept.said) for all_of in self.kept.values() for kept in all_of)) != before or not now or any(
+                    len(found[connection]) < len(connection._in_flight) for connection in self.kept):
+                before = now
+                await asyncio.sleep(0.02)
+                found = {connection: [frame for kept in all_of for frame in frames(kept.said)]
+                         for connection, all_of in self.kept.items()}
+        for kept in (kept for all_of in self.kept.values() for kept in all_of):
+            kept.said.clear()
+        return found
+
+    def speak(self):
+        """From now on what is said is heard."""
+        stores_say(self.host, lambda kept: kept._transport)
+
+    async def all_right(self, asked):
+        for kernel, its in zip(self.kernels, asked, strict=True):
+            for unique, (error, answer) in (await kernel.answers(its)).items():
+                assert not error and answer == its[unique]
+
+
+async def by_the_loop(do, *arguments):
+    """As the loop does what it has to."""
+    ended = asyncio.get_running_loop().create_future()
+
+    def work():
+        try:
+            ended.set_result(do(*arguments))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    asyncio.get_running_loop().call_soon(work)
+    return await ended
+
+
+def frames(said):
+    at = 0
+    while at < len(said):
+        head = HEADER.unpack_from(said, at)
+        end = at + HEADER_BYTES + head[7] + head[8]
+        yield bytes(said[at:end])
+        at = end
+
+
+def on_two(test):
+    def run():
+        async def work():
+            async with Far() as host, Small(host) as first, Small(host) as second:
+                two = Two(host, first, second)
+                await two.begin()
+                await test(two)
+                assert not two.errors
+                for kernel in (first, second):
+                    kernel.nothing_is_left()
+
+        run_whole(work(), 120)
+    run.__name__ = test.__name__
+    return run
+
+
+@on_two
+async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
+    chance = random.Random(3)
+    for turn, sizes in enumerate(((1 << 20,), (1, 31, 32, 33, 60, 4000, 4161, 20_000), (140_000, 5000, 100))):
+        begun = [kernel.began for kernel in two.kernels]
+        asked = await two.ask(turn)
+        told = []
+        for connection in two.kept:
+            for _ in range(3):
+                connection.submit(DATA_READ, b"no question", deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
+                                  on_done=lambda reply, error, told=told: told.append(type(error)))
+        counts = TALLY.calls.by_method[DATA_READ].counts
+        ended = sum(counts)
+        said = await two.said()
+        assert all(kernel.began > before for kernel, before in zip(two.kernels, begun, strict=True))
+        count = 0
+        for connection, its in said.items():
+            count += len(its)
+            chance.shuffle(its)
+            await by_the_loop(receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None))
+            assert not connection._in_flight and not connection._reader._end and not connection._reading
+        await two.all_right(asked)
+        assert told == [InvalidRequest] * 3 * len(two.kept)
+        assert sum(counts) - ended == count
+
+
+@on_two
+async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
+    asked = await two.ask(4, (BLOCK, 5000, 30 * KIB))
+    count, read = 0, []
+    for connection, its in (await two.said()).items():
+        deliver = connection._reader._deliver
+
+        def delivered(*frame, deliver=deliver):
+            read.append(frame)
+            deliver(*frame)
+
+        connection._reader._deliver = delivered
+        count += len(its)
+        for frame in its:
+            await by_the_loop(receive, connection, frame)
+        connection._reader._deliver = deliver
+    await two.all_right(asked)
+    assert count > 20 and len(read) < count / 4  # what goes over the end of a chunk, or is longer than the buffer
+
+
+@on_two
+async def test_a_message_that_was_changed_ends_the_connection_and_nobody_misses_his_answer(two):
+    asked = await two.ask(5)
+    said = await two.said()
+    two.speak()
+    for connection, its in said.items():
+        count = len(its)
+        last = bytearray(its.pop())
+        last[HEADER_BYTES + 3] ^= 4
+        await by_the_loop(receive, connection, b"".join([*its, last]))
+        assert connection.closed and count > 4
+    await two.all_right(asked)
+
+
+@on_two
+async def test_bytes_that_were_changed_are_asked_for_again(two):
+    asked = await two.ask(6)
+    said = await two.said()
+    two.speak()
+    for connection, its in said.items():
+        for place in range(0, len(its), 3):
+            changed = bytearray(its[place])
+            changed[-5] ^= 1
+            its[place] = bytes(changed)
+        await by_the_loop(receive, connection, b"".join(its))
+        assert not connection.closed
+    await two.all_right(asked)
+
+
+@on_two
+async def test_late_answers_of_an_engine_that_has_ended_go_nowhere(two):
+    first, second = two.kernels
+    asked = await two.ask(7)
+    said = await two.said()
+    assert not first.engine._may_read_on(OSError(19, "it was unmounted"))
+    await asyncio.wait_for(asyncio.gather(first.serving, return_exceptions=True), 60)
+    assert not first.engine._work and first.engine._small is None and first.engine._far is None
+    for unique, (error, _) in (await first.answers(asked[0])).items():
+        assert error == -4 and unique in asked[0]
+    for connection, its in said.items():
+        await by_the_loop(receive, connection, b"".join(its))
+    for unique, (error, answer) in (await second.answers(asked[1])).items():
+        assert not error and answer == asked[1][unique]
+    await asyncio.sleep(0.05)
+    with pytest.raises(BlockingIOError):
+        first.ours.recv(1)
+
+
+@on_two
+async def test_who_leaves_while_they_come_gives_what_was_asked_for(two):
+    first, _ = two.kernels
+    asked = await two.ask(8)
+    said = await two.said()
+    for connection, its in said.items():
+        half = len(its) // 2
+        await by_the_loop(receive, connection, b"".join(its[:half]))
+        await first.engine._end_plain_reads()
+        await by_the_loop(receive, connection, b"".join(its[half:]))
+    await two.all_right(asked)
