@@ -50,7 +50,7 @@ LINEAR_BYTES = 128 << 10
 
 WIDE_PAYLOAD_BYTES = 128 << 10
 WIDE_BYTES = 4 * (WIDE_PAYLOAD_BYTES + (4 << 10))
-"""The same where many payloads of up to WIDE_PAYLOAD_BYTES come that are handed on from the buffer: four in one receive call."""
+"""The same where many payloads of up to WIDE_PAYLOAD_BYTES are handed on from the buffer: four in one receive call."""
 
 NARROW_AFTER = 64
 """Larger payloads, one behind the other, and nobody has asked for it: what is received of them in a wide buffer is copied."""
