@@ -1,53 +1,20 @@
 """Only what pyproject.toml can not say: the compiled modules, each left out where it does not compile."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
-setup(ext_modules=[Extension("nvpool.drive._uring", ["nvpool/drive/_uring.pyx"], libraries=["uring"], optional=True),
-                   Extension("nvpool.base._blocks", ["nvpool/base/_blocks.pyx"], depends=["nvpool/base/_block_sums.h"],
-                             include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.client._plainwrites", ["nvpool/client/_plainwrites.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/base/_kept.h",
-                                      "nvpool/wire/_fields.h"],
-                             include_dirs=["nvpool/base", "nvpool/wire"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.fuse._plainreads", ["nvpool/fuse/_plainreads.pyx"],
-                             depends=["nvpool/base/_block_sums.h", "nvpool/base/_clock.h", "nvpool/drive/_look.h",
-                                      "nvpool/drive/_uring.pxd", "nvpool/fuse/_kernel.h", "nvpool/fuse/_reading.pxd"],
-                             include_dirs=["nvpool/base", "nvpool/drive", "nvpool/fuse"], libraries=["uring"],
-                             extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.fuse._farreads", ["nvpool/fuse/_farreads.pyx"],
-                             depends=["nvpool/base/_block_sums.h", "nvpool/base/_clock.h", "nvpool/base/_crc.h",
-                                      "nvpool/fuse/_kernel.h", "nvpool/fuse/_reading.pxd", "nvpool/wire/_frame.pxd"],
-                             include_dirs=["nvpool/base", "nvpool/fuse"], extra_compile_args=["-O2"],
-                             optional=True),
-                   Extension("nvpool.fuse._smallreads", ["nvpool/fuse/_smallreads.pyx"],
-                             depends=["nvpool/base/_block_sums.h", "nvpool/base/_clock.h", "nvpool/base/_crc.h",
-                                      "nvpool/fuse/_kernel.h", "nvpool/fuse/_reading.pxd", "nvpool/wire/_fields.h",
-                                      "nvpool/wire/_frame.pxd"],
-                             include_dirs=["nvpool/base", "nvpool/fuse", "nvpool/wire"], extra_compile_args=["-O2"],
-                             optional=True),
-                   Extension("nvpool.fuse._known", ["nvpool/fuse/_known.pyx"], depends=["nvpool/base/_clock.h"],
-                             include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.fuse._creates", ["nvpool/fuse/_creates.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/base/_kept.h",
-                                      "nvpool/wire/_fields.h", "nvpool/wire/_frame.pxd"],
-                             include_dirs=["nvpool/base", "nvpool/wire"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.fuse._writes", ["nvpool/fuse/_writes.pyx"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.wire._frame", ["nvpool/wire/_frame.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/wire/_frame.pxd"],
-                             include_dirs=["nvpool/base"], optional=True),
-                   Extension("nvpool.store._atonce", ["nvpool/store/_atonce.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/drive/_look.h",
-                                      "nvpool/drive/_uring.pxd"],
-                             include_dirs=["nvpool/base", "nvpool/drive"], libraries=["uring"],
-                             extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.store._newwrites", ["nvpool/store/_newwrites.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/wire/_fields.h"],
-                             include_dirs=["nvpool/base", "nvpool/wire"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.store._reads", ["nvpool/store/_reads.pyx"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.kv._record", ["nvpool/kv/_record.pyx"], depends=["nvpool/base/_crc.h"],
-                             include_dirs=["nvpool/base"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.meta._atonce", ["nvpool/meta/_atonce.pyx"],
-                             depends=["nvpool/base/_clock.h", "nvpool/base/_crc.h", "nvpool/wire/_fields.h"],
-                             include_dirs=["nvpool/base", "nvpool/wire"], extra_compile_args=["-O2"], optional=True),
-                   Extension("nvpool.wire._ucx", ["nvpool/wire/_ucx.pyx"], depends=["nvpool/wire/_ucx_abi.h"],
-                             include_dirs=["nvpool/wire"], optional=True)])
+SHARED = sorted(glob("nvpool/*/*.h") + glob("nvpool/*/*.pxd"))
+
+
+def module(name: str, *libraries: str) -> Extension:
+    return Extension(f"nvpool.{name}", [f"nvpool/{name.replace('.', '/')}.pyx"], depends=SHARED, libraries=list(libraries),
+                     include_dirs=["nvpool/base", "nvpool/drive", "nvpool/fuse", "nvpool/wire"], extra_compile_args=["-O2"],
+                     optional=True)
+
+
+setup(ext_modules=[module("base._blocks"), module("client._plainwrites"), module("drive._uring", "uring"),
+                   module("fuse._creates"), module("fuse._farreads"), module("fuse._known"),
+                   module("fuse._plainreads", "uring"), module("fuse._smallreads"), module("fuse._writes"),
+                   module("kv._record"), module("meta._atonce"), module("store._atonce", "uring"),
+                   module("store._newwrites"), module("store._reads"), module("wire._frame"), module("wire._ucx")])

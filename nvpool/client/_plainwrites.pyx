@@ -26,11 +26,16 @@ from nvpool.client.begun import Sent as BegunSent
 from nvpool.client.flushing import Stored
 from nvpool.client.sending import Told
 from nvpool.client.written import Segment, WrittenFile
+from nvpool.wire._frame cimport note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.codec import decode_write_reply
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import GATHER_IN_FLIGHT, StreamConnection
 from nvpool.wire.v1 import meta_pb2
 from nvpool.wire.v1.wire_pb2 import DATA_WRITE, META_REPORT
+
+cdef extern from "_chunk_hash.h":
+    uint64_t chunk_hash(uint64_t inode, uint32_t index) nogil
 
 cdef extern from "_clock.h":
     double boottime_s() nogil
@@ -45,14 +50,12 @@ cdef extern from "_fields.h":
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
-    uint32_t get32(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
     void put64(uint8_t *at, uint64_t value) nogil
 
 crc_begin(0)
 
 cdef enum:
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     GRANT_BYTES = 60
     REPLY_BYTES = 29            # codec._WRITE_REPLY
     BLOCK_BYTES_MIN = 4096
@@ -76,17 +79,6 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, gather_from = GATHER_IN_FLIGHT
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------------
-
-
-cdef uint32_t chain_of(uint64_t inode) noexcept nogil:
-    """layout.chain_of, of a file's first chunk."""
-    cdef uint64_t z = inode + <uint64_t>0x9E3779B97F4A7C15
-    cdef int turn
-    for turn in range(2):
-        z = (z ^ z >> 30) * <uint64_t>0xBF58476D1CE4E5B9
-        z = (z ^ z >> 27) * <uint64_t>0x94D049BB133111EB
-        z ^= z >> 31
-    return z % chains_per_table
 
 
 cdef Py_ssize_t put_write(uint8_t *at, uint64_t epoch, uint64_t target, const char *grant, uint64_t inode, uint64_t cut,
@@ -133,14 +125,8 @@ cdef bytes frame_of(int method, uint32_t number, uint32_t deadline_ms, const uin
     """A REQUEST as frame.pack_head has it, and its payload."""
     cdef bytes frame = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + message_bytes + payload_bytes)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(frame)
-    at[0], at[1], at[2], at[3] = 0x4E, 0x50, 2, 0
-    at[4], at[5], at[6], at[7] = method & 255, method >> 8, 0, 0
-    put32(at + 8, number)
-    put32(at + 12, deadline_ms)
-    put32(at + 16, <uint32_t>message_bytes)
-    put32(at + 20, <uint32_t>payload_bytes)
-    put32(at + 24, crc_of(message, message_bytes))
-    put32(at + 28, crc_of(at, 28))
+    put_head(at, REQUEST, method, number, deadline_ms, <uint32_t>message_bytes, <uint32_t>payload_bytes,
+             crc_of(message, message_bytes))
     memcpy(at + HEADER_BYTES, message, message_bytes)
     if payload_bytes:
         memcpy(at + HEADER_BYTES + message_bytes, payload, payload_bytes)
@@ -441,7 +427,6 @@ cdef class Writes:
                        const uint8_t *payload, Py_ssize_t payload_bytes, double deadline_s, double now_s, on_done):
         """As Connection.submit."""
         cdef dict in_flight
-        cdef uint32_t number
         cdef double left_ms = (deadline_s - now_s) * 1000
         cdef bytes frame
         cdef bint gather
@@ -452,20 +437,8 @@ cdef class Writes:
             return connection.submit(method, PyBytes_FromStringAndSize(<const char *>message, message_bytes), parts,
                                      deadline_s=deadline_s, on_done=on_done)
         in_flight = connection._in_flight
-        number = <uint32_t><uint64_t>connection._number
-        while True:
-            number += 1
-            if number:
-                key = number
-                if key not in in_flight:
-                    break
-        frame = frame_of(method, number, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload,
-                         payload_bytes)
-        connection._number = key
-        if deadline_s < <double>connection._timer_s:
-            connection._arm(deadline_s)
-        in_flight[key] = (on_done, None, deadline_s, zero, method, now_s)
-        connection._calls.begun += 1
+        key = note(connection, in_flight, on_done, deadline_s, zero, method, now_s)
+        frame = frame_of(method, key, <uint32_t>min(left_ms, <double>0xFFFFFFFF), message, message_bytes, payload, payload_bytes)
         gather = len(in_flight) >= gather_from
         if gather or connection._reading or connection._out:
             connection._send(frame, (), 0, gather)
@@ -552,7 +525,7 @@ cdef class Writes:
         if table is None:
             return False
         inode = file.inode
-        number = chain_of(inode)
+        number = chunk_hash(inode, 0) % chains_per_table
         chain = table.chains[number]
         targets = chain.targets
         if len(targets) != 1 or chain.joining:
@@ -684,7 +657,7 @@ cdef class Writes:
 
 
 def chain(uint64_t inode):
-    return chain_of(inode)
+    return chunk_hash(inode, 0) % chains_per_table
 
 
 def write_message(uint64_t epoch, uint64_t target, bytes grant, uint64_t inode, uint64_t cut, uint64_t sequence, bytes content,

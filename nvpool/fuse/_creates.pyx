@@ -26,11 +26,11 @@ from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.fuse import cached_ops
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import RESENT, Op, Opening
-from nvpool.wire._frame cimport Asking, Taker
+from nvpool.wire._frame cimport Asking, Taker, note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.entries import change_of
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.meta_pb2 import Attr
 from nvpool.wire.v1.wire_pb2 import META_CREATE
 
@@ -44,6 +44,7 @@ cdef extern from "_kept.h":
 cdef extern from "_fields.h":
     uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
     uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
@@ -59,7 +60,6 @@ crc_begin(0)
 cdef enum:
     REQUEST_BYTES = 56          # of CREATE before the name: requests._CREATE_WHOLE
     ANSWER_BYTES = 160          # replies._CREATE_OUT
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     FRAME_MAX = 400             # a name of 255 bytes, and some numbers
     NAME_MAX = 255
     GRANT_BYTES = 60
@@ -139,27 +139,13 @@ cdef struct Born:
     bint created
 
 
-cdef inline const uint8_t *take_number(const uint8_t *at, const uint8_t *end, uint64_t *value) noexcept nogil:
-    """NULL where it is none."""
-    cdef uint64_t found = 0
-    cdef int shift = 0
-    while at < end and shift < 63:
-        found |= <uint64_t>(at[0] & 127) << shift
-        if not at[0] & 128:
-            value[0] = found
-            return at + 1
-        at += 1
-        shift += 7
-    return NULL
-
-
 cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept nogil:
     """False where there is anything that Attr does not have."""
     cdef uint64_t tag
     cdef uint64_t *place
     a.begin, a.length = at, end - at
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
         if tag == 0x09: place = &a.inode
@@ -188,7 +174,7 @@ cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept no
             place[0] = get64(at)
             at += 8
         else:
-            at = take_number(at, end, place)
+            at = take_varint(at, end, place)
             if at is NULL:
                 return False
     return (a.inode and a.change and not (a.mode | a.links | a.uid | a.gid | a.rdev | a.table | a.chunk_bits | a.flags) >> 32
@@ -198,10 +184,10 @@ cdef bint take_attr(const uint8_t *at, const uint8_t *end, Shown *a) noexcept no
 cdef bint take_entry(const uint8_t *at, const uint8_t *end, Born *b) noexcept nogil:
     cdef uint64_t tag, length
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
-        at = take_number(at, end, &length)
+        at = take_varint(at, end, &length)
         if at is NULL:
             return False
         if tag == 0x18:
@@ -227,10 +213,10 @@ cdef bint take_reply(const uint8_t *at, Py_ssize_t count, Born *b) noexcept nogi
     cdef uint64_t tag, length
     memset(b, 0, sizeof(Born))
     while at < end:
-        at = take_number(at, end, &tag)
+        at = take_varint(at, end, &tag)
         if at is NULL:
             return False
-        at = take_number(at, end, &length)
+        at = take_varint(at, end, &length)
         if at is NULL:
             return False
         if tag == 0x10:
@@ -355,7 +341,7 @@ cdef class Creates(Asking):
     """As creates.py says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t made     # files
-    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, calls, known_map, _clock, table
+    cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
     cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, told, seen, ways, endpoints
     cdef dict appending, barred, counters
@@ -383,7 +369,7 @@ cdef class Creates(Asking):
         self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
-        self.calls, self._clock = TALLY.calls, meta._clock
+        self._clock = meta._clock
         self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
         self.writeback, self.names_count = ops.options.writeback, bool(ops.options.entry_timeout_s)
@@ -473,7 +459,7 @@ cdef class Creates(Asking):
             return False
         if w.truncate and not w.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
             return False
-        cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s, timer_s = connection._timer_s
+        cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s
         cdef double left = self.patience_s * 1000
         cdef uint32_t left_ms = <uint32_t>min(left, <double>0xFFFFFFFF)
         if not left_ms:
@@ -500,28 +486,9 @@ cdef class Creates(Asking):
         cdef uint8_t *frame = way.frames + way.filled
         cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &w)
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
-        cdef uint32_t number = <uint32_t><uint64_t>connection._number
-        number_key = None
-        while True:
-            number += 1
-            if number:
-                number_key = number
-                if number_key not in in_flight:
-                    break
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, 0, method_key, now_s)
         one.number = number
-        frame[0], frame[1], frame[2], frame[3] = 0x4E, 0x50, 2, 0
-        frame[4], frame[5], frame[6], frame[7] = method_of_creates & 255, method_of_creates >> 8, 0, 0
-        put32(frame + 8, number)
-        put32(frame + 12, left_ms)
-        put32(frame + 16, <uint32_t>length)
-        put32(frame + 20, 0)
-        put32(frame + 24, crc_of(frame + HEADER_BYTES, length))
-        put32(frame + 28, crc_of(frame, 28))
-        if deadline_s < timer_s:
-            connection._arm(deadline_s)
-        connection._number = number_key
-        in_flight[number_key] = (one, None, deadline_s, 0, method_key, now_s)
-        self.calls.begun += 1
+        put_head(frame, REQUEST, method_of_creates, number, left_ms, <uint32_t>length, 0, crc_of(frame + HEADER_BYTES, length))
         if not way.count:
             self.waiting.append(way)
         way.count += 1

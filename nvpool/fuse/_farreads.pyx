@@ -16,10 +16,10 @@ from nvpool.base.errors import Stale
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.fuse._reading cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.numbers import Op
-from nvpool.wire._frame cimport Asking, Taker
+from nvpool.wire._frame cimport Asking, Taker, note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
 cdef extern from "_block_sums.h":
@@ -44,7 +44,6 @@ crc_begin(0)
 cdef enum:
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
     BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     MESSAGE_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
@@ -132,7 +131,7 @@ cdef class Reads(Asking):
     """As farreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
-    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, calls, _counters, _clock
+    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
     cdef dict _files, _work, ways
     cdef bytearray _buffer
     cdef int _fd
@@ -148,8 +147,7 @@ cdef class Reads(Asking):
         self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
         self._ops, self._files, self._paged = ops, ops._files, ops._paged
         self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
-        self._counters, self.calls = chunks.counters, TALLY.calls
-        self._clock = chunks._clock
+        self._counters, self._clock = chunks.counters, chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
         self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
         self.ways, self.turn = {}, TURN
@@ -216,18 +214,9 @@ cdef class Reads(Asking):
             return False
         cdef double now_s = self.now_s()
         cdef double deadline_s = now_s + self.patience_s
-        cdef double timer_s = connection._timer_s
         cdef uint32_t left_ms = <uint32_t>min(self.patience_s * 1000, <double>0xFFFFFFFF)
         if not left_ms:
             return False
-        cdef uint32_t number = <uint32_t><uint64_t>connection._number
-        number_key = None
-        while True:
-            number += 1
-            if number:
-                number_key = number
-                if number_key not in in_flight:
-                    break
         if ((offset & (PAGE - 1)) + size + PAGE - 1) >> 12 > LARGE_BLOCKS_MAX:
             return False
         cdef Asked one = <Asked>self.spares.pop() if self.spares else Asked.__new__(Asked)
@@ -245,14 +234,10 @@ cdef class Reads(Asking):
         cdef Way way = self.way_of(connection)
         if way.count == BURST:
             way.send()
-        if deadline_s < timer_s:
-            connection._arm(deadline_s)
-        connection._number = number_key
-        in_flight[number_key] = (one, None, deadline_s, one.span, method_key, now_s)
+        cdef uint32_t number = note(connection, in_flight, one, deadline_s, one.span, method_key, now_s)
         pack(way.frames + way.count * FRAME_BYTES, number, left_ms, epoch, <uint8_t>target, PyBytes_AS_STRING(grant),
              file.inode, <uint32_t>index, one.within, one.span, self.flags)
         way.count += 1
-        self.calls.begun += 1
         file.grant_used = True
         ahead.run = 0
         ahead.reads = 0
@@ -378,11 +363,4 @@ cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoc
     put32(message + 87, offset)
     put32(message + 91, length)
     message[95], message[96], message[97], message[98] = 0, 0, flags & 255, flags >> 8
-    at[0], at[1], at[2], at[3] = 0x4E, 0x50, 2, 0
-    at[4], at[5], at[6], at[7] = method_of_reads & 255, method_of_reads >> 8, 0, 0
-    put32(at + 8, number)
-    put32(at + 12, deadline_ms)
-    put32(at + 16, MESSAGE_BYTES)
-    put32(at + 20, 0)
-    put32(at + 24, crc_of(message, MESSAGE_BYTES))
-    put32(at + 28, crc_of(at, 28))
+    put_head(at, REQUEST, method_of_reads, number, deadline_ms, MESSAGE_BYTES, 0, crc_of(message, MESSAGE_BYTES))

@@ -18,12 +18,14 @@ from nvpool.base.grants import READ as RIGHT_TO_READ
 from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.contents import SMALL_BYTES
 from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.fuse._leases cimport held_lease
 from nvpool.fuse.cached_ops import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, TOLD_MAX
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import Opening
 from nvpool.wire.entries import ENTRY_BYTES
 
 cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
     double boottime_s() nogil
     double stopwatch() nogil
 
@@ -238,16 +240,11 @@ cdef class Known:
 
     cdef int count(self, uint32_t opcode, double took_s) except -1:
         """As Spent.add."""
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef int slot = 0
         times = (<list>self._spent.times)[opcode]
         if times is None:
             self._spent.add(opcode, max(0.0, took_s))
             return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        times.counts[slot] += 1
+        times.counts[slot_of(took_s)] += 1
         times.sum_s += took_s
         return 0
 
@@ -264,23 +261,6 @@ cdef class Known:
         return 0
 
     # -- what is known -------------------------------------------------------------------------------------------------------
-
-    cdef object lease(self, object inode, double now_s):
-        """As Leases.held."""
-        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
-        cdef double until_s
-        if found is NULL:
-            return None
-        lease = <object>found
-        until_s = (<tuple>lease)[0]
-        if now_s >= until_s:
-            return None
-        watch = (<tuple>lease)[3]
-        until_s = watch.until_s
-        if now_s >= until_s:
-            return None
-        watch.used = True
-        return lease
 
     cdef bint is_believed(self, double born_s, double age_s, double now_s) except -1:
         cdef double from_s
@@ -306,7 +286,7 @@ cdef class Known:
                 return None
             attr = (<tuple>found)[0]
             born_s = (<tuple>found)[1]
-        if not self.is_believed(born_s, age_s, now_s) and self.lease(inode, now_s) is None:
+        if not self.is_believed(born_s, age_s, now_s) and held_lease(self._lent, inode, now_s) is None:
             return None
         return attr
 
@@ -321,7 +301,7 @@ cdef class Known:
         inode = known[0]
         born_s, sent_s = known[1], known[2]
         if inode:
-            lease = self.lease(inode, now_s)
+            lease = held_lease(self._lent, inode, now_s)
             if lease is not None:
                 since_s = (<tuple>lease)[1]
                 other = known[3]
@@ -329,7 +309,7 @@ cdef class Known:
                     return inode
             if self.is_believed(born_s, self._fresh_s, now_s) and self._leases.is_news(inode, sent_s):
                 return inode
-        lease = self.lease(parent, now_s)
+        lease = held_lease(self._lent, parent, now_s)
         if lease is not None:
             since_s = (<tuple>lease)[1]
             if sent_s >= since_s:
@@ -426,7 +406,7 @@ cdef class Known:
         if flags & leaves_open or not self._opens or self._published.on:
             return False
         inode = head.node
-        lease = self.lease(inode, self.now_s())
+        lease = held_lease(self._lent, inode, self.now_s())
         if lease is None:
             return False
         found = PyDict_GetItem(self._open, inode)

@@ -17,25 +17,31 @@ from nvpool.base.clock import SystemClock
 from nvpool.base.errors import Stale
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client import chunkclient, contents
+from nvpool.fuse._leases cimport held_lease
 from nvpool.fuse._reading cimport PAGE, Wanted, is_read
 from nvpool.fuse.protocol.numbers import Op
-from nvpool.wire._frame cimport Asking, Taker
+from nvpool.wire._frame cimport Asking, Taker, note
+from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
-from nvpool.wire.tally import TALLY
 from nvpool.wire.v1.wire_pb2 import DATA_READ
 
 cdef extern from "_block_sums.h":
     int has_instruction()
     void sum_blocks(const unsigned char *data, size_t count, uint32_t *sums) nogil
 
+cdef extern from "_chunk_hash.h":
+    uint64_t chunk_hash(uint64_t inode, uint32_t index) nogil
+
 cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
     double boottime_s() nogil
     double stopwatch() nogil
 
 cdef extern from "_fields.h":
     uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
     uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value) nogil
 
 cdef extern from "_kernel.h":
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
@@ -52,7 +58,6 @@ cdef extern from "_crc.h":
 crc_begin(0)
 
 cdef enum:
-    HEADER_BYTES = 32           # frame.HEADER_BYTES
     GRANT_BYTES = 60
     READ_BYTES = 24             # codec.READ_ENTRY
     RESULT_BYTES = 16
@@ -76,35 +81,14 @@ def is_of_use():
     return bool(has_instruction())
 
 
-cdef inline uint64_t chain_of_first(uint64_t inode) noexcept nogil:
-    """As layout.chain_of of the first chunk."""
-    cdef uint64_t z = inode + <uint64_t>0x9E3779B97F4A7C15
-    cdef int turn
-    for turn in range(2):
-        z = (z ^ z >> 30) * <uint64_t>0xBF58476D1CE4E5B9
-        z = (z ^ z >> 27) * <uint64_t>0x94D049BB133111EB
-        z ^= z >> 31
-    return z % chain_count
-
-
 cdef inline const uint8_t *take_length(const uint8_t *at, const uint8_t *end, uint8_t tag, Py_ssize_t *length) noexcept nogil:
     """What lies behind the length of a field of bytes that has this tag; NULL where there is none, or it is not all there."""
     cdef uint64_t found = 0
-    cdef int shift = 0
-    if at >= end or at[0] != tag:
+    at = take_varint(at + 1, end, &found) if at < end and at[0] == tag else NULL
+    if at is NULL or found > <uint64_t>(end - at):
         return NULL
-    at += 1
-    while at < end and shift < 28:
-        found |= <uint64_t>(at[0] & 127) << shift
-        if not at[0] & 128:
-            at += 1
-            if found > <uint64_t>(end - at):
-                return NULL
-            length[0] = <Py_ssize_t>found
-            return at
-        at += 1
-        shift += 7
-    return NULL
+    length[0] = <Py_ssize_t>found
+    return at
 
 
 @cython.freelist(64)
@@ -199,7 +183,7 @@ cdef class Reads(Asking):
     """As smallreads says. `engine` has read the request into its buffer, and keeps what waits in its table."""
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # reads
-    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _calls, _clock, _spent
+    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
     cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters
     cdef object _kept
     cdef bytearray _buffer
@@ -217,7 +201,7 @@ cdef class Reads(Asking):
         self._reader, self._chunks, self._contents, self._short_cut = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
         self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
-        self._counters, self._calls, self._clock = chunks.counters, TALLY.calls, chunks._clock
+        self._counters, self._clock = chunks.counters, chunks._clock
         self._is_system = type(chunks._clock) is SystemClock
         self._patience_s, self._attr_s, self._flags = chunks._options.deadline_s, vfs.options.attr_s, chunks._read_flags
         self._lanes, self._pending = {}, {}
@@ -257,7 +241,7 @@ cdef class Reads(Asking):
         end = wanted.offset + wanted.size
         if end > file_bytes:
             born_s = file.attr_born_s
-            if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
+            if born_s + self._attr_s <= now_s and held_lease(self._lent, inode, now_s) is None:
                 return False  # somebody else may have made it longer
             end = file_bytes
         if self._short_cut.on:  # as its `want` of a file that nothing was read of before
@@ -276,7 +260,7 @@ cdef class Reads(Asking):
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.asked_s, one.deadline_s, one.since_s, one.told = now_s, now_s + self._patience_s, engine._since_s, False
         if inode not in self._paged and self._ops.guards_pages:
-            lease = self.lease(inode, now_s) if self._ops._looking is not None else None
+            lease = held_lease(self._lent, inode, now_s) if self._ops._looking is not None else None
             if lease is not None:  # as CachedOps._paging
                 self._paged[inode] = (<tuple>lease)[0], True
             else:
@@ -297,23 +281,6 @@ cdef class Reads(Asking):
                 self.send_all(lane, asked)
         self.taken += 1
         return True
-
-    cdef object lease(self, object inode, double now_s):
-        """As Leases.held."""
-        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
-        cdef double until_s
-        if found is NULL:
-            return None
-        lease = <object>found
-        until_s = (<tuple>lease)[0]
-        if now_s >= until_s:
-            return None
-        watch = (<tuple>lease)[3]
-        until_s = watch.until_s
-        if now_s >= until_s:
-            return None
-        watch.used = True
-        return lease
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
         """As Leases.keeps_bytes."""
@@ -336,7 +303,7 @@ cdef class Reads(Asking):
         if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
             self._lanes.clear()
             self._known_map = pool_map
-        key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chain_of_first(inode)
+        key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chunk_hash(inode, 0) % chain_count
         found = PyDict_GetItem(self._lanes, key)
         if found is not NULL:
             lane = <object>found
@@ -400,7 +367,7 @@ cdef class Reads(Asking):
         cdef uint8_t *end
         cdef Py_ssize_t head_bytes, tail_bytes
         cdef double now_s = self.now_s()
-        cdef double deadline_s = (<Asked>asked[0]).deadline_s, timer_s
+        cdef double deadline_s = (<Asked>asked[0]).deadline_s
         cdef uint32_t left_ms = 0
         cdef bint is_plain
         cdef bytes frame, grant
@@ -447,28 +414,8 @@ cdef class Reads(Asking):
             put += READ_BYTES
             together.bytes += one.span
         cdef dict in_flight = connection._in_flight
-        cdef uint32_t number = <uint32_t><uint64_t>connection._number
-        number_key = None
-        while True:
-            number += 1
-            if number:
-                number_key = number
-                if number_key not in in_flight:
-                    break
-        begin[0], begin[1], begin[2], begin[3] = 0x4E, 0x50, 2, 0
-        begin[4], begin[5], begin[6], begin[7] = method_of_reads & 255, method_of_reads >> 8, 0, 0
-        put32(begin + 8, number)
-        put32(begin + 12, left_ms)
-        put32(begin + 16, <uint32_t>length)
-        put32(begin + 20, 0)
-        put32(begin + 24, crc_of(begin + HEADER_BYTES, length))
-        put32(begin + 28, crc_of(begin, 28))
-        timer_s = connection._timer_s
-        if deadline_s < timer_s:
-            connection._arm(deadline_s)
-        connection._number = number_key
-        in_flight[number_key] = (together, None, deadline_s, together.bytes, method_key, now_s)
-        self._calls.begun += 1
+        cdef uint32_t number = note(connection, in_flight, together, deadline_s, together.bytes, method_key, now_s)
+        put_head(begin, REQUEST, method_of_reads, number, left_ms, <uint32_t>length, 0, crc_of(begin + HEADER_BYTES, length))
         self._counters["messages"] += 1
         self._counters["reads"] += count
         lane.in_flight += 1
@@ -558,16 +505,11 @@ cdef class Reads(Asking):
 
     cdef int count(self, double took_s) except -1:
         """As Spent.add."""
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-        cdef int slot = 0
         times = (<list>self._spent.times)[opcode_of_reads]
         if times is None:
             self._spent.add(opcode_of_reads, max(0.0, took_s))
             return 0
-        while micros:
-            micros >>= 1
-            slot += 1
-        times.counts[slot] += 1
+        times.counts[slot_of(took_s)] += 1
         times.sum_s += max(0.0, took_s)
         return 0
 

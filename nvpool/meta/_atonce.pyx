@@ -15,10 +15,12 @@ from libc.string cimport memchr, memcpy
 from nvpool.base.clock import SystemClock
 from nvpool.base.errors import InvariantBroken, NvpoolError
 from nvpool.meta.leases import OPEN_INODES_MAX
+from nvpool.wire._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.v1 import wire_pb2 as wire
 
 cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
     double boottime_s() nogil
     long long wall_ns() nogil
 
@@ -42,7 +44,6 @@ crc_begin(0)
 _log = logging.getLogger(__name__)
 
 cdef enum:
-    HEADER_BYTES = 32
     OUT_BYTES_MAX = 256 << 10   # stream_transport.GATHER_BYTES
     MESSAGE_MAX = 1024          # of a request: a name of 255 bytes and some numbers
     NAME_MAX = 255
@@ -632,17 +633,13 @@ cdef class AtOnce:
         cdef double since_s, took_s
         cdef uint32_t number
         cdef uint16_t status
-        cdef uint64_t micros
-        cdef int length
         while end - at >= HEADER_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
             method = get16(frame + 4)
             message_bytes = get32(frame + 16)
             if (method != CREATE and method != UNLINK and method != REPORT and method != LOOKUP and method != GETATTR
-                    or frame[0] != 0x4E or frame[1] != 0x50 or frame[2] != 2 or frame[3] or frame[6] or frame[7]
                     or get32(frame + 20) or message_bytes > MESSAGE_MAX or end - at - HEADER_BYTES < message_bytes
-                    or crc_of(frame, 28) != get32(frame + 28)
-                    or crc_of(frame + HEADER_BYTES, message_bytes) != get32(frame + 24)):
+                    or not is_head(frame, REQUEST) or crc_of(frame + HEADER_BYTES, message_bytes) != get32(frame + 24)):
                 break
             number = get32(frame + 8)
             if len(in_work) >= in_flight_max or in_work and number in in_work:
@@ -677,13 +674,8 @@ cdef class AtOnce:
                 continue
             tally.ended += 1
             times = tallied.times
-            length = 0
-            micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
-            while micros:
-                micros >>= 1
-                length += 1
             counts = times.counts
-            counts[length] += 1
+            counts[slot_of(took_s)] += 1
             times.sum_s += took_s
         return at
 
@@ -695,14 +687,8 @@ cdef class AtOnce:
     cdef bytes _reply(self, uint32_t number, uint8_t *end):
         """The frame of what was laid out behind the place of its head."""
         cdef uint8_t *at = self._answer
-        at[0], at[1], at[2], at[3] = 0x4E, 0x50, 3, 0
-        at[4], at[5], at[6], at[7] = 0, 0, 0, 0
-        put32(at + 8, number)
-        put32(at + 12, 0)
-        put32(at + 16, <uint32_t>(end - at - HEADER_BYTES))
-        put32(at + 20, 0)
-        put32(at + 24, crc_of(at + HEADER_BYTES, end - at - HEADER_BYTES))
-        put32(at + 28, crc_of(at, 28))
+        cdef Py_ssize_t message_bytes = end - at - HEADER_BYTES
+        put_head(at, REPLY, 0, number, 0, <uint32_t>message_bytes, 0, crc_of(at + HEADER_BYTES, message_bytes))
         return PyBytes_FromStringAndSize(<const char *>at, end - at)
 
     # -- what is read

@@ -17,18 +17,21 @@ from nvpool.base.clock import SystemClock
 from nvpool.base.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.drive._uring cimport Ring
 from nvpool.drive.uring import AGAIN_S
+from nvpool.wire._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.wire.codec import ASKER_KEEPS
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.frame import EMPTY
 from nvpool.wire.v1.wire_pb2 import DATA_READ, DATA_WRITE
 
 cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
     double boottime_s() nogil
     long long wall_ns() nogil
 
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
     uint32_t get32(const uint8_t *at) nogil
     uint64_t get64(const uint8_t *at) nogil
     void put32(uint8_t *at, uint32_t value) nogil
@@ -63,7 +66,6 @@ cdef extern from "_look.h":
 crc_begin(0)
 
 cdef enum:
-    HEADER_BYTES = 32
     REQUEST_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + REQUEST_BYTES
     BLOCKS_MAX = 8              # of what may be answered at once alone
@@ -239,8 +241,6 @@ cdef class Reads:
 
     cdef int _count(self, tally, Py_ssize_t length, double took_s) except -1:
         cdef object times, counts, tallied = tally.by_method.get(method_key)
-        cdef int slot = 0
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
         self._reader.read_count += 1
         self._reader.read_bytes += length
         if tallied is None:
@@ -248,11 +248,8 @@ cdef class Reads:
             return 0
         tally.ended += 1
         times = tallied.times
-        while micros:
-            micros >>= 1
-            slot += 1
         counts = times.counts
-        counts[slot] += 1
+        counts[slot_of(took_s)] += 1
         times.sum_s += took_s
         tallied.bytes_out += length
         return 0
@@ -269,9 +266,8 @@ cdef class Reads:
         cdef object grant, chunk, segment, name
         cdef list segments
         # The head: a request for reads without a payload, its message as long as that of one read with one grant.
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 2 or at[3] or (at[4] | at[5] << 8) != method_of_reads or at[6] or at[7]
-                or get32(at + 16) != REQUEST_BYTES or get32(at + 20) or not get32(at + 12) or crc_of(at, 28) != get32(at + 28)
-                or crc_of(message, REQUEST_BYTES) != get32(at + 24)):
+        if (get16(at + 4) != method_of_reads or get32(at + 16) != REQUEST_BYTES or get32(at + 20) or not get32(at + 12)
+                or not is_head(at, REQUEST) or crc_of(message, REQUEST_BYTES) != get32(at + 24)):
             return None
         cdef uint32_t number = get32(at + 8)
         if in_work and number in in_work:
@@ -361,14 +357,7 @@ cdef class Reads:
         else:
             said[28] = count * 4
         memcpy(said + 29 + wide, PyBytes_AS_STRING(crcs) + within * 4, count * 4)
-        to[0], to[1], to[2], to[3] = 0x4E, 0x50, 3, 0
-        to[4], to[5], to[6], to[7] = 0, 0, 0, 0
-        put32(to + 8, number)
-        put32(to + 12, 0)
-        put32(to + 16, message_bytes)
-        put32(to + 20, length)
-        put32(to + 24, crc_of(said, message_bytes))
-        put32(to + 28, crc_of(to, 28))
+        put_head(to, REPLY, 0, number, 0, message_bytes, length, crc_of(said, message_bytes))
         if not is_cold:
             return reply
         return self._begin(at, in_work, side, reply, start, to + before, fd if fd >= 0 else self._fd, place, length)

@@ -21,11 +21,16 @@ from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.store.allocator import DELTAS_MAX, ROOMY_BLOCKS, encode_bitmap
 from nvpool.store.index import Chunk
 from nvpool.store.records import TABLE_MAX, Segment
-from nvpool.wire.frame import REPLY, pack_head
+from nvpool.wire._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
+from nvpool.wire.frame import pack_head
 from nvpool.wire.status import encode_error
 from nvpool.wire.v1.wire_pb2 import DATA_WRITE
 
+cdef extern from "_chunk_hash.h":
+    uint64_t chunk_hash(uint64_t inode, uint32_t index) nogil
+
 cdef extern from "_clock.h":
+    int slot_of(double took_s) nogil
     double boottime_s() nogil
     long long wall_ns() nogil
 
@@ -35,6 +40,7 @@ cdef extern from "_fields.h":
 cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
+    uint16_t get16(const uint8_t *at) nogil
     uint32_t get32(const uint8_t *at) nogil
     uint64_t get64(const uint8_t *at) nogil
     void put16(uint8_t *at, uint16_t value) nogil
@@ -48,7 +54,6 @@ cdef extern from "unistd.h":
 crc_begin(0)
 
 cdef enum:
-    HEADER_BYTES = 32
     MESSAGE_BYTES = 132         # codec._WRITE_REQUEST
     ENTRY_AT = 75               # of the one write in it
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
@@ -73,16 +78,6 @@ cdef uint32_t table_max = TABLE_MAX
 cdef Py_ssize_t deltas_max = DELTAS_MAX, roomy_blocks = ROOMY_BLOCKS
 cdef array.array no_places = array.array("Q"), no_deltas = array.array("I")
 cdef object new_chunk = Chunk.__new__, new_segment = Segment.__new__
-
-
-cdef uint64_t chunk_hash(uint64_t inode, uint32_t index) noexcept nogil:
-    """As layout.chunk_hash."""
-    cdef uint64_t z = inode + (<uint64_t>index + 1) * <uint64_t>0x9E3779B97F4A7C15
-    for _ in range(2):
-        z = (z ^ z >> 30) * <uint64_t>0xBF58476D1CE4E5B9
-        z = (z ^ z >> 27) * <uint64_t>0x94D049BB133111EB
-        z ^= z >> 31
-    return z
 
 
 cdef bytes numbered(uint8_t kind, uint64_t inode):
@@ -307,8 +302,8 @@ cdef class NewWrites:
         cdef const uint8_t *message = at + HEADER_BYTES
         cdef const uint8_t *entry = message + ENTRY_AT
         cdef const uint8_t *grant = message + 13
-        if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 2 or at[3] or (at[4] | at[5] << 8) != method_of_writes or at[6] or at[7]
-                or not get32(at + 12) or get32(at + 16) != MESSAGE_BYTES or crc_of(at, 28) != get32(at + 28)):
+        if (get16(at + 4) != method_of_writes or not get32(at + 12) or get32(at + 16) != MESSAGE_BYTES
+                or not is_head(at, REQUEST)):
             return False
         r.number, r.length = get32(at + 8), get32(at + 20)
         if not 0 < r.length <= BLOCK or count < FRAME_BYTES + <Py_ssize_t>r.length \
@@ -427,27 +422,18 @@ cdef class NewWrites:
         said[9], said[10] = 0x12, 16
         put16(said + 11, <uint16_t>status)
         put64(said + 19, 0 if status else r.version)
-        to[0], to[1], to[2] = 0x4E, 0x50, 3
-        put32(to + 8, r.number)
-        put32(to + 16, REPLY_BYTES)
-        put32(to + 24, crc_of(said, REPLY_BYTES))
-        put32(to + 28, crc_of(to, 28))
+        put_head(to, REPLY, 0, r.number, 0, REPLY_BYTES, 0, crc_of(said, REPLY_BYTES))
         return frame
 
     cdef int _count(self, tally, Py_ssize_t length, double took_s, int code) except -1:
         cdef object times, counts, tallied = tally.by_method.get(method_key)
-        cdef int slot = 0
-        cdef uint64_t micros = <uint64_t>(took_s * 1e6) if took_s > 0 else 0
         if tallied is None or code:
             tally.answered(method_key, took_s, code, length, 0)
             return 0
         tally.ended += 1
         times = tallied.times
-        while micros:
-            micros >>= 1
-            slot += 1
         counts = times.counts
-        counts[slot] += 1
+        counts[slot_of(took_s)] += 1
         times.sum_s += took_s
         tallied.bytes_in += length
         return 0

@@ -1,8 +1,10 @@
-/* Fields of protobuf messages as proto3 writes them: one that is zero is left out. Each returns the place behind what it wrote. */
+/* Fields of protobuf messages as proto3 writes them: one that is zero is left out. Each returns the place behind what it wrote or
+   took. */
 
 #ifndef NVPOOL_WIRE_FIELDS_H
 #define NVPOOL_WIRE_FIELDS_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -30,6 +32,20 @@ static inline uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value)
     for (int place = 0; place < 8; place++)
         at[1 + place] = (uint8_t)(value >> 8 * place);
     return at + 9;
+}
+
+/* Of up to 63 bits, from before `end`: the place behind it, NULL where there is none. */
+static inline const uint8_t *take_varint(const uint8_t *at, const uint8_t *end, uint64_t *value)
+{
+    uint64_t found = 0;
+    for (int shift = 0; at < end && shift < 63; shift += 7, at++) {
+        found |= (uint64_t)(*at & 127) << shift;
+        if (!(*at & 128)) {
+            *value = found;
+            return at + 1;
+        }
+    }
+    return NULL;
 }
 
 #endif

@@ -12,6 +12,7 @@ from libc.string cimport memcpy
 from crc32c import crc32c
 
 from nvpool.base.clock import SystemClock
+from nvpool.wire._head cimport HEADER_BYTES, REPLY, is_head, put_head
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Reply
 
 cdef extern from "_clock.h":
@@ -22,12 +23,10 @@ cdef extern from "_crc.h":
     void crc_begin(int by_table)
     uint32_t crc_of(const uint8_t *bytes, size_t count) nogil
     uint32_t get32(const uint8_t *at) nogil
-    void put32(uint8_t *at, uint32_t value) nogil
 
 crc_begin(0)
 
 cdef enum:
-    HEADER_BYTES = 32
     TABLES_BYTES_MAX = 1024  # a longer message is worth a call of the library, which uses the processor's instruction
 
 cdef object nothing = memoryview(b""), new_tuple = tuple.__new__, clock_of_system = SystemClock.boottime_s
@@ -47,14 +46,7 @@ def pack_head(uint8_t kind, uint16_t code, uint32_t number, uint32_t deadline_ms
     cdef uint32_t count = <uint32_t>len(its)
     cdef bytes head = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + count)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(head)
-    at[0], at[1], at[2], at[3] = 0x4E, 0x50, kind, 0
-    at[4], at[5], at[6], at[7] = code & 255, code >> 8, 0, 0
-    put32(at + 8, number)
-    put32(at + 12, deadline_ms)
-    put32(at + 16, count)
-    put32(at + 20, payload_bytes)
-    put32(at + 24, message_crc(its))
-    put32(at + 28, crc_of(at, 28))
+    put_head(at, kind, code, number, deadline_ms, count, payload_bytes, message_crc(its))
     memcpy(at + HEADER_BYTES, PyBytes_AS_STRING(its), count)
     return head
 
@@ -65,8 +57,7 @@ def read_head(bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint32_t whole
         raise ValueError("the head of a frame lies outside of its buffer")
     cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(buffer) + begin
     cdef uint32_t message_bytes = get32(at + 16), payload_bytes = get32(at + 20)
-    if (at[0] != 0x4E or at[1] != 0x50 or crc_of(at, 28) != get32(at + 28) or at[3] or at[6] or at[7] or not 1 <= at[2] <= 4
-            or message_bytes > message_max or payload_bytes > payload_max):
+    if not 1 <= at[2] <= 4 or not is_head(at, at[2]) or message_bytes > message_max or payload_bytes > payload_max:
         return None
     cdef Py_ssize_t needed = HEADER_BYTES + <Py_ssize_t>message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
     if end - begin < needed:
@@ -182,10 +173,23 @@ cdef Py_ssize_t reply_at(const uint8_t *at, Py_ssize_t have) noexcept nogil:
     if have < HEADER_BYTES:
         return 0
     length = HEADER_BYTES + <Py_ssize_t>get32(at + 16) + <Py_ssize_t>get32(at + 20)
-    if (at[0] != 0x4E or at[1] != 0x50 or at[2] != 3 or at[3] or at[4] or at[5] or at[6] or at[7] or get32(at + 12)
-            or length > have or crc_of(at, 28) != get32(at + 28)):
-        return 0
-    return length
+    return length if length <= have and not at[4] and not at[5] and not get32(at + 12) and is_head(at, REPLY) else 0
+
+
+cdef object note(connection, dict in_flight, on_done, double deadline_s, room, method, double now_s):
+    cdef uint32_t number = <uint32_t><uint64_t>connection._number
+    while True:
+        number += 1
+        if number:
+            key = number
+            if key not in in_flight:
+                break
+    connection._number = key
+    if deadline_s < <double>connection._timer_s:
+        connection._arm(deadline_s)
+    in_flight[key] = (on_done, None, deadline_s, room, method, now_s)
+    connection._calls.begun += 1
+    return key
 
 
 cdef int tell(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t payload_bytes) except -1:
