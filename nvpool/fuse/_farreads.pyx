@@ -43,13 +43,14 @@ crc_begin(0)
 
 cdef enum:
     LARGE_BLOCKS_MAX = LARGE_BYTES >> 12
-    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: a larger payload is received elsewhere
+    BLOCKS_MAX = 16             # frame.SMALL_PAYLOAD_BYTES: for a larger payload the connection's buffer is made wide
     MESSAGE_BYTES = 99          # codec._READ_REQUEST
     FRAME_BYTES = HEADER_BYTES + MESSAGE_BYTES
     REPLY_BYTES = 29            # of a reply's message, before the checksums
     BURST = 64                  # frames that wait for the end of a burst
     SPARES_MAX = 64
     TURN = 8                    # reads that are answered before what was asked for meanwhile is taken
+    LARGE_TURN = 2              # of those above BLOCKS_MAX
 
 cdef int opcode_of_reads = Op.READ
 cdef object opcode_key = int(Op.READ), method_key = int(DATA_READ)
@@ -84,16 +85,8 @@ cdef class Asked(Taker):
     cdef Asking take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Where it is all that was asked for."""
         cdef Reads reads = self.reads
-        cdef uint32_t count = self.span >> 12
-        cdef uint32_t sums[BLOCKS_MAX]
-        if (count > BLOCKS_MAX or payload_bytes != self.span or message_bytes != REPLY_BYTES + count * 4 or message[0] != 0x09
-                or message[9] != 0x12 or message[10] != 16 or message[11] or message[12] or get32(message + 15) != payload_bytes
-                or message[27] != 0x1A or message[28] != count * 4):
+        if not fits(self, message, message_bytes, payload, payload_bytes):
             return None
-        if not self.told:
-            sum_blocks(payload, count, sums)
-            if memcmp(sums, message + REPLY_BYTES, count * 4):
-                return None
         # It is as it should be.
         self.lane.in_flight -= 1
         try:
@@ -233,6 +226,11 @@ cdef class Reads(Asking):
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.since_s, one.deadline_s = self.engine._since_s, deadline_s
+        if one.span > BLOCKS_MAX << 12:
+            connection._reader.widen()
+            self.turn = LARGE_TURN
+        else:
+            self.turn = TURN
         cdef Way way = self.way_of(connection)
         if way.count == BURST:
             way.send()
@@ -279,21 +277,12 @@ cdef class Reads(Asking):
     cdef bint whole(self, Asked one, message, payload) except -1:
         """Whether that answer, which was received elsewhere, is as it should be: then the kernel has it."""
         cdef Py_buffer said, view
-        cdef const uint8_t *at
-        cdef uint32_t count = one.span >> 12
-        cdef uint32_t sums[LARGE_BLOCKS_MAX]
-        cdef int wide = count >= 32  # its checksums' length takes two bytes
         cdef bint is_good = False
         PyObject_GetBuffer(message, &said, PyBUF_SIMPLE)
         try:
             PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
             try:
-                at = <const uint8_t *>said.buf
-                if (view.len == one.span and said.len == REPLY_BYTES + wide + count * 4 and at[0] == 0x09 and at[9] == 0x12
-                        and at[10] == 16 and not at[11] and not at[12] and get32(at + 15) == one.span and at[27] == 0x1A
-                        and (at[28] == (count * 4 & 127 | 128) and at[29] == count * 4 >> 7 if wide else at[28] == count * 4)):
-                    sum_blocks(<const unsigned char *>view.buf, count, sums)
-                    is_good = not memcmp(sums, at + REPLY_BYTES + wide, count * 4)
+                is_good = fits(one, <const uint8_t *>said.buf, said.len, <const uint8_t *>view.buf, view.len)
                 if is_good:
                     one.lane.in_flight -= 1
                     one.told = True
@@ -341,6 +330,23 @@ cdef class Reads(Asking):
         self.send()
         self.ways.clear()
         self.spares.clear()
+
+
+cdef bint fits(Asked one, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
+    """Whether an answer has all of the blocks that were asked for, with their checksums; which nobody looks at whose caller has
+    gone."""
+    cdef uint32_t count = one.span >> 12, sums_bytes = count * 4
+    cdef uint32_t sums[LARGE_BLOCKS_MAX]
+    cdef int wide = count >= 32  # its checksums' length takes two bytes
+    if (payload_bytes != one.span or message_bytes != REPLY_BYTES + wide + sums_bytes or message[0] != 0x09 or message[9] != 0x12
+            or message[10] != 16 or message[11] or message[12] or get32(message + 15) != one.span or message[27] != 0x1A):
+        return False
+    if message[28] != (sums_bytes & 127 | 128 if wide else sums_bytes) or wide and message[29] != sums_bytes >> 7:
+        return False
+    if one.told:
+        return True
+    sum_blocks(payload, count, sums)
+    return not memcmp(sums, message + REPLY_BYTES + wide, sums_bytes)
 
 
 cdef void pack(uint8_t *at, uint32_t number, uint32_t deadline_ms, uint64_t epoch, uint8_t target, const char *grant, uint64_t inode,

@@ -27,7 +27,6 @@ cdef extern from "_crc.h":
 crc_begin(0)
 
 cdef enum:
-    LINEAR_BYTES = 128 << 10  # frame.LINEAR_BYTES
     TABLES_BYTES_MAX = 1024  # a longer message is worth a call of the library, which uses the processor's instruction
 
 cdef object nothing = memoryview(b""), new_tuple = tuple.__new__, clock_of_system = SystemClock.boottime_s
@@ -162,7 +161,7 @@ def hear(connection, reader, Py_ssize_t count):
         connection._reading = False
         if connection._out:
             connection._flush()
-    if at == end and end <= LINEAR_BYTES:
+    if at == end and PyByteArray_GET_SIZE(buffer) <= <Py_ssize_t>reader.linear_bytes:
         reader._begin = reader._end = 0
         return -1
     return count

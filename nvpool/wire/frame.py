@@ -48,6 +48,13 @@ SMALL_PAYLOAD_BYTES = 64 << 10
 LINEAR_BYTES = 128 << 10
 """One receive call takes in up to this: dozens of small frames, and not too much of a large payload that must be copied out."""
 
+WIDE_PAYLOAD_BYTES = 128 << 10
+WIDE_BYTES = 4 * (WIDE_PAYLOAD_BYTES + (4 << 10))
+"""The same where many payloads of up to WIDE_PAYLOAD_BYTES are handed on from the buffer: four in one receive call."""
+
+NARROW_AFTER = 64
+"""Larger payloads, one behind the other, and nobody has asked for it: what is received of them in a wide buffer is copied."""
+
 EMPTY = memoryview(b"")
 
 
@@ -103,6 +110,9 @@ class FrameReader:
         self._buffer = bytearray(LINEAR_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
+        self.linear_bytes = LINEAR_BYTES
+        self._whole_max = SMALL_PAYLOAD_BYTES
+        self._larger = 0
         self._parsing = False
         self._sink: memoryview | None = None  # the rest of a large payload is received there
         self._sink_at = 0
@@ -113,6 +123,9 @@ class FrameReader:
             return self._sink[self._sink_at:]
         if self._end == len(self._buffer):
             self._make_room(self._end - self._begin + HEADER_BYTES)
+        elif not self._end and len(self._buffer) != self.linear_bytes:
+            self._buffer = bytearray(self.linear_bytes)
+            self._view = memoryview(self._buffer)
         return self._view[self._end:] if self._end else self._view
 
     def buffer_updated(self, count: int) -> None:
@@ -126,6 +139,11 @@ class FrameReader:
             frame, self._sink_frame = self._sink_frame, ()
             self._deliver(*frame, payload)
         self.parse()
+
+    def widen(self) -> None:
+        """Payloads of up to WIDE_PAYLOAD_BYTES will come, many, and are best handed on from where they are received; to be said
+        for each. Takes effect when nothing is kept."""
+        self.linear_bytes, self._whole_max, self._larger = WIDE_BYTES, WIDE_PAYLOAD_BYTES, 0
 
     @property
     def empty(self) -> bytearray | None:
@@ -162,14 +180,14 @@ class FrameReader:
             self._parsing = False
         if self._begin == self._end:
             self._begin = self._end = 0
-            if len(self._buffer) > LINEAR_BYTES:  # grown for one long message
-                self._buffer = bytearray(LINEAR_BYTES)
+            if len(self._buffer) > self.linear_bytes:  # grown for one long message
+                self._buffer = bytearray(self.linear_bytes)
                 self._view = memoryview(self._buffer)
 
     def _take(self) -> bool:
         """Deliver the frame at the beginning of the buffer, or begin to receive its payload; False when bytes are missing."""
         begin = self._begin
-        found = read_head(self._buffer, begin, self._end, SMALL_PAYLOAD_BYTES)
+        found = read_head(self._buffer, begin, self._end, self._whole_max)
         if type(found) is int:
             self._make_room(found)
             return False
@@ -179,14 +197,19 @@ class FrameReader:
             self._begin = at
             self._deliver(kind, code, number, deadline_ms, message, EMPTY)
             return True
+        if payload_bytes > self._whole_max > SMALL_PAYLOAD_BYTES:
+            self._larger += 1
+            if self._larger > NARROW_AFTER:
+                self.linear_bytes, self._whole_max = LINEAR_BYTES, SMALL_PAYLOAD_BYTES
         have = min(self._end - at, payload_bytes)
         self._begin = at + have
         payload = self._place(kind, number, payload_bytes)
         view = self._view
         if have == payload_bytes:
-            if payload is None:
+            if payload is None and payload_bytes <= SMALL_PAYLOAD_BYTES:
                 payload = memoryview(bytes(view[at:at + have]))
             else:
+                payload = SPARES.take(payload_bytes) if payload is None else payload
                 payload[:] = view[at:at + have]
             self._deliver(kind, code, number, deadline_ms, message, payload)
             return True

@@ -131,6 +131,20 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
     assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
 
 
+@in_one_step
+async def test_large_answers_are_told_from_the_buffer_that_they_came_in(kernel):
+    number = await kernel.open()
+    for connection in kernel.connections():
+        connection._answered = None  # what was received elsewhere
+    for turn in range(3):
+        asked = {kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
+                 for at in range(4) for length in (17 * BLOCK, 32 * BLOCK, 32 * BLOCK - 7)}
+        await kernel.all_of(asked)
+        kernel.forget_pages()
+    for connection in kernel.connections():
+        del connection._answered
+
+
 @by_both_ways
 async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
     content = bytearray(CONTENT)

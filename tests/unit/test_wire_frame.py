@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from nvpool.base.errors import CorruptFrame
 from nvpool.wire import frame as frames_module
-from nvpool.wire.frame import CANCEL, EMPTY, HEADER, HELLO, LINEAR_BYTES, REPLY, REQUEST, FrameReader
+from nvpool.wire.frame import (
+    CANCEL,
+    EMPTY,
+    HEADER,
+    HELLO,
+    LINEAR_BYTES,
+    NARROW_AFTER,
+    REPLY,
+    REQUEST,
+    WIDE_BYTES,
+    FrameReader,
+)
 from nvpool.wire.transport import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "frames.json").read_text())
@@ -42,12 +53,15 @@ def packed(frame) -> bytes:
     return pack_head(kind, code, number, deadline_ms, message, len(payload)) + payload
 
 
-def read(stream: bytes, cuts, place=lambda *_: None) -> list:
-    """The frames that a reader finds when `stream` comes in pieces of the sizes in `cuts`, repeated."""
+def read(stream: bytes, cuts, place=lambda *_: None, widen=(False,)) -> list:
+    """The frames that a reader finds when `stream` comes in pieces of the sizes in `cuts`, repeated; `widen`: where it is told
+    of large payloads."""
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), place)
     at, turn = 0, 0
     while at < len(stream):
+        if widen[turn % len(widen)]:
+            reader.widen()
         buffer = reader.get_buffer(-1)
         assert len(buffer) > 0
         count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
@@ -103,19 +117,63 @@ def test_a_frame_of_unknown_kind_is_refused(kind):
         read(pack_head(kind, 0, 1, 0, b"", 0), [HEADER.size])
 
 
-def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
-    found = []
-    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
-    long, short = (REQUEST, 1, 1, 1, bytes(range(256)) * 4096, b"tail"), (REQUEST, 1, 2, 1, b"short", b"")
-    stream = packed(long) + packed(short) * 3
-    at = 0
+@settings(max_examples=60, deadline=None)
+@given(st.lists(frames, min_size=1, max_size=12), st.lists(st.integers(1, 300_000), min_size=1, max_size=5),
+       st.lists(st.booleans(), min_size=1, max_size=5))
+def test_frames_come_out_as_they_went_in_also_by_a_wide_buffer(sent, cuts, widen):
+    assert read(b"".join(map(packed, sent)), cuts, widen=widen) == sent
+
+
+def receive(reader, stream):
+    """How long the buffers were."""
+    at, lengths = 0, []
     while at < len(stream):
         buffer = reader.get_buffer(-1)
+        lengths.append(len(buffer))
         count = min(len(buffer), len(stream) - at)
         buffer[:count] = stream[at:at + count]
         del buffer
         reader.buffer_updated(count)
         at += count
+    return lengths
+
+
+def test_a_wide_buffer_has_four_large_payloads_at_once_and_is_narrow_again_when_only_larger_ones_come():
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
+    large, larger, short = [(REPLY, 0, size, 0, b"m" * 158, bytes([9]) * size) for size in (128 << 10, 300 << 10, 4096)]
+    receive(reader, packed(short))
+    assert len(reader.get_buffer(-1)) == LINEAR_BYTES
+    reader.widen()
+    assert receive(reader, packed(large) * 4) == [WIDE_BYTES] and reader.empty is not None
+    receive(reader, packed(larger) * NARROW_AFTER)
+    reader.widen()  # somebody asks for it, between
+    receive(reader, packed(larger) * NARROW_AFTER)
+    assert len(reader.get_buffer(-1)) == WIDE_BYTES
+    receive(reader, packed(larger))
+    assert len(reader.get_buffer(-1)) == LINEAR_BYTES
+    receive(reader, packed(large))
+    assert found == [short] + [large] * 4 + [larger] * (2 * NARROW_AFTER + 1) + [large]
+
+
+def test_a_reader_that_is_made_wide_between_the_pieces_of_a_frame_loses_none():
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
+    large = (REPLY, 0, 7, 0, b"m" * 158, bytes(range(256)) * 512)
+    stream = packed(large)
+    receive(reader, stream[:20])
+    reader.widen()
+    receive(reader, stream[20:90_000])
+    receive(reader, stream[90_000:] + stream)
+    assert found == [large, large] and len(reader.get_buffer(-1)) == WIDE_BYTES
+
+
+def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
+    found = []
+    reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
+    long, short = (REQUEST, 1, 1, 1, bytes(range(256)) * 4096, b"tail"), (REQUEST, 1, 2, 1, b"short", b"")
+    stream = packed(long) + packed(short) * 3
+    receive(reader, stream)
     assert found == [long, short, short, short]
     assert len(reader.get_buffer(-1)) == LINEAR_BYTES
 
