@@ -18,7 +18,10 @@ from nvpool.base.clock import SystemClock
 from nvpool.base.errors import Stale
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client import chunkclient, contents
+from nvpool.client.cache import OpenInode
+from nvpool.client.vfs.contract import FileHandle
 from nvpool.fuse._reading cimport PAGE, Wanted, is_read
+from nvpool.fuse._slots cimport assign, get, place
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.wire.exchange import IN_FLIGHT_MAX
 from nvpool.wire.stream_transport import StreamConnection
@@ -69,6 +72,15 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
 cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS
 cdef uint64_t chain_count = CHAINS_PER_TABLE
+cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
+cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
+cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
+cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
+cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
+cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
+cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
 
 
 def is_of_use():
@@ -299,35 +311,43 @@ cdef class Reads:
         if found is NULL:
             return False
         opened = <object>found
-        file = opened.file
-        attr = file.attr
+        if type(opened) is not FileHandle:
+            return False
+        file = get(opened, handle_file)
+        if type(file) is not OpenInode:
+            return False
+        attr = get(file, file_attr)
         file_bytes = attr.size
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
         engine = self.engine
-        if (not opened.readable or opened.closed or file.lost or file.written is not None or file.fetching is not None
-                or file.located or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
-                or PyBytes_GET_SIZE(<bytes?>file.grant) != GRANT_BYTES):
+        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
+                or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
+                or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
+                or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
             return False
-        inode = file.inode
+        inode = get(file, file_inode)
         if inode in self._kept:
             return False
         cdef double now_s = self.now_s(), born_s
         end = wanted.offset + wanted.size
         if end > file_bytes:
-            born_s = file.attr_born_s
+            born_s = get(file, file_attr_born_s)
             if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
                 return False  # somebody else may have made it longer
             end = file_bytes
-        if self._short_cut.on:  # as its `want` of a file that nothing was read of before
-            if file.missed:
-                return False
+        cdef bint is_short = self._short_cut.on
+        if is_short and get(file, file_missed):  # as its `want` of a file that nothing was read of before
+            return False
         lane = self.lane_of(file, inode)
-        if lane is None or not 0 < <long>lane.target < 128 or self.connection_of(lane) is None:
+        if lane is None:
+            return False
+        found = PyDict_GetItem(self._pending, lane)  # where others wait it was looked at, and when they are sent it is again
+        if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
             return False
         # It is begun: what follows can not fail.
-        if self._short_cut.on:
-            file.missed = True
+        if is_short:
+            assign(file, file_missed, True)
         one = Asked.__new__(Asked)
         one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
@@ -340,8 +360,8 @@ cdef class Reads:
                 self._paged[inode] = (<tuple>lease)[0], True
             else:
                 self._ops._paging(inode)
-        file.grant_used = True
-        file.fetching = one
+        assign(file, file_grant_used, True)
+        assign(file, file_fetching, one)
         unique_key = wanted.unique
         self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
         engine._kept += 1
@@ -387,7 +407,7 @@ cdef class Reads:
 
     cdef object lane_of(self, file, inode):
         """As ChunkClient.find_lane of the first chunk; None: it is not known."""
-        cdef dict lanes = file.lanes
+        cdef dict lanes = get(file, file_lanes)
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         if found is not NULL:
             return <object>found
@@ -395,7 +415,7 @@ cdef class Reads:
         if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
             self._lanes.clear()
             self._known_map = pool_map
-        key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chain_of_first(inode)
+        key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chain_of_first(inode)
         found = PyDict_GetItem(self._lanes, key)
         if found is not NULL:
             lane = <object>found
@@ -470,7 +490,7 @@ cdef class Reads:
         is_plain = connection is not None and epoch != 0
         if is_plain:
             for one in asked:
-                grant = one.file.grant
+                grant = get(one.file, file_grant)
                 if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
                     is_plain = False
         if not is_plain:
@@ -488,7 +508,7 @@ cdef class Reads:
         memcpy(put, head, head_bytes)
         put += head_bytes
         for one in asked:
-            grant = one.file.grant
+            grant = get(one.file, file_grant)
             put[0], put[1] = 0x1A, GRANT_BYTES
             memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
             put += 2 + GRANT_BYTES
@@ -497,7 +517,7 @@ cdef class Reads:
         together.reads, together.lane, together.asked, together.sent_s = self, lane, asked, now_s
         for at in range(count):
             one = <Asked>asked[at]
-            put64(put, one.file.inode)
+            put64(put, get(one.file, file_inode))
             put32(put + 8, 0)
             put32(put + 12, 0)
             put32(put + 16, one.span)
@@ -581,7 +601,7 @@ cdef class Reads:
         cdef size_t length = one.finish - one.offset
         engine = self.engine
         one.told = True
-        if one.file.untold and not self.keeps_bytes(one.file.inode, now_s):
+        if get(one.file, file_untold) and not self.keeps_bytes(get(one.file, file_inode), now_s):
             # read by an open of which its shard may not know; see Files.read, which looks after that
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
@@ -599,11 +619,11 @@ cdef class Reads:
     cdef int keep(self, Asked one, const char *content) except -1:
         """As Reader._whole_came."""
         file = one.file
-        cdef bint is_wanted = file.fetching is one
+        cdef bint is_wanted = get(file, file_fetching) is one
         cdef Py_ssize_t begin, end
         cdef bytes whole
         if is_wanted:
-            file.fetching = None
+            assign(file, file_fetching, None)
         if not one.parts and not is_wanted:
             return 0
         whole = PyBytes_FromStringAndSize(content, one.file_bytes)
@@ -612,9 +632,9 @@ cdef class Reads:
             begin, end = part.offset, part.finish
             part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
         # written, cut or locked here meanwhile, by now it may be older than what is to be read
-        if not is_wanted or file.attr.change != one.change or file.written is not None:
+        if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
             return 0
-        inode, kept = file.inode, self._contents
+        inode, kept = get(file, file_inode), self._contents
         if inode in self._kept or <Py_ssize_t>kept._bytes + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept._bytes_max:
             kept.put(inode, one.change, whole, one.asked_s)
         else:
