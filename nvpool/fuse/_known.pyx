@@ -22,8 +22,10 @@ from nvpool.base.kept import HANDLE, HANDLES_MAX
 from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.cache import OpenInode
 from nvpool.client.contents import SMALL_BYTES
+from nvpool.client.leases import ShardWatch
 from nvpool.client.reader import Ahead
 from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.client.vfs.siblings import _Directory
 from nvpool.fuse.cached_ops import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, TOLD_MAX
 from nvpool.fuse._slots cimport assign, born_as, get, place
 from nvpool.fuse.handles import Handles
@@ -116,6 +118,9 @@ cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_inode = place(Fi
 cdef Py_ssize_t handle_flags = place(FileHandle, "flags"), handle_append = place(FileHandle, "append")
 cdef Py_ssize_t handle_ahead = place(FileHandle, "ahead"), handle_closed = place(FileHandle, "closed")
 cdef Py_ssize_t handle_number = place(FileHandle, "number"), ahead_units = place(Ahead, "units")
+cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
+cdef Py_ssize_t looked_in_hits = place(_Directory, "hits"), looked_in_used = place(_Directory, "used")
+cdef Py_ssize_t looked_in_middle = place(_Directory, "middle")
 
 
 cdef class Pattern:
@@ -409,10 +414,12 @@ cdef class Known:
         if now_s >= until_s:
             return None
         watch = (<tuple>lease)[3]
-        until_s = watch.until_s
+        if type(watch) is not ShardWatch:
+            return None
+        until_s = get(watch, watch_until_s)
         if now_s >= until_s:
             return None
-        watch.used = True
+        assign(watch, watch_used, True)
         return lease
 
     cdef bint is_believed(self, double born_s, double age_s, double now_s) except -1:
@@ -428,11 +435,12 @@ cdef class Known:
         cdef double born_s
         if found is not NULL:
             file = <object>found
-            attr = file.attr
-            written = file.written
+            if type(file) is not OpenInode:
+                return None
+            attr, written = get(file, file_attr), get(file, file_written)
             if is_told and written is not None and (written.unsettled or written.end > attr.size):
                 return None
-            born_s = file.attr_born_s
+            born_s = get(file, file_attr_born_s)
         else:
             found = PyDict_GetItem(self._attrs, inode)
             if found is NULL:
@@ -529,8 +537,7 @@ cdef class Known:
         if attr is None or PyDict_Size(self._told) > told_max:
             return False
         read_attr(attr, &seen)
-        if PyDict_GetItem(self._directories, parent) is not NULL:
-            self._siblings.hit(parent, name)
+        self.hit(parent, name)
         ops = self._ops
         if self._names_are_told:
             told = ops._naming.told
@@ -548,6 +555,19 @@ cdef class Known:
         put_attr(out + 56, &seen)
         self.send(unique, out, ENTRY_OUT_BYTES, 0)
         return True
+
+    cdef int hit(self, object parent, bytes name) except -1:
+        """As Siblings.hit."""
+        cdef PyObject *found = PyDict_GetItem(self._directories, parent)
+        if found is NULL:
+            return 0
+        known = <object>found
+        if type(known) is not _Directory or name == get(known, looked_in_middle):
+            self._siblings.hit(parent, name)
+            return 0
+        assign(known, looked_in_hits, <long>get(known, looked_in_hits) + 1)
+        assign(known, looked_in_used, <long>get(known, looked_in_used) + 1)
+        return 0
 
     cdef bint open(self, const In *head, uint32_t flags) except -1:
         """As FuseOps.open_now and Files.open_now of what nobody here writes, where no other process of the mount reads."""
@@ -761,7 +781,8 @@ cdef class Known:
         if found is NULL:
             return False
         file = (<object>found).file
-        if file.written is not None or file.lost or file.inode in self._owners:
+        if (type(file) is not OpenInode or get(file, file_written) is not None or get(file, file_lost)
+                or get(file, file_inode) in self._owners):
             return False
         self.send(unique, out, OUT_BYTES, 0)
         return True

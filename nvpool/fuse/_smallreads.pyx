@@ -19,6 +19,7 @@ from nvpool.base.errors import Stale
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client import chunkclient, contents
 from nvpool.client.cache import OpenInode
+from nvpool.client.leases import ShardWatch
 from nvpool.client.vfs.contract import FileHandle
 from nvpool.fuse._reading cimport PAGE, Wanted, is_read
 from nvpool.fuse._slots cimport assign, get, place
@@ -81,6 +82,8 @@ cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_untold = place(OpenIn
 cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
 cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
+cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
+cdef Py_ssize_t watch_linger_s = place(ShardWatch, "linger_s")
 
 
 def is_of_use():
@@ -388,10 +391,12 @@ cdef class Reads:
         if now_s >= until_s:
             return None
         watch = (<tuple>lease)[3]
-        until_s = watch.until_s
+        if type(watch) is not ShardWatch:
+            return None
+        until_s = get(watch, watch_until_s)
         if now_s >= until_s:
             return None
-        watch.used = True
+        assign(watch, watch_used, True)
         return lease
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
@@ -402,8 +407,10 @@ cdef class Reads:
             return False
         lease = <object>found
         watch = (<tuple>lease)[3]
-        until_s, watched_s = (<tuple>lease)[0], watch.until_s
-        return now_s < min(until_s, watched_s) + <double>watch.linger_s
+        if type(watch) is not ShardWatch:
+            return False
+        until_s, watched_s = (<tuple>lease)[0], get(watch, watch_until_s)
+        return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
 
     cdef object lane_of(self, file, inode):
         """As ChunkClient.find_lane of the first chunk; None: it is not known."""
