@@ -2,10 +2,11 @@
 """Answers to the kernel that nobody has to be asked for, from the request to the answer. See known.py, which says what is
 promised."""
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItem, PyDict_Size
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_DECREF, PyObject
 from libc.errno cimport EAGAIN, ECONNABORTED, ENODATA, ENODEV, ENOENT, errno
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memset
@@ -14,20 +15,39 @@ from posix.unistd cimport read, write
 import os
 
 from nvpool.base.clock import SystemClock
+from nvpool.base.grants import GRANT_BYTES
 from nvpool.base.grants import READ as RIGHT_TO_READ
+from nvpool.base.ids import COUNTER_BITS
+from nvpool.base.kept import HANDLE, HANDLES_MAX
 from nvpool.base.units import NAME_BYTES_MAX
+from nvpool.client.cache import OpenInode
 from nvpool.client.contents import SMALL_BYTES
+from nvpool.client.leases import ShardWatch
+from nvpool.client.reader import Ahead
 from nvpool.client.vfs.contract import Caller, FileHandle
+from nvpool.client.vfs.siblings import _Directory
 from nvpool.fuse._leases cimport held_lease
 from nvpool.fuse.cached_ops import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, TOLD_MAX
+from nvpool.fuse._slots cimport assign, born_as, get, place
+from nvpool.fuse.handles import Handles
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.numbers import Opening
+from nvpool.logic.layout import Layout
 from nvpool.wire.entries import ENTRY_BYTES
+from nvpool.wire.v1.meta_pb2 import Attr
 
 cdef extern from "_clock.h":
     int slot_of(double took_s) nogil
     double boottime_s() nogil
     double stopwatch() nogil
+    long long wall_ns() nogil
+
+cdef extern from "_fields.h":
+    uint8_t *put_number(uint8_t *at, uint8_t tag, uint64_t value) nogil
+    uint8_t *put_fixed(uint8_t *at, uint8_t tag, uint64_t value) nogil
+
+cdef extern from "_kept.h":
+    void put_mark(uint8_t *at, uint64_t mark) nogil
 
 cdef enum:                      # linux/fuse.h
     LOOKUP = 1
@@ -52,6 +72,12 @@ cdef enum:                      # linux/fuse.h
     SECOND_NS = 1000000000
     ROOT = 1
     OPERATIONS = 64
+    HANDLE_BYTES = 40           # base/kept.HANDLE
+    ATTR_MAX = 256              # of an Attr as a message
+    SLOTS_MAX = 64
+    S_IFMT = 0o170000
+    S_IFREG = 0o100000
+    GRANT_VERSION = 1
 
 cdef struct In:
     uint32_t length, opcode
@@ -72,6 +98,70 @@ cdef Py_ssize_t told_max = TOLD_MAX, seen_max = SEEN_MAX, named_together = NAMED
 cdef Py_ssize_t record_bytes = ENTRY_BYTES
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef bytes capability = b"security.capability\0"
+cdef Py_ssize_t grant_bytes = GRANT_BYTES, handles_max = HANDLES_MAX
+cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
+cdef object attr_from = Attr.FromString
+
+assert HANDLE.size == HANDLE_BYTES
+
+cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
+cdef Py_ssize_t file_chunk_bits = place(OpenInode, "chunk_bits"), file_chunk_mask = place(OpenInode, "chunk_mask")
+cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
+cdef Py_ssize_t file_cut = place(OpenInode, "cut"), file_truncated = place(OpenInode, "truncated")
+cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_session = place(OpenInode, "grant_session")
+cdef Py_ssize_t file_grant_cut = place(OpenInode, "grant_cut"), file_grant_rights = place(OpenInode, "grant_rights")
+cdef Py_ssize_t file_grant_half_ms = place(OpenInode, "grant_half_ms"), file_handles = place(OpenInode, "handles")
+cdef Py_ssize_t file_opened = place(OpenInode, "opened"), file_lanes = place(OpenInode, "lanes")
+cdef Py_ssize_t file_written = place(OpenInode, "written"), file_ahead = place(OpenInode, "ahead")
+cdef Py_ssize_t file_located = place(OpenInode, "located"), file_lost = place(OpenInode, "lost")
+cdef Py_ssize_t file_untold = place(OpenInode, "untold"), file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t file_volume = place(OpenInode, "volume")
+cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_inode = place(FileHandle, "inode")
+cdef Py_ssize_t handle_flags = place(FileHandle, "flags"), handle_append = place(FileHandle, "append")
+cdef Py_ssize_t handle_ahead = place(FileHandle, "ahead"), handle_closed = place(FileHandle, "closed")
+cdef Py_ssize_t handle_number = place(FileHandle, "number"), ahead_units = place(Ahead, "units")
+cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
+cdef Py_ssize_t looked_in_hits = place(_Directory, "hits"), looked_in_used = place(_Directory, "used")
+cdef Py_ssize_t looked_in_middle = place(_Directory, "middle")
+
+
+cdef class Pattern:
+    """What new objects of a class with __slots__ begin as."""
+    cdef object pattern
+    cdef Py_ssize_t places[SLOTS_MAX]
+    cdef Py_ssize_t count
+
+    def __init__(self, pattern):
+        names = type(pattern).__slots__
+        if len(names) > SLOTS_MAX or type(pattern).__mro__[1:] != (object,):
+            raise ImportError(f"{type(pattern).__name__} is not as it was")
+        self.pattern, self.count = pattern, len(names)
+        for at, name in enumerate(names):
+            self.places[at] = place(type(pattern), name)
+
+    cdef object born(self):
+        cdef PyObject *born = born_as(<PyObject *>self.pattern, self.places, self.count)
+        if born is NULL:
+            raise MemoryError
+        new = <object>born
+        Py_DECREF(new)
+        return new
+
+
+cdef object no_file = OpenInode(Attr())
+cdef Pattern a_file = Pattern(no_file), a_handle = Pattern(FileHandle(no_file, os.O_RDONLY)), an_ahead = Pattern(Ahead())
+
+
+cdef inline uint32_t get32(const uint8_t *at) noexcept:
+    cdef uint32_t value
+    memcpy(&value, at, 4)
+    return value
+
+
+cdef inline uint64_t get64(const uint8_t *at) noexcept:
+    cdef uint64_t value
+    memcpy(&value, at, 8)
+    return value
 
 
 cdef inline void put_time(uint8_t *seconds, uint8_t *rest, int64_t ns) noexcept:
@@ -122,6 +212,37 @@ cdef int read_attr(object attr, Seen *seen) except -1:
     return 0
 
 
+cdef object attr_of(const uint8_t *record):
+    """As entries.attr_of."""
+    cdef uint8_t message[ATTR_MAX]
+    cdef uint8_t *at = put_fixed(message, 0x09, get64(record + 8))
+    cdef uint64_t change = get64(record + 72), parent = get64(record + 96), punches = get64(record + 104)
+    at = put_number(at, 0x10, get32(record + 16))
+    at = put_number(at, 0x18, get32(record + 20))
+    at = put_number(at, 0x20, get32(record + 24))
+    at = put_number(at, 0x28, get32(record + 28))
+    at = put_number(at, 0x30, get64(record + 32))
+    at = put_number(at, 0x38, get64(record + 40))
+    at = put_fixed(at, 0x41, get64(record + 48))
+    at = put_fixed(at, 0x49, get64(record + 56))
+    at = put_fixed(at, 0x51, get64(record + 64))
+    at = put_number(at, 0x58, get32(record + 88))
+    at = put_number(at, 0x60, record[92] | <uint64_t>record[93] << 8)
+    at = put_number(at, 0x68, record[94])
+    at = put_number(at, 0x70, get64(record + 80))
+    at = put_number(at, 0x78, record[95])
+    if change:                  # tags of two bytes
+        at[0] = 0x80
+        at = put_number(at + 1, 0x01, change)
+    if parent:
+        at[0] = 0x89
+        at = put_fixed(at + 1, 0x01, parent)
+    if punches:
+        at[0] = 0x90
+        at = put_number(at + 1, 0x01, punches)
+    return attr_from(PyBytes_FromStringAndSize(<const char *>message, at - message))
+
+
 cdef class Known:
     """As known.py says. `engine` has the buffer, and what closed files are kept in until nobody waits."""
     cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
@@ -135,6 +256,10 @@ cdef class Known:
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
     cdef tuple _takers
+    cdef object _handles, _table, _free, _view, _shards, _known_map, _partition_shards, _published_of, _published_writing
+    cdef object _layout, _chunk_bits, _chunk_mask    # of the file that was opened last
+    cdef Py_buffer _view_of_kept
+    cdef uint8_t *_kept_handles
     cdef readonly Py_ssize_t taken
     cdef uint64_t _taken[OPERATIONS]
 
@@ -158,6 +283,19 @@ cdef class Known:
         self._attr_s, self._attr_ns = engine._keep_attr
         self._entry_s, self._entry_ns = engine._keep_entry
         self._takers = takers
+        self._view, self._shards = vfs.meta._view, vfs.meta._shards
+        self._published_of, self._published_writing = ops.published._of, ops.published._writing
+        self._handles, self._layout = ops._handles, Layout(0, 0)
+        self._chunk_bits = self._chunk_mask = 0
+        memory = ops.kept
+        if memory is not None and type(self._handles) is Handles:
+            self._table, self._free = memory.handles, memory.handles._free
+            PyObject_GetBuffer(memory._memory, &self._view_of_kept, PyBUF_SIMPLE | PyBUF_WRITABLE)
+            self._kept_handles = <uint8_t *>self._view_of_kept.buf + <Py_ssize_t>memory.handles.place
+
+    def __dealloc__(self):
+        if self._kept_handles is not NULL:
+            PyBuffer_Release(&self._view_of_kept)
 
     @property
     def all_taken(self):
@@ -262,6 +400,9 @@ cdef class Known:
 
     # -- what is known -------------------------------------------------------------------------------------------------------
 
+    cdef object lease(self, object inode, double now_s):
+        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+
     cdef bint is_believed(self, double born_s, double age_s, double now_s) except -1:
         cdef double from_s
         if born_s + age_s <= now_s:
@@ -275,18 +416,19 @@ cdef class Known:
         cdef double born_s
         if found is not NULL:
             file = <object>found
-            attr = file.attr
-            written = file.written
+            if type(file) is not OpenInode:
+                return None
+            attr, written = get(file, file_attr), get(file, file_written)
             if is_told and written is not None and (written.unsettled or written.end > attr.size):
                 return None
-            born_s = file.attr_born_s
+            born_s = get(file, file_attr_born_s)
         else:
             found = PyDict_GetItem(self._attrs, inode)
             if found is NULL:
                 return None
             attr = (<tuple>found)[0]
             born_s = (<tuple>found)[1]
-        if not self.is_believed(born_s, age_s, now_s) and held_lease(self._lent, inode, now_s) is None:
+        if not self.is_believed(born_s, age_s, now_s) and self.lease(inode, now_s) is None:
             return None
         return attr
 
@@ -301,7 +443,7 @@ cdef class Known:
         inode = known[0]
         born_s, sent_s = known[1], known[2]
         if inode:
-            lease = held_lease(self._lent, inode, now_s)
+            lease = self.lease(inode, now_s)
             if lease is not None:
                 since_s = (<tuple>lease)[1]
                 other = known[3]
@@ -309,7 +451,7 @@ cdef class Known:
                     return inode
             if self.is_believed(born_s, self._fresh_s, now_s) and self._leases.is_news(inode, sent_s):
                 return inode
-        lease = held_lease(self._lent, parent, now_s)
+        lease = self.lease(parent, now_s)
         if lease is not None:
             since_s = (<tuple>lease)[1]
             if sent_s >= since_s:
@@ -376,8 +518,7 @@ cdef class Known:
         if attr is None or PyDict_Size(self._told) > told_max:
             return False
         read_attr(attr, &seen)
-        if PyDict_GetItem(self._directories, parent) is not NULL:
-            self._siblings.hit(parent, name)
+        self.hit(parent, name)
         ops = self._ops
         if self._names_are_told:
             told = ops._naming.told
@@ -396,6 +537,19 @@ cdef class Known:
         self.send(unique, out, ENTRY_OUT_BYTES, 0)
         return True
 
+    cdef int hit(self, object parent, bytes name) except -1:
+        """As Siblings.hit."""
+        cdef PyObject *found = PyDict_GetItem(self._directories, parent)
+        if found is NULL:
+            return 0
+        known = <object>found
+        if type(known) is not _Directory or name == get(known, looked_in_middle):
+            self._siblings.hit(parent, name)
+            return 0
+        assign(known, looked_in_hits, <long>get(known, looked_in_hits) + 1)
+        assign(known, looked_in_used, <long>get(known, looked_in_used) + 1)
+        return 0
+
     cdef bint open(self, const In *head, uint32_t flags) except -1:
         """As FuseOps.open_now and Files.open_now of what nobody here writes, where no other process of the mount reads."""
         cdef uint8_t out[OPEN_OUT_BYTES]
@@ -406,7 +560,8 @@ cdef class Known:
         if flags & leaves_open or not self._opens or self._published.on:
             return False
         inode = head.node
-        lease = held_lease(self._lent, inode, self.now_s())
+        cdef double now_s = self.now_s()
+        lease = self.lease(inode, now_s)
         if lease is None:
             return False
         found = PyDict_GetItem(self._open, inode)
@@ -417,19 +572,20 @@ cdef class Known:
                 return False
             file.handles += 1
         else:
-            grant = (<tuple>lease)[2]
-            file = self._cache.hold_lent(inode) if grant else None
+            file = self.hold_lent(inode, (<tuple>lease)[2], now_s)
             if file is None:
                 return False
-            file.adopt_grant(grant, self._clock.wall_ns() // 1000000)
-            if not file.grant:
-                self._cache.drop(file)
-                return False
-            attr = file.attr
-            file.untold = True
-            file.opened = 1
-            self._meta.opened_quietly(inode, <uint64_t>attr.size > small_bytes)
-        handle = FileHandle(file, flags)
+            attr = get(file, file_attr)
+            assign(file, file_untold, True)
+            assign(file, file_opened, 1)
+            self.opened_quietly(inode, <uint64_t>attr.size > small_bytes)
+        handle = a_handle.born()
+        assign(handle, handle_file, file)
+        assign(handle, handle_inode, inode)
+        assign(handle, handle_flags, flags)
+        ahead = an_ahead.born()
+        assign(ahead, ahead_units, {})
+        assign(handle, handle_ahead, ahead)
         change = attr.change
         changed = change
         found = PyDict_GetItem(self._told, inode)
@@ -441,13 +597,13 @@ cdef class Known:
         if PyDict_Size(self._seen) > seen_max:
             self._ops._keeps_pages(attr)  # forgets the oldest
         try:
-            key = self._ops._handles.take(inode, flags, Caller(head.uid, head.gid, head.pid), unique)
+            key = self.take_number(head, flags)
         except Exception:  # no room: it is not open, and the kernel was not told whether its pages are those of now
             self._seen.pop(inode, None)
             handle.closed = True
             self._vfs._let_go(file)
             raise
-        handle.number = key
+        assign(handle, handle_number, key)
         self._files[key] = handle
         if is_kept:
             said = keeps_cache
@@ -461,6 +617,130 @@ cdef class Known:
         memcpy(out + 24, &said, 4)
         self.send(unique, out, OPEN_OUT_BYTES, 0)
         return True
+
+    cdef object hold_lent(self, object inode, bytes grant, double now_s):
+        """As Cache.hold_lent of what there is a lease on, with that grant; None, and nothing has happened, where it can not be
+        opened so."""
+        cdef PyObject *found = PyDict_GetItem(self._attrs, inode)
+        cdef const uint8_t *record
+        cdef const uint8_t *right
+        cdef int64_t now_ms, ends_ms
+        cdef uint32_t table
+        if found is NULL or not grant:
+            return None
+        attr = (<tuple>found)[0]
+        if type(attr) is not bytes:
+            file = self._cache.hold_lent(inode)
+            if file is None:
+                return None
+            file.adopt_grant(grant, self._clock.wall_ns() // 1000000)
+            if not file.grant:
+                self._cache.drop(file)
+                return None
+            return file
+        record, right = <const uint8_t *>PyBytes_AS_STRING(attr), <const uint8_t *>PyBytes_AS_STRING(grant)
+        if (PyBytes_GET_SIZE(attr) != record_bytes or get32(record + 16) & S_IFMT != S_IFREG or not get32(record + 20)
+                or PyBytes_GET_SIZE(grant) != grant_bytes or right[0] != GRANT_VERSION
+                or get64(right + 20) < get64(record + 80)):
+            return None
+        attr = attr_of(record)
+        now_ms = wall_ns() // 1000000 if self._is_system else self._clock.wall_ns() // 1000000
+        ends_ms = <int64_t>get64(right + 28)
+        table = record[92] | <uint32_t>record[93] << 8
+        if record[94] != <long>self._chunk_bits or table != <long>(<tuple>self._layout)[0]:
+            self._chunk_bits, self._layout = record[94], Layout(table, record[94])
+            self._chunk_mask = (<object>1 << self._chunk_bits) - 1
+        file = a_file.born()
+        assign(file, file_inode, inode)
+        assign(file, file_layout, self._layout)
+        assign(file, file_chunk_bits, self._chunk_bits)
+        assign(file, file_chunk_mask, self._chunk_mask)
+        assign(file, file_attr, attr)
+        assign(file, file_attr_born_s, now_s)
+        assign(file, file_cut, get64(record + 80))
+        assign(file, file_truncated, <int64_t>(get64(record + 80) - get64(record + 104)))
+        assign(file, file_grant, grant)
+        assign(file, file_grant_session, get64(right + 4))
+        assign(file, file_grant_cut, get64(right + 20))
+        assign(file, file_grant_rights, right[1])
+        assign(file, file_grant_half_ms, now_ms + (ends_ms - now_ms >> 1))
+        assign(file, file_handles, 1)
+        assign(file, file_lanes, {})
+        assign(file, file_ahead, set())
+        assign(file, file_located, {})
+        del self._attrs[inode]
+        self._open[inode] = file
+        return file
+
+    cdef object state_of(self, uint64_t inode):
+        """As MetaClient._shard_of; None: it has none yet."""
+        cdef PyObject *found
+        pool_map = self._view.map
+        if pool_map is not self._known_map:
+            self._partition_shards, self._known_map = pool_map.shard_of_partition, pool_map
+        found = PyDict_GetItem(<dict>self._shards, (<tuple?>self._partition_shards)[<Py_ssize_t>(inode >> counter_bits)])
+        return None if found is NULL else <object>found
+
+    cdef int opened_quietly(self, object inode, bint now) except -1:
+        """As MetaClient.opened_quietly."""
+        cdef PyObject *found
+        cdef dict opened, untold
+        state = None if now else self.state_of(inode)
+        telling = None if state is None else state.telling
+        if telling is None or telling.done():
+            self._meta.opened_quietly(inode, now)
+            return 0
+        opened, untold = state.open, state.untold
+        found = PyDict_GetItem(opened, inode)
+        opened[inode] = 1 if found is NULL else <object>found + 1
+        found = PyDict_GetItem(untold, inode)
+        untold[inode] = 1 if found is NULL else <object>found + 1
+        return 0
+
+    cdef int closed_quietly(self, object inode, object count) except -1:
+        """As MetaClient.release; what was opened once, and the shard was never told of, needs no more."""
+        cdef PyObject *opened_once
+        cdef PyObject *untold_once
+        cdef dict opened, untold
+        state = self.state_of(inode)
+        if state is not None and count == 1:
+            opened, untold = state.open, state.untold
+            opened_once, untold_once = PyDict_GetItem(opened, inode), PyDict_GetItem(untold, inode)
+            if (opened_once is not NULL and untold_once is not NULL and <object>opened_once == 1
+                    and <object>untold_once == 1):
+                del opened[inode], untold[inode]
+                return 0
+        self._meta.release(inode, count)
+        return 0
+
+    cdef object take_number(self, const In *head, uint32_t flags):
+        """As Handles.take, of a file that is opened."""
+        cdef uint64_t index, number
+        cdef uint8_t *record
+        if self._kept_handles is NULL or not self._free:
+            return self._handles.take(head.node, flags, Caller(head.uid, head.gid, head.pid), head.unique)
+        index = self._free.pop()
+        number = <uint64_t>self._handles._last + 1
+        self._handles._last = number
+        number = number << index_bits | index
+        record = self._kept_handles + index * HANDLE_BYTES
+        memcpy(record, &head.node, 8)
+        memcpy(record + 8, &flags, 4)
+        memcpy(record + 12, &head.uid, 12)      # gid and pid with it
+        memcpy(record + 24, &head.unique, 8)
+        put_mark(record + 32, number)
+        return number
+
+    cdef int give_back(self, object key) except -1:
+        """As Handles.give_back."""
+        cdef uint64_t index
+        if self._kept_handles is NULL:
+            self._handles.give_back(key)
+            return 0
+        index = <uint64_t>key & <uint64_t>(handles_max - 1)
+        put_mark(self._kept_handles + index * HANDLE_BYTES + 32, 0)
+        self._free.append(index)
+        return 0
 
     cdef bint getxattr(self, uint64_t unique, uint64_t node, const uint8_t *at, Py_ssize_t count) except -1:
         """Of a file that has none: the kernel asks before each write whether it makes a program privileged."""
@@ -482,7 +762,8 @@ cdef class Known:
         if found is NULL:
             return False
         file = (<object>found).file
-        if file.written is not None or file.lost or file.inode in self._owners:
+        if (type(file) is not OpenInode or get(file, file_written) is not None or get(file, file_lost)
+                or get(file, file_inode) in self._owners):
             return False
         self.send(unique, out, OUT_BYTES, 0)
         return True
@@ -496,13 +777,26 @@ cdef class Known:
         self._taken[RELEASE] += 1
         return True
 
-    def release_now(self, bytes request):
+    def release_all(self, list late):
+        """Those of these RELEASEs, which were put off, that are not done and answered here."""
+        cdef list left = []
+        cdef bytes request
+        for request in late:
+            try:
+                if not self.release_now(request):
+                    left.append(request)
+            except Exception as bug:
+                self._engine._fail((<const In *>PyBytes_AS_STRING(request)).unique, bug, "release")
+        return left
+
+    cpdef bint release_now(self, bytes request) except -1:
         """Whether that RELEASE, which was put off, is done and answered, as FuseOps.release_now does it where nothing is left to
         be stored or to be looked after."""
         cdef uint8_t out[OUT_BYTES]
         cdef double since_s = stopwatch()
         cdef PyObject *found
         cdef const In *head = <const In *>PyBytes_AS_STRING(request)
+        cdef long handles
         if PyBytes_GET_SIZE(request) != RELEASE_BYTES or self._engine._from:
             return False
         key = (<const uint64_t *>(<const uint8_t *>head + HEADER_BYTES))[0]
@@ -510,24 +804,40 @@ cdef class Known:
         if found is NULL:
             return False
         handle = <object>found
-        file = handle.file
-        inode = file.inode
-        written, ahead = file.written, handle.ahead
-        if (handle.closed or inode in self._owners or file.located or file.volume or file.lost or handle.append or ahead.units
-                or ahead in file.ahead or written is not None and written.unsettled):
+        if type(handle) is not FileHandle:
             return False
-        handle.closed = True
-        if self._cache.drop(file):
-            file.fetching = None
-            if <long>file.grant_rights & right_to_read:
-                self._leases.keep_grant(inode, file.grant)
+        file, ahead = get(handle, handle_file), get(handle, handle_ahead)
+        if type(file) is not OpenInode or type(ahead) is not Ahead:
+            return False
+        inode, written = get(file, file_inode), get(file, file_written)
+        if (get(handle, handle_closed) or inode in self._owners or get(file, file_located) or get(file, file_volume)
+                or get(file, file_lost) or get(handle, handle_append) or get(ahead, ahead_units)
+                or ahead in <set>get(file, file_ahead) or written is not None and written.unsettled):
+            return False
+        assign(handle, handle_closed, True)
+        # as Cache.drop
+        handles = <long>get(file, file_handles) - 1
+        assign(file, file_handles, handles)
+        if handles <= 0:
+            found = PyDict_GetItem(self._open, inode)
+            if found is not NULL and <object>found is file:
+                del self._open[inode]
+                attr = get(file, file_attr)
+                if attr.links:
+                    self._attrs[inode] = attr, get(file, file_attr_born_s)
+            assign(file, file_fetching, None)
+            if <long>get(file, file_grant_rights) & right_to_read:
+                found = PyDict_GetItem(self._lent, inode)
+                if found is not NULL and (<tuple><object>found)[2] is not get(file, file_grant):
+                    self._leases.keep_grant(inode, get(file, file_grant))
             if written is not None:
                 self._writer.forget(file)
-            self._meta.release(inode, file.opened)
+            self.closed_quietly(inode, get(file, file_opened))
             self._paged.pop(inode, None)
         del self._files[key]
-        self._ops._handles.give_back(key)
-        self._published.closed(inode, key)
+        self.give_back(key)
+        if self._published_of or self._published_writing:
+            self._published.closed(inode, key)
         self.send(head.unique, out, OUT_BYTES, 0)
         self.count(RELEASE, stopwatch() - since_s)
         return True

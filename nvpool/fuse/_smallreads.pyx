@@ -17,8 +17,12 @@ from nvpool.base.clock import SystemClock
 from nvpool.base.errors import Stale
 from nvpool.base.units import CHAINS_PER_TABLE
 from nvpool.client import chunkclient, contents
+from nvpool.client.cache import OpenInode
+from nvpool.client.leases import ShardWatch
+from nvpool.client.vfs.contract import FileHandle
 from nvpool.fuse._leases cimport held_lease
 from nvpool.fuse._reading cimport PAGE, Wanted, is_read
+from nvpool.fuse._slots cimport assign, get, place
 from nvpool.fuse.protocol.numbers import Op
 from nvpool.wire._frame cimport Asking, Taker, note
 from nvpool.wire._head cimport HEADER_BYTES, REQUEST, put_head
@@ -74,6 +78,17 @@ cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX
 cdef Py_ssize_t gather_bytes = chunkclient.GATHER_BYTES, part_bytes = chunkclient.PART_BYTES
 cdef Py_ssize_t halved_reads = chunkclient.HALVED_READS
 cdef uint64_t chain_count = CHAINS_PER_TABLE
+cdef Py_ssize_t file_inode = place(OpenInode, "inode"), file_layout = place(OpenInode, "layout")
+cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(OpenInode, "attr_born_s")
+cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
+cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
+cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
+cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
+cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
+cdef Py_ssize_t watch_until_s = place(ShardWatch, "until_s"), watch_used = place(ShardWatch, "used")
+cdef Py_ssize_t watch_linger_s = place(ShardWatch, "linger_s")
 
 
 def is_of_use():
@@ -224,35 +239,43 @@ cdef class Reads(Asking):
         if found is NULL:
             return False
         opened = <object>found
-        file = opened.file
-        attr = file.attr
+        if type(opened) is not FileHandle:
+            return False
+        file = get(opened, handle_file)
+        if type(file) is not OpenInode:
+            return False
+        attr = get(file, file_attr)
         file_bytes = attr.size
         if file_bytes > small_bytes or wanted.offset >= file_bytes:
             return False
         engine = self.engine
-        if (not opened.readable or opened.closed or file.lost or file.written is not None or file.fetching is not None
-                or file.located or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
-                or PyBytes_GET_SIZE(<bytes?>file.grant) != GRANT_BYTES):
+        if (not get(opened, handle_readable) or get(opened, handle_closed) or get(file, file_lost)
+                or get(file, file_written) is not None or get(file, file_fetching) is not None or get(file, file_located)
+                or engine._from or self._replicas.several or len(self._work) >= self._in_work_max
+                or PyBytes_GET_SIZE(<bytes?>get(file, file_grant)) != GRANT_BYTES):
             return False
-        inode = file.inode
+        inode = get(file, file_inode)
         if inode in self._kept:
             return False
         cdef double now_s = self.now_s(), born_s
         end = wanted.offset + wanted.size
         if end > file_bytes:
-            born_s = file.attr_born_s
-            if born_s + self._attr_s <= now_s and held_lease(self._lent, inode, now_s) is None:
+            born_s = get(file, file_attr_born_s)
+            if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
                 return False  # somebody else may have made it longer
             end = file_bytes
-        if self._short_cut.on:  # as its `want` of a file that nothing was read of before
-            if file.missed:
-                return False
+        cdef bint is_short = self._short_cut.on
+        if is_short and get(file, file_missed):  # as its `want` of a file that nothing was read of before
+            return False
         lane = self.lane_of(file, inode)
-        if lane is None or not 0 < <long>lane.target < 128 or self.connection_of(lane) is None:
+        if lane is None:
+            return False
+        found = PyDict_GetItem(self._pending, lane)  # where others wait it was looked at, and when they are sent it is again
+        if found is NULL and (not 0 < <long>lane.target < 128 or self.connection_of(lane) is None):
             return False
         # It is begun: what follows can not fail.
-        if self._short_cut.on:
-            file.missed = True
+        if is_short:
+            assign(file, file_missed, True)
         one = Asked.__new__(Asked)
         one.reads, one.opened, one.file, one.change, one.parts = self, opened, file, attr.change, []
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
@@ -260,13 +283,13 @@ cdef class Reads(Asking):
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
         one.asked_s, one.deadline_s, one.since_s, one.told = now_s, now_s + self._patience_s, engine._since_s, False
         if inode not in self._paged and self._ops.guards_pages:
-            lease = held_lease(self._lent, inode, now_s) if self._ops._looking is not None else None
+            lease = self.lease(inode, now_s) if self._ops._looking is not None else None
             if lease is not None:  # as CachedOps._paging
                 self._paged[inode] = (<tuple>lease)[0], True
             else:
                 self._ops._paging(inode)
-        file.grant_used = True
-        file.fetching = one
+        assign(file, file_grant_used, True)
+        assign(file, file_fetching, one)
         unique_key = wanted.unique
         self._work[unique_key] = one, wanted.pid, opcode_key, one.since_s
         engine._kept += 1
@@ -282,6 +305,9 @@ cdef class Reads(Asking):
         self.taken += 1
         return True
 
+    cdef object lease(self, object inode, double now_s):
+        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
         """As Leases.keeps_bytes."""
         cdef PyObject *found = PyDict_GetItem(self._lent, inode)
@@ -290,12 +316,14 @@ cdef class Reads(Asking):
             return False
         lease = <object>found
         watch = (<tuple>lease)[3]
-        until_s, watched_s = (<tuple>lease)[0], watch.until_s
-        return now_s < min(until_s, watched_s) + <double>watch.linger_s
+        if type(watch) is not ShardWatch:
+            return False
+        until_s, watched_s = (<tuple>lease)[0], get(watch, watch_until_s)
+        return now_s < min(until_s, watched_s) + <double>get(watch, watch_linger_s)
 
     cdef object lane_of(self, file, inode):
         """As ChunkClient.find_lane of the first chunk; None: it is not known."""
-        cdef dict lanes = file.lanes
+        cdef dict lanes = get(file, file_lanes)
         cdef PyObject *found = PyDict_GetItem(lanes, 0)
         if found is not NULL:
             return <object>found
@@ -303,7 +331,7 @@ cdef class Reads(Asking):
         if pool_map is not self._known_map or len(self._lanes) > LANES_MAX:
             self._lanes.clear()
             self._known_map = pool_map
-        key = <uint64_t>(<tuple>file.layout)[0] * chain_count + chunk_hash(inode, 0) % chain_count
+        key = <uint64_t>(<tuple>get(file, file_layout))[0] * chain_count + chunk_hash(inode, 0) % chain_count
         found = PyDict_GetItem(self._lanes, key)
         if found is not NULL:
             lane = <object>found
@@ -378,7 +406,7 @@ cdef class Reads(Asking):
         is_plain = connection is not None and epoch != 0
         if is_plain:
             for one in asked:
-                grant = one.file.grant
+                grant = get(one.file, file_grant)
                 if PyBytes_GET_SIZE(grant) != GRANT_BYTES:
                     is_plain = False
         if not is_plain:
@@ -396,7 +424,7 @@ cdef class Reads(Asking):
         memcpy(put, head, head_bytes)
         put += head_bytes
         for one in asked:
-            grant = one.file.grant
+            grant = get(one.file, file_grant)
             put[0], put[1] = 0x1A, GRANT_BYTES
             memcpy(put + 2, PyBytes_AS_STRING(grant), GRANT_BYTES)
             put += 2 + GRANT_BYTES
@@ -405,7 +433,7 @@ cdef class Reads(Asking):
         together.reads, together.lane, together.asked = self, lane, asked
         for at in range(count):
             one = <Asked>asked[at]
-            put64(put, one.file.inode)
+            put64(put, get(one.file, file_inode))
             put32(put + 8, 0)
             put32(put + 12, 0)
             put32(put + 16, one.span)
@@ -455,7 +483,7 @@ cdef class Reads(Asking):
         cdef size_t length = one.finish - one.offset
         engine = self.engine
         one.told = True
-        if one.file.untold and not self.keeps_bytes(one.file.inode, now_s):
+        if get(one.file, file_untold) and not self.keeps_bytes(get(one.file, file_inode), now_s):
             # read by an open of which its shard may not know; see Files.read, which looks after that
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
@@ -473,11 +501,11 @@ cdef class Reads(Asking):
     cdef int keep(self, Asked one, const char *content) except -1:
         """As Reader._whole_came."""
         file = one.file
-        cdef bint is_wanted = file.fetching is one
+        cdef bint is_wanted = get(file, file_fetching) is one
         cdef Py_ssize_t begin, end
         cdef bytes whole
         if is_wanted:
-            file.fetching = None
+            assign(file, file_fetching, None)
         if not one.parts and not is_wanted:
             return 0
         whole = PyBytes_FromStringAndSize(content, one.file_bytes)
@@ -486,9 +514,9 @@ cdef class Reads(Asking):
             begin, end = part.offset, part.finish
             part.end(whole if end - begin == len(whole) else memoryview(whole)[begin:end], None)
         # written, cut or locked here meanwhile, by now it may be older than what is to be read
-        if not is_wanted or file.attr.change != one.change or file.written is not None:
+        if not is_wanted or get(file, file_attr).change != one.change or get(file, file_written) is not None:
             return 0
-        inode, kept = file.inode, self._contents
+        inode, kept = get(file, file_inode), self._contents
         if inode in self._kept or <Py_ssize_t>kept._bytes + <Py_ssize_t>len(whole) + entry_bytes > <Py_ssize_t>kept._bytes_max:
             kept.put(inode, one.change, whole, one.asked_s)
         else:

@@ -55,8 +55,8 @@ class KnownAnswers(SmallReading):
         known = self._known
         return super()._following(most) if known is None else (known.next_request(most), known.taken)
 
-    def _released(self, request: bytes) -> bool:
-        return self._known is not None and self._known.release_now(request)
+    def _not_released(self, late: list[bytes]) -> list[bytes]:
+        return late if self._known is None else self._known.release_all(late)
 
     async def _end_plain_reads(self) -> None:
         self._known = None

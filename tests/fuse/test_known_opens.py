@@ -1,0 +1,181 @@
+"""Opens of what was listed, in one compiled step: the open file, its handle, what outlives the process and what is left after
+the close are as the ordinary way makes them."""
+
+import os
+import random
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from test_known import Both, answered, state_of, theirs
+
+from nvpool.base import grants
+from nvpool.base.kept import HANDLES_MAX, KeptMemory
+from nvpool.client.cache import OpenInode
+from nvpool.client.reader import Ahead
+from nvpool.client.session import Client
+from nvpool.client.vfs.contract import FileHandle
+from nvpool.fuse import known
+from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol.numbers import Op
+from nvpool.wire.entries import pack_entry
+from nvpool.wire.v1.meta_pb2 import Attr
+from tests.unit.test_client_shortcut import QUICK, Host, run_whole
+
+pytestmark = pytest.mark.skipif(known._known is None, reason="it is not compiled here")
+
+
+ENDS_MS = int(time.time() * 1000) + 3_600_000
+
+
+class KeptHost(Host):
+    """Its client keeps what outlives its process."""
+
+    async def __aenter__(self):
+        await super().__aenter__()
+        self.descriptor = KeptMemory.make(1 << 24)
+        self.kept = KeptMemory(self.descriptor)
+        self.client = await Client.open(self.pool.pool_map, "keeper", QUICK, kept=self.kept)
+        self.pool._clients.append(self.client)
+        self.vfs = self.client.vfs
+        return self
+
+    async def __aexit__(self, *failure):
+        os.close(self.descriptor)
+        await super().__aexit__(*failure)
+
+
+@asynccontextmanager
+async def mounted(kept):
+    async with (KeptHost if kept else Host)() as host, Both(host) as kernel:
+        yield kernel
+
+
+def on_a_mount(test):
+    def run(kept):
+        async def all_of_it():
+            async with mounted(kept) as kernel:
+                await test(kernel, random.Random(31))
+        run_whole(all_of_it(), 300)
+    run.__name__ = test.__name__
+    return pytest.mark.parametrize("kept", (False, True), ids=("alone", "kept"))(run)
+
+
+NOT_COMPARED = ("file", "ahead", "number", "attr_born_s", "grant_half_ms")
+
+
+def slots_of(thing):
+    """What an object has, with the types, but for other objects and times."""
+    found = {name: getattr(thing, name) for name in type(thing).__slots__ if name not in NOT_COMPARED}
+    found["ahead"] = slots_of(thing.ahead) if type(thing) is FileHandle else getattr(thing, "ahead", None)
+    return {name: (type(value), value) for name, value in found.items()}
+
+
+def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
+    """Attributes of a regular file as a listing tells them, of whatever size."""
+    word = lambda bits: rng.choice((0, 1, rng.getrandbits(bits), (1 << bits) - 1))  # noqa: E731
+    return Attr(inode=inode, mode=mode | rng.getrandbits(12), links=1 + word(31), uid=word(32), gid=word(32), size=word(40),
+                blocks=word(64), atime_ns=word(63) - word(62), mtime_ns=word(63), ctime_ns=-word(62), change=word(64),
+                cut=cut, rdev=word(32), table=word(16), chunk_bits=rng.randrange(12, 63), flags=word(8) & ~32,
+                parent=word(64), punches=punches)
+
+
+def lend(kernel, inode, attr, rights=grants.READ, cut=0):
+    """It was listed with these attributes and that right."""
+    grant = grants.sign(grants.Grant(rights, 7, 1 << 63 | 5, inode, cut, ENDS_MS), b"secret")
+    leases = kernel.vfs.leases._leases
+    leases[inode] = leases[inode]._replace(grant=grant, until_s=kernel.vfs.clock.boottime_s() + 1000)
+    leases[inode].watch.until_s = kernel.vfs.clock.boottime_s() + 1000
+    kernel.vfs.cache._attrs[inode] = pack_entry(5, attr, True, b""), kernel.vfs.clock.boottime_s()
+
+
+def noted(kernel):
+    """What a process that goes on after this one knows of open files, but for the numbers."""
+    memory = kernel.ops.kept
+    return None if memory is None else [record[1:-2] for record in memory.handles.valid()]
+
+
+@on_a_mount
+async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kernel, rng):
+    inode = await theirs(kernel, b"f", b"x")
+    step = kernel.engine._known
+    for turn in range(60):
+        cut = rng.choice((0, 3, 1 << 40))
+        attr = listed(rng, inode, cut=cut, punches=rng.choice((0, cut // 3, cut)))
+        rights = rng.choice((grants.READ, grants.READ | grants.WRITE, grants.WRITE))
+        found, later = [], rng.choice((0, 2))
+        for way in (None, step):
+            lend(kernel, inode, attr, rights, cut + later)
+            kernel.ops._seen.pop(inode, None)
+            kernel.engine._known = way
+            before = answered(step)
+            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (answered(step) > before) == (way is not None)
+            handle = kernel.ops._files[opened.fh]
+            assert type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
+            assert handle.number == opened.fh and kernel.vfs.cache.open[inode] is handle.file
+            if kernel.ops.kept is not None:
+                assert kernel.ops.kept.handles.valid()[-1][-1] == opened.fh
+            books = [opened.open_flags, slots_of(handle), slots_of(handle.file), state_of(kernel, inode), noted(kernel)]
+            now_ms = time.time() * 1000
+            assert abs(handle.file.grant_half_ms - now_ms - (ENDS_MS - now_ms) / 2) < 60_000
+            assert abs(handle.file.attr_born_s - kernel.vfs.clock.boottime_s()) < 60
+            for part in (handle.file.lanes, handle.file.located, handle.file.ahead, handle.ahead.units):
+                assert not part and type(part)() is not part
+            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            kept_attr = kernel.vfs.cache._attrs[inode][0]
+            assert type(kept_attr) is Attr and kept_attr == attr and handle.closed
+            found.append((*books, state_of(kernel, inode), noted(kernel)))
+        assert found[0] == found[1], turn
+
+
+@on_a_mount
+async def test_two_open_files_have_nothing_in_common(kernel, rng):
+    one, other = await theirs(kernel, b"f", b"x"), await theirs(kernel, b"g", b"y")
+    files = []
+    for inode in (one, other):
+        lend(kernel, inode, listed(rng, inode))
+        files.append(kernel.ops._files[replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh])
+    assert sum(kernel.engine._known.all_taken.get(int(op), 0) for op in (Op.OPEN,)) == 2
+    for name in ("lanes", "located", "ahead"):
+        assert getattr(files[0].file, name) is not getattr(files[1].file, name)
+    assert files[0].ahead is not files[1].ahead and files[0].ahead.units is not files[1].ahead.units
+
+
+@on_a_mount
+async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_happened(kernel, rng):
+    inode = await theirs(kernel, b"f", b"x")
+    nameless = listed(rng, inode)
+    nameless.links = 0
+    plain = listed(rng, inode)
+    for attr, grant in ((listed(rng, inode, mode=0o040000), None), (listed(rng, inode, mode=0o120000), None), (nameless, None),
+                        (listed(rng, inode, cut=4), None), (plain, b""), (plain, b"x" * 59),
+                        (plain, b"x" * grants.GRANT_BYTES)):
+        lend(kernel, inode, attr, cut=3)
+        if grant is not None:
+            leases = kernel.vfs.leases._leases
+            leases[inode] = leases[inode]._replace(grant=grant)
+        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)
+        assert kernel.in_one_step(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
+        assert (state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)) == before and not kernel.vfs.cache.open
+
+
+def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
+    async def all_of_it():
+        async with mounted(True) as kernel:
+            inode = await theirs(kernel, b"f", b"x")
+            lend(kernel, inode, listed(random.Random(1), inode))
+            table = kernel.ops.kept.handles
+            free, used = list(table._free), table.used
+            table._free.clear()
+            table.used = HANDLES_MAX
+            error, _ = await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+            assert error < 0 and not kernel.ops._files and not kernel.vfs.cache.open
+            assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
+            table._free.extend(free)
+            table.used = used
+            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert [record[-1] for record in table.valid()] == [opened.fh]
+            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            assert table.valid() == []
+    run_whole(all_of_it(), 300)
