@@ -52,8 +52,8 @@ _RESERVE_BYTES = MIB
 _COPY_FACTOR = 4
 """A change of n bytes in the journal is taken to need n times this of new pages, of which it fills the smaller part."""
 
-WRITE_PAGES_MAX = 16_384
-"""Pages that a write should change at most: 64 MiB. LMDB has a copy of each in memory until the commit, and keeps that memory
+WRITE_PAGES_MAX = 32_768
+"""Pages that a write should change at most: 128 MiB. LMDB has a copy of each in memory until the commit, and keeps that memory
 for the next write as long as the environment is open."""
 
 _KEYS_A_NEW_PAGE = 16
