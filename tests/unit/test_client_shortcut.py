@@ -109,7 +109,7 @@ def some(count, seed=1):
 
 
 def evict(path):
-    """Nothing of it is in memory any more. The kernel leaves pages that it is busy with, as one that reclaims memory: ask again."""
+    """Nothing of it is in memory any more. The kernel leaves pages that it is busy with: ask again."""
     fd = os.open(path, os.O_RDWR)
     for _ in range(1000):
         os.fsync(fd)

@@ -50,7 +50,7 @@ class Cold:
 
     async def expected(self, *frames):
         """What the ordinary way answers: from memory, unless the kernel has taken something away again."""
-        with open(self.store.device.path, "rb") as file:
+        with open(self.store.device.path, "rb") as file:  # noqa: ASYNC230
             while file.read(1 << 20):
                 pass
         return [await self._said(frame) for frame in frames]
