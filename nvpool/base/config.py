@@ -84,7 +84,7 @@ class Journal(msgspec.Struct, frozen=True):
         description="the oldest unsynced change after a loss of power")] = 0.1
     checkpoint_interval_s: Annotated[float, Meta(ge=0.05, le=60, description="how often memory is written to LMDB")] = 1.0
     layer_entries_max: Annotated[int, Meta(ge=100, le=10_000_000,
-        description="changes in memory before they must wait")] = 20_000
+        description="changes in memory before they must wait; fewer where they are scattered over many records")] = 20_000
     map_bytes_max: Annotated[int, Meta(ge=16 * MIB, le=64 * TIB, extra=_BYTES,
         description="an LMDB environment grows up to this")] = TIB
 

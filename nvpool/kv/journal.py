@@ -23,6 +23,7 @@ can record and fail it. Nothing here waits but `sync_file`, which is called in a
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ _EFFECT = struct.Struct("<HI")
 _DELETED = 0xFFFFFFFF
 _PAGE_BYTES = 4096
 _ZEROS = bytes(_PAGE_BYTES)
+_PIECE_BYTES = 1 << 16
 
 
 class Record(NamedTuple):
@@ -199,14 +201,16 @@ class Journal:
             head = os.pread(descriptor, _HEAD_BYTES, 0)
             if len(head) < _HEAD_BYTES or _HEAD.unpack_from(head, 4)[2] != generation:
                 return memoryview(b"")  # the usual case after a clean stop: spares reading the whole file
-            size = os.fstat(descriptor).st_size
-            pieces, offset = [], 0
-            while offset < size and (piece := os.pread(descriptor, size - offset, offset)):
-                pieces.append(piece)
+            size, offset = os.fstat(descriptor).st_size, 0
+            # Pages of its own, filled in small pieces: once bytes of this size were given back to malloc, it would keep as much
+            # of everything that is freed later for itself.
+            whole = mmap.mmap(-1, size)
+            while offset < size and (piece := os.pread(descriptor, min(_PIECE_BYTES, size - offset), offset)):
+                whole[offset:offset + len(piece)] = piece
                 offset += len(piece)
         except OSError as error:
             raise _read_failed(error) from error
-        return memoryview(b"".join(pieces))
+        return memoryview(whole)[:offset]
 
     def close(self) -> None:
         """May be called twice. Syncs nothing."""

@@ -117,6 +117,7 @@ class LmdbKv:
         self._closed = False
         self._drive_full = ""
         self._limit_adding = self._limit_reclaiming = 0
+        self._entries_max = options.layer_entries_max
         self._sync_timer: asyncio.TimerHandle | None = None
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._syncing = False
@@ -154,6 +155,8 @@ class LmdbKv:
         if self._replayed_count:
             log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
         await self._checkpoint_once()
+        if self._replayed_count:
+            self._tree.renew()  # more than a layer was written
         if not formatted:
             self._finish_directory()
 
@@ -276,7 +279,7 @@ class LmdbKv:
             self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
         if self._checkpoint_timer is None:
             self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
-        if len(values) >= self.options.layer_entries_max or journal.offset > self.options.journal_bytes // 2:
+        if len(values) >= self._entries_max or journal.offset > self.options.journal_bytes // 2:
             self._relieve()
         return sequence
 
@@ -302,7 +305,9 @@ class LmdbKv:
         if self._fenced or self._closed:
             self._limit_reclaiming = self._limit_adding = 0
             return
-        layer_is_full = len(self._layer.values) >= 2 * self.options.layer_entries_max
+        # By the pages that LMDB copies too: scattered over a large tree, keys take more of them. Half: layers reach twice this.
+        self._entries_max = min(self.options.layer_entries_max, max(1, self._tree.write_keys_max // 2))
+        layer_is_full = len(self._layer.values) >= 2 * self._entries_max
         self._limit_reclaiming = 0 if layer_is_full else self.options.journal_bytes
         if self._drive_full:
             self._limit_adding = 0
@@ -312,15 +317,14 @@ class LmdbKv:
         self._limit_adding = min(self._limit_reclaiming, left)
 
     def _is_large(self) -> bool:
-        return (len(self._layer.values) >= self.options.layer_entries_max
-                or self._journal.offset > self.options.journal_bytes // 2)
+        return len(self._layer.values) >= self._entries_max or self._journal.offset > self.options.journal_bytes // 2
 
     def _relieve(self) -> None:
         """Begin a checkpoint for a large layer, or stop taking changes when it has twice its size."""
         if self._frozen is None:
             self._freeze()  # at once: a caller that does not let the loop run must not fill the new layer's room too
             self._start_checkpoint()
-        elif len(self._layer.values) >= 2 * self.options.layer_entries_max:
+        elif len(self._layer.values) >= 2 * self._entries_max:
             self._set_limits()
 
     @property

@@ -14,9 +14,11 @@ which belongs to one thread of its own.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,6 +40,9 @@ _CRC_RESIDUE = crc32c(bytes(_CRC_BYTES))
 _SLICE_KEYS = 1000
 """Handled by a checkpoint before it lets the event loop run: about a millisecond."""
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc alone keeps what was freed, and has this."""
+
 _READ_FIRST = 16
 """Pairs taken from LMDB before it is looked whether the range has ended; four times as many each time after."""
 
@@ -46,6 +51,13 @@ _RESERVE_BYTES = MIB
 
 _COPY_FACTOR = 4
 """A change of n bytes in the journal is taken to need n times this of new pages, of which it fills the smaller part."""
+
+WRITE_PAGES_MAX = 32_768
+"""Pages that a write should change at most: 128 MiB. LMDB has a copy of each in memory until the commit, and keeps that memory
+for the next write as long as the environment is open."""
+
+_KEYS_A_NEW_PAGE = 16
+"""Of a write, so that pages which are divided are counted too: a page of small records holds some 40 of them when it is."""
 
 
 class Mark(NamedTuple):
@@ -64,13 +76,14 @@ class LmdbTree:
         self.entries = self.used_bytes = self.file_bytes = self.map_bytes = 0
         """What the last checkpoint left: records, bytes of the pages that they are in, bytes of the file up to the last
         page that was ever used (behind it is a reserve), bytes of the map."""
+        self.write_keys_max = 0
+        """So many keys, wherever they lie, change WRITE_PAGES_MAX pages at most."""
         self._file = -1
         self._env: lmdb.Environment | None = None
         try:
             # With room for growth at once: the first map of an existing file must hold it.
             file_bytes = self.path.stat().st_size if self.path.exists() else 0
-            self._env = lmdb.open(os.fspath(directory), map_size=max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB),
-                                  subdir=True, mode=0o600, readahead=False, max_spare_txns=1, create=False)
+            self._open(max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB))
             self._env.reader_check()
             self._file = os.open(self.path, os.O_RDWR)
             self._page_bytes = self._env.stat()["psize"]
@@ -81,6 +94,21 @@ class LmdbTree:
         except OSError as error:
             self.close()
             raise from_os_error(error, f"open {self.path}") from error
+
+    def _open(self, map_bytes: int) -> None:
+        self._env = lmdb.open(os.fspath(self.path.parent), map_size=map_bytes, subdir=True, mode=0o600, readahead=False,
+                              max_spare_txns=1, create=False)
+
+    def renew(self) -> None:
+        """Close LMDB's file and open it again: nothing else gives back the memory of a large `write`, first to malloc, then to
+        the system. What is mapped has to be faulted in anew, so not while others wait. Errors as of opening it."""
+        try:
+            self._env.close()
+            self._open(self.map_bytes)
+        except lmdb.Error as error:
+            raise from_lmdb_error(error, f"open {self.path}") from error
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -288,6 +316,7 @@ class LmdbTree:
         self.used_bytes = self._page_bytes * (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"])
         self.file_bytes = self._page_bytes * (found["last_pgno"] + 1)
         self.map_bytes = found["map_size"]
+        self.write_keys_max = keys_within(WRITE_PAGES_MAX, pages["leaf_pages"], pages["branch_pages"])
 
     def close(self) -> None:
         if self._env is not None:
@@ -295,6 +324,20 @@ class LmdbTree:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def keys_within(pages_max: int, leaves: int, branches: int) -> int:
+    """Of how many keys a write changes `pages_max` pages at most in a tree of so many pages, wherever the keys lie: at each
+    level one for each key, and no more than there are; and what is divided. A level is the whole tree's share of the one
+    below it."""
+    levels = [leaves]
+    while branches > 0 and levels[-1] > 1:
+        levels.append(max(1, levels[-1] * branches // (leaves + branches)))
+
+    def pages(keys: int) -> int:
+        return sum(min(keys, level) for level in levels) + keys // _KEYS_A_NEW_PAGE
+
+    return bisect_right(range(pages_max * _KEYS_A_NEW_PAGE), pages_max, key=pages) - 1
 
 
 def _slices(values: dict[bytes, bytes | None]) -> Iterator[list[bytes]]:

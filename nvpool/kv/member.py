@@ -47,13 +47,13 @@ class MemberKv(LmdbKv):
         except BaseException:
             await engine.abandon()
             raise
-        engine.history = engine._remembered  # only now: what stands is written to LMDB at once
+        engine.history, engine._remembered = engine._remembered, None  # only now: what stands is written to LMDB at once
         return engine
 
     _keep: int | None = None
     _begin: Position | None = None
     _retain_bytes = RETAIN_BYTES
-    _remembered: History
+    _remembered: History | None = None
 
     def _chosen(self, records: list[Record], last: Mark) -> tuple[list[Record], int, int]:
         mark = self._tree.mark()

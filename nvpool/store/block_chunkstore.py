@@ -58,6 +58,7 @@ from nvpool.store.chunkstore import (
     Room,
     ScrubStep,
     StoreOptions,
+    check_table,
 )
 from nvpool.store.device import Device, FileDevice
 from nvpool.store.hostroom import HostRoom
@@ -244,6 +245,7 @@ class BlockChunkStore(WholeChunks):
         length = len(buffer)
         if not length or offset < 0 or offset + length > CHUNK_BYTES_MAX:
             raise InvalidRequest(f"a write of {length} bytes at {offset} does not lie in a chunk")
+        check_table(table)
         chunk = self.index.chunk(inode, index)
         record = self.index.inode(inode)
         if request is not None and is_done(chunk.requests, request):

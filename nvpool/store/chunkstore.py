@@ -217,6 +217,12 @@ class ChunkCopy:
     more: bool = False
 
 
+def check_table(table: int) -> None:
+    """InvalidRequest: no record can name this chain table, as one that a later version made; 0 is none."""
+    if table > TABLE_MAX:
+        raise InvalidRequest(f"chunks of chain table {table} can not be kept here, of {TABLE_MAX} at most")
+
+
 def check_copy(copy: ChunkCopy) -> None:
     """ChecksumMismatch where bytes that should do so do not fit their checksums, InvalidRequest for what is no chunk."""
     count, end = 0, 0

@@ -16,7 +16,7 @@ from nvpool.base.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, Nv
 from nvpool.base.ids import RequestId
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.allocator import Transaction, Waiting
-from nvpool.store.chunkstore import ALL_INODES, MustWait
+from nvpool.store.chunkstore import ALL_INODES, MustWait, check_table
 from nvpool.store.reads import READ, RESULT
 from nvpool.store.records import Head, is_done, with_request
 
@@ -34,6 +34,7 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
     for place in (offset, source[2]):
         if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
             raise InvalidRequest(f"{length} bytes at {place} are not whole blocks of a chunk")
+    check_table(table)
     there, content, sums = await _read(store, source, length)
     byte_count = sum(there) * BLOCK_BYTES
     if all(there):

@@ -46,6 +46,7 @@ from nvpool.store.chunkstore import (
     ScrubStep,
     VersionsStep,
     check_copy,
+    check_table,
 )
 
 _READ = struct.Struct("<QIIIHH")
@@ -141,6 +142,7 @@ class MemoryChunkStore:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
+        check_table(table)
         chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if request is not None:
@@ -290,6 +292,7 @@ class MemoryChunkStore:
         for place in (offset, source[2]):
             if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
                 raise InvalidRequest("not whole blocks of a chunk")
+        check_table(table)
         if given_up():
             raise Cancelled
         old = self._chunks.get(source[:2]) or _Chunk(0, 0, (), {})

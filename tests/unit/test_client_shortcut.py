@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 
 import pytest
@@ -108,9 +109,14 @@ def some(count, seed=1):
 
 
 def evict(path):
+    """Nothing of it is in memory any more. The kernel leaves pages that it is busy with: ask again."""
     fd = os.open(path, os.O_RDWR)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(1000):
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached_pages(fd, 0, 1 << 62) <= 0:
+            break
+        time.sleep(0.001)
     os.close(fd)
 
 

@@ -456,10 +456,9 @@ def test_an_index_without_room_leaves_it(tmp_path):
         async with opened(tmp_path) as one:
             one.said()
             store = one.store
-            options = store.kv.options
             store.kv._freeze()
             assert one.said(inode=2) and one.taken == 2
-            object.__setattr__(options, "layer_entries_max", 1)
+            store.kv._entries_max = 1
             assert store.kv.full
             asked = frame(one.clock, inode=3)
             assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0

@@ -15,7 +15,7 @@ from nvpool.base import errors
 from nvpool.base.checksum import first_bad_block, piece_checksums
 from nvpool.base.ids import RequestId, version, version_parts
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX, KIB, MIB
-from nvpool.store.chunkstore import ALL_INODES, NO_INODE, UNCHECKED, ChunkStore
+from nvpool.store.chunkstore import ALL_INODES, NO_INODE, TABLE_MAX, UNCHECKED, ChunkStore
 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
@@ -235,6 +235,21 @@ async def a_write_outside_of_a_chunk_is_refused(subject: Subject) -> None:
         data = bytes(length)
         await refused(errors.InvalidRequest, subject.store.write(1, 0, offset, memoryview(data), bytes(4)))
     assert subject.store.inodes(0, 1) == ([], False)
+
+
+@check
+async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_written(subject: Subject) -> None:
+    store, data = subject.store, memoryview(bytes(4 * KIB))
+    sums = piece_checksums(data, 0)
+    await put(store, 1, 0, 0, some_bytes(4 * KIB), table=TABLE_MAX)
+    assert store.table_of(1, 0) == TABLE_MAX
+    before = store.status()["used_bytes"]
+    for table in (TABLE_MAX + 1, 16, 255):
+        await refused(errors.InvalidRequest, store.write(2, 0, 0, data, sums, table=table))
+        await refused(errors.InvalidRequest, store.write(1, 0, 0, data, sums, table=table))
+        await refused(errors.InvalidRequest, store.copy((1, 0, 0), 2, 0, 0, 4 * KIB, table=table))
+    assert store.inodes(0, 9)[0] == [1] and store.status()["used_bytes"] == before and store.table_of(1, 0) == TABLE_MAX
+    assert await content(store, 1, 0, 4 * KIB) == some_bytes(4 * KIB)
 
 
 @check
