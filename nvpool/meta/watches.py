@@ -401,7 +401,7 @@ class Watches:
         else:
             watch.pending, watch.told = watch.told | watch.pending, {}
         watch.call, watch.arrived_s = call, now_s
-        if watch.pending:
+        if watch.pending or watch.until_s <= now_s:  # who comes back after a pause relies on nothing until he has his answer
             self._answer(watch, call)
         else:
             asyncio.get_running_loop().call_later(self._watch_s / 3, self._answer, watch, call)

@@ -1,0 +1,140 @@
+"""Who watches anew after a pause: his leases hold with his first answer, which does not wait for something to tell."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nvpool.base.clock import ManualClock
+from nvpool.base.errors import NotFound
+from nvpool.base.ids import ROOT_INODE
+from nvpool.client.options import ClientOptions
+from nvpool.meta.service import MetaOptions
+from nvpool.meta.watches import Watches
+from nvpool.wire import codec
+from nvpool.wire.v1 import meta_pb2
+from tests.unit.test_small_files import ME, Case, Standing, run, state_of
+
+WATCH_S = 3.0
+ONE, OTHER = 11, 12
+
+
+class Asked:
+    """A call of WATCH."""
+
+    def __init__(self) -> None:
+        self.answer: meta_pb2.WatchReply | None = None
+        self.error: BaseException | None = None
+
+    def reply(self, message) -> None:
+        assert self.answer is None
+        self.answer = meta_pb2.WatchReply.FromString(bytes(message))
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+    @property
+    def inodes(self) -> list[int]:
+        return list(codec.unpack_inodes(self.answer.inodes))
+
+
+class Shard:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.watches = Watches(self.clock, 1, WATCH_S, 60.0)
+
+    def ask(self, session: int, watch: int, seen: int = 0) -> Asked:
+        call = Asked()
+        self.watches.ask(call, meta_pb2.WatchRequest(session=session, watch=watch, seen=seen))
+        return call
+
+
+async def told(call: Asked) -> list[int]:
+    """What is told within this turn of the loop, and the next."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return call.inodes
+
+
+def test_who_watches_waits_for_something_to_tell_while_his_leases_hold():
+    async def main() -> None:
+        shard = Shard()
+        number, _ = shard.watches.begin(ONE)
+        call = shard.ask(ONE, number)
+        assert call.answer is None and shard.watches.lend(ONE, (7,)) == {7}
+        shard.clock.advance(WATCH_S / 2)
+        shard.watches.recall(OTHER, (7,))
+        assert await told(call) == [7]
+    run(main())
+
+
+def test_who_watches_after_a_pause_is_answered_at_once_and_has_leases_again():
+    async def main() -> None:
+        shard = Shard()
+        number, _ = shard.watches.begin(ONE)
+        shard.watches.begin(OTHER)
+        assert shard.watches.lend(ONE, (7,)) == {7}
+        shard.clock.advance(WATCH_S + 1)
+        assert shard.watches.lend(ONE, (8,)) == (), "nothing is lent to who does not watch"
+        first = shard.ask(ONE, number)
+        assert first.answer.watch == number and first.answer.watch_ms == 1000 * WATCH_S and not first.inodes
+        assert shard.watches.lend(ONE, (8,)) == {8}
+        second = shard.ask(ONE, number, first.answer.number)
+        assert second.answer is None, "now it holds, and there is nothing to tell"
+        done = asyncio.ensure_future(shard.watches.recall(OTHER, (8,))())
+        assert await told(second) == [8] and not done.done()
+        shard.ask(ONE, number, second.answer.number)
+        await done
+    run(main())
+
+
+def test_what_was_changed_in_the_pause_is_told_with_the_first_answer():
+    async def main() -> None:
+        shard = Shard()
+        number, _ = shard.watches.begin(ONE)
+        shard.watches.begin(OTHER)
+        shard.watches.lend(ONE, (7, 8))
+        shard.clock.advance(WATCH_S + 1)
+        assert shard.watches.recall(OTHER, (7,)) is None, "nobody is waited for whose leases do not hold"
+        first = shard.ask(ONE, number)
+        assert first.inodes == [7]
+        # from now on his lease on the other one holds again, and he knows of every change before it is made
+        done = asyncio.ensure_future(shard.watches.recall(OTHER, (8,))())
+        second = shard.ask(ONE, number, first.answer.number)
+        assert await told(second) == [8] and not done.done()
+        shard.ask(ONE, number, second.answer.number)
+        await done
+    run(main())
+
+
+def test_an_answer_that_was_lost_after_a_pause_is_told_again():
+    async def main() -> None:
+        shard = Shard()
+        number, _ = shard.watches.begin(ONE)
+        shard.watches.begin(OTHER)
+        shard.watches.lend(ONE, (7,))
+        shard.clock.advance(WATCH_S + 1)
+        shard.watches.recall(OTHER, (7,))
+        assert shard.ask(ONE, number).inodes == [7]
+        assert shard.ask(ONE, number).inodes == [7], "he has not seen it"
+    run(main())
+
+
+def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
+    async def main() -> None:
+        async with Case(ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=Standing()) as case:
+            vfs, clock, state = case.one, case.pool.clock, state_of(case.one)
+            state.watching.cancel()  # as where nobody has had use for leases for a minute
+            await asyncio.wait([state.watching])
+            clock.ahead_s += 10.0
+            parent = (await vfs.mkdir(ROOT_INODE, b"new", 0o755, ME)).inode
+            for number in range(50):
+                name, sent_before = b"%d" % number, dict(case.pool.sent)
+                try:
+                    await vfs.lookup(parent, name)
+                    raise AssertionError("nobody has made it")
+                except NotFound:
+                    pass
+                asked = {method for method, count in case.pool.sent.items() if count > sent_before.get(method, 0)}
+                assert number < 2 or not asked & {"META_LOOKUP", "META_GETATTR"}, number
+                await vfs.mknod(parent, name, 0o644, 0, ME)
+    run(main())
