@@ -9,9 +9,10 @@ gathers them in messages, and says the same.
 
 Only plain sailing: up to 128 KiB of one chunk with one replica whose store is known and connected (frames over TCP or a unix
 socket), with no short cut to it, of a file above SMALL_BYTES of which nothing is written here, at a place that does not go on
-where the handle has read before; and an answer with all of the blocks and their checksums, in the connection's
-buffer, which is wide while more than 64 KiB are asked for, or received elsewhere as always. All else that comes of such a read (an error, a hole, a block that does not fit, a connection that
-ends) goes to the ordinary way as its answer, with the deadline that the read has had.
+where the handle has read before; and an answer with all of the blocks and their checksums, in the connection's buffer, which is
+wide while more than 64 KiB are asked for, or elsewhere as always. All else that comes of such a read (an error, a hole,
+a block that does not fit, a connection that ends) goes to the ordinary way as its answer, with the deadline that the read has
+had.
 
 FarReading is what fuse/kernel_engine has of it, on its loop, below fuse/plainreads.
 """
