@@ -9,7 +9,9 @@ Called by the block store and its readers.
 
 from __future__ import annotations
 
-from nvpool.base.errors import CorruptRecord
+from itertools import islice
+
+from nvpool.base.errors import CorruptRecord, WrongFormat
 from nvpool.base.units import CHUNK_BYTES_MAX
 from nvpool.kv.contract import Kv
 from nvpool.store.chunkstore import ChunkDescription
@@ -66,17 +68,37 @@ class Index:
         name = (inode, index)
         found = self.young.get(name)
         if found is None:
-            found = self._old.pop(name, None) or self._load(inode, index)
-            if self._weight >= self._half:
-                self._old, self.young, self._weight = self.young, {}, 0
-            self._weight += 1 + len(found.segments)
-            self.young[name] = found
+            found = self._old.pop(name, None)
+            if found is None:
+                key = segment_key(inode, index, 0)
+                found = self._decoded(inode, index, key, self._kv.get(key))
+            self._keep(name, found)
         return found
 
-    def _load(self, inode: int, index: int) -> Chunk:
+    def look_up(self, names: set[tuple[int, int]]) -> None:
+        """Which of those chunks (inode, index) are not in memory are looked up in one transaction, as far as one generation
+        holds them. Where one is damaged nothing is done: who asks for it by itself is told."""
+        keys = {segment_key(inode, index, 0): (inode, index) for inode, index in islice(names, self._half // 2)
+                if (inode, index) not in self.young and (inode, index) not in self._old}
+        if len(keys) < 2:
+            return
+        try:
+            found = [self._decoded(*name, key, raw)
+                     for (key, name), raw in zip(keys.items(), self._kv.get_many(list(keys)), strict=True)]
+        except (CorruptRecord, WrongFormat):
+            return
+        for chunk in found:
+            self._keep((chunk.inode, chunk.index), chunk)
+
+    def _keep(self, name: tuple[int, int], chunk: Chunk) -> None:
+        if self._weight >= self._half:
+            self._old, self.young, self._weight = self.young, {}, 0
+        self._weight += 1 + len(chunk.segments)
+        self.young[name] = chunk
+
+    @staticmethod
+    def _decoded(inode: int, index: int, key: bytes, raw: bytes | None) -> Chunk:
         chunk = Chunk(inode, index)
-        key = segment_key(inode, index, 0)
-        raw = self._kv.get(key)
         if raw is not None:
             segment, head = decode_segment(key, raw)
             if head is None:

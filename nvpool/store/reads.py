@@ -94,6 +94,10 @@ class _Work:
         self.sequence = 0
 
 
+_TOGETHER_MIN = 7
+"""More reads of a batch that are worth a look for all their chunks at once: 3 % less of 7 us each with 8, 11 % with 1,024."""
+
+
 class BatchReader:
     def __init__(self, index: Index, device: Device, readings: Readings, quarantine: Quarantine):
         self._index = index
@@ -125,6 +129,7 @@ class BatchReader:
         at = number = 0  # where the next block goes in the payload; which read is the next
         count = len(reads) // READ.size
         find = _reads.find if _reads is not None else None
+        looked_up = False
         while number < count:
             if find is not None and not bad_chunks:
                 number, at = find(reads, number, owners, index.young, results, flag, at, offsets, lengths, positions, crcs,
@@ -143,6 +148,9 @@ class BatchReader:
                     continue
                 chunk = young.get((inode, which))
                 if chunk is None:
+                    if not looked_up and count - number >= _TOGETHER_MIN:
+                        looked_up = True
+                        index.look_up({(read[0], read[1]) for read in READ.iter_unpack(reads[(number - 1) * READ.size:])})
                     chunk = index.chunk(inode, which)
                     young = index.young
                 if length == BLOCK_BYTES and not offset & _BLOCK_MASK and offset < CHUNK_BYTES_MAX:

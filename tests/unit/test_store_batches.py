@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nvpool.base.checksum import block_checksums
-from nvpool.base.errors import InvalidRequest
+from nvpool.base.errors import CorruptRecord, InvalidRequest
 from nvpool.store import reads as reads_module
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, create_chunk_store, open_chunk_store
 from nvpool.store.reads import READ, RESULT
@@ -136,3 +136,36 @@ def test_what_does_not_fit_together_is_an_error_and_no_memory_of_others():
             find(entry, number, (ALL_INODES,), {}, results, 0, 0, [], [], [], [], [])
     assert find(entry, 5, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (5, 0)
     assert find(entry[:-1], 0, (ALL_INODES,), {}, bytearray(16), 0, 0, [], [], [], [], []) == (0, 0)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_chunks_of_a_batch_that_nobody_knows_are_looked_up_in_one_transaction(tmp_path, monkeypatch, damaged):
+    async def main():
+        create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
+        store = await open_chunk_store(tmp_path / "t", 1)
+        contents = {inode: random.Random(inode).randbytes(BLOCK) for inode in range(1, 101)}
+        for inode, content in contents.items():
+            store.write_now(inode, 0, 0, memoryview(content), block_checksums(content))
+        await store.close()
+        store = await open_chunk_store(tmp_path / "t", 1)
+        asked, get, get_many = [], store.kv.get, store.kv.get_many
+
+        def many(keys):
+            asked.append(len(keys))
+            if damaged:
+                raise CorruptRecord("one of them")
+            return get_many(keys)
+
+        monkeypatch.setattr(store.kv, "get", lambda key: asked.append(1) or get(key))
+        monkeypatch.setattr(store.kv, "get_many", many)
+        numbers = [*contents, 777, *reversed(contents)]  # one that is not there, and each twice
+        packed = b"".join(READ.pack(inode, 0, 0, BLOCK, 0, 0) for inode in numbers)
+        results, _, payload = told(store, packed, True, (ALL_INODES,))
+        assert payload == b"".join(contents.get(inode, b"") for inode in numbers)
+        assert not any(status for status, *_ in RESULT.iter_unpack(results))
+        assert asked == [101] + [1] * (101 if damaged else 0), "what is damaged is left to who asks for it by itself"
+        asked.clear()
+        assert told(store, packed, True, (ALL_INODES,))[2] == payload and not asked
+        await store.close()
+
+    asyncio.run(main())
