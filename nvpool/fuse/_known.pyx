@@ -622,6 +622,7 @@ cdef class Known:
         """As Cache.hold_lent of what there is a lease on, with that grant; None, and nothing has happened, where it can not be
         opened so."""
         cdef PyObject *found = PyDict_GetItem(self._attrs, inode)
+        cdef bytes listed
         cdef const uint8_t *record
         cdef const uint8_t *right
         cdef int64_t now_ms, ends_ms
@@ -638,8 +639,9 @@ cdef class Known:
                 self._cache.drop(file)
                 return None
             return file
-        record, right = <const uint8_t *>PyBytes_AS_STRING(attr), <const uint8_t *>PyBytes_AS_STRING(grant)
-        if (PyBytes_GET_SIZE(attr) != record_bytes or get32(record + 16) & S_IFMT != S_IFREG or not get32(record + 20)
+        listed = attr
+        record, right = <const uint8_t *>PyBytes_AS_STRING(listed), <const uint8_t *>PyBytes_AS_STRING(grant)
+        if (PyBytes_GET_SIZE(listed) != record_bytes or get32(record + 16) & S_IFMT != S_IFREG or not get32(record + 20)
                 or PyBytes_GET_SIZE(grant) != grant_bytes or right[0] != GRANT_VERSION
                 or get64(right + 20) < get64(record + 80)):
             return None

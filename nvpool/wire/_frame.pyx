@@ -138,14 +138,14 @@ def hear(connection, reader, Py_ssize_t count):
             answered(calls, entry[4], took_s)
             if waiting:
                 connection._pump()
+            if asking is not None and last is not asking:
+                if last is not None:
+                    last.go_on()
+                last, run = asking, 0
             if reader.stalled:  # it has ended meanwhile
                 break
             if asking is None:
                 continue
-            if last is not asking:
-                if last is not None:
-                    last.go_on()
-                last, run = asking, 0
             run += 1
             if run == asking.turn and at < end:
                 last = None

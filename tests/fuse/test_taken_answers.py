@@ -252,3 +252,28 @@ async def test_who_leaves_while_they_come_gives_what_was_asked_for(two):
         await first.engine._end_plain_reads()
         await by_the_loop(receive, connection, b"".join(its[half:]))
     await two.all_right(asked)
+
+
+@on_two
+async def test_a_connection_that_ends_behind_some_of_them_gives_each_read_its_answer_once(two):
+    first, _ = two.kernels
+    asked = await two.ask(9, (BLOCK,))
+    said = await two.said()
+    two.speak()
+    some_ended, ended = first.engine._some_ended, []
+    for connection, its in said.items():
+        def end(connection=connection):
+            if connection._reading and not connection._ended:
+                ended.append(connection)
+                connection._end("by who goes on")
+            some_ended()
+
+        first.engine._some_ended = end
+        frames, room = b"".join(its), connection.get_buffer(-1)
+        count = min(len(frames), len(room))
+        room[:count] = frames[:count]
+        del room
+        await by_the_loop(connection.buffer_updated, count)
+    first.engine._some_ended = some_ended
+    assert ended
+    await two.all_right(asked)

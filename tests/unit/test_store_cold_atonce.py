@@ -169,7 +169,7 @@ async def test_a_drive_that_takes_no_reads_past_the_cache_is_read_as_always(cold
 async def test_large_answers_that_wait_for_their_socket_keep_their_memory_however_many_they_are(cold):
     places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17))
     frames = [cold.bench.frame(first, count, number=number + 1, flags=1) for number, (first, count) in enumerate(places)]
-    expected, direct = sorted(cold.expected(*frames)), cold.store.device.direct_reads
+    expected, direct = sorted(await cold.expected(*frames)), cold.store.device.direct_reads
     kept = []  # for nobody takes them
     for turn in range(20):
         direct._new.clear(), direct._old.clear()
@@ -183,10 +183,10 @@ async def test_large_answers_that_wait_for_their_socket_keep_their_memory_howeve
         if turn == 16:
             kept.clear()
     assert len(kept) == 15
-    cold.expected()
+    await cold.expected()
     out, sent = [], bytearray(b"".join(frames[:2]))  # in memory now
     assert cold.reads.answer(sent, len(sent), {}, cold.side._tally, out, cold.side) == len(sent)
-    assert list(map(bytes, out)) == cold.expected(*frames[:2])
+    assert list(map(bytes, out)) == await cold.expected(*frames[:2])
 
 
 @with_cold
