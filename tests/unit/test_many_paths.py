@@ -123,6 +123,46 @@ def test_more_names_than_one_message_holds_go_in_several():
     run(main())
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pieces_of_many_files_are_opened_together_too_and_kept_open_for_a_second(shards):
+    async def main() -> None:
+        async with Case(OPTIONS, shards=shards) as case:
+            contents = await planted(case, 1, 100)
+            pool = AsyncFileSystem(await case.client(clock := Standing()), ME)
+            pieces = [(path, 1, 50) for path in contents]
+            for ahead_s, most in ((0.0, 3 * shards + 1), (0.0, 0), (2.0, 3 * shards + 1), (0.0, 0)):
+                clock.ahead_s += ahead_s
+                if ahead_s:
+                    await lent_again(pool)
+                found, sent = await case.counted(pool.read_many(pieces))
+                assert [bytes(one) for one in found] == [content[1:51] for content in contents.values()]
+                assert sum(questions(sent).values()) <= most
+            with pytest.raises(FileNotFoundError) as raised:
+                await pool.read_many([*pieces, ("top/d1/no", 0, 1), ("top/no/f", 0, 1)])
+            assert raised.value.filename == "top/d1/no"
+            assert len(pool.client.vfs.cache.open) == 100
+            await pool._batches.forget()
+            assert not pool.client.vfs.cache.open
+    run(main())
+
+
+def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_the_end():
+    async def main() -> None:
+        async with Case(OPTIONS._replace(attr_s=0.0), shards=1) as case:
+            contents = await planted(case, 1, 20)
+            pool = AsyncFileSystem(await case.client(), ME)
+
+            async def some() -> None:
+                for _ in range(5):
+                    found = await pool.read_many([(path, 0, 4096) for path in contents])
+                    assert [bytes(one) for one in found] == list(contents.values())
+            await asyncio.gather(*(some() for _ in range(4)))
+            assert {file.handles for file in pool.client.vfs.cache.open.values()} <= {1}
+            await pool._batches.forget()
+            assert not pool.client.vfs.cache.open
+    run(main())
+
+
 # -- each path's end is its own ------------------------------------------------------------------------------------------------
 
 
