@@ -163,6 +163,25 @@ def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_t
     run(main())
 
 
+def test_wide_directories_over_several_shards_are_walked_as_others():
+    async def main() -> None:
+        async with Case(OPTIONS, shards=3) as case:
+            top = (await case.other.mkdir(ROOT_INODE, b"top", 0o755, ME, wide=True)).inode
+            contents = {}
+            for number in range(30):
+                at = (await case.other.mkdir(top, b"d%d" % number, 0o755, ME, wide=True)).inode
+                for name in (b"f", b"g", b"h"):
+                    contents[f"top/d{number}/{name.decode()}"] = name * number
+                    await put(case.other, name, name * number, at)
+            pool = AsyncFileSystem(await case.client(), ME)
+            _, sent = await case.counted(read(pool, contents))
+            assert sent["META_LOOKUP_MANY"] <= 3 * 3 and sum(questions(sent).values()) <= 20
+            await read(pool, contents)
+            _, sent = await case.counted(read(pool, contents))
+            assert not questions(sent)
+    run(main())
+
+
 # -- each path's end is its own ------------------------------------------------------------------------------------------------
 
 

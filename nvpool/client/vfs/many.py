@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from nvpool.base import errors
 from nvpool.base.errors import DeadlineExceeded, NameTooLong, NotFound, NvpoolError, SpreadDirectory
 from nvpool.base.grants import READ
+from nvpool.base.oldest import too_old
 from nvpool.base.spares import Spares
 from nvpool.base.units import NAME_BYTES_MAX
 from nvpool.client.cache import DIVIDED_FLAG
@@ -30,6 +31,7 @@ NAMES_MAX = 1000
 """In one message."""
 _AT_ONCE = 64
 """Of what is done for each by itself."""
+_ELSEWHERE_MAX = 65536
 _spares = Spares()
 
 Place = tuple[int, bytes]
@@ -39,7 +41,9 @@ Place = tuple[int, bytes]
 class Many(Files):
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self._unlent: dict[int, None] = {}  # directories of other shards than their names', of which no more is known
+        # what names stood for whose inodes are another shard's, inode -> mode, and those of which no more is known
+        self._elsewhere: dict[int, int] = {}
+        self._unlent: dict[int, None] = {}
 
     # -- walking ---------------------------------------------------------------------------------------------------------
 
@@ -68,7 +72,9 @@ class Many(Files):
         inode = self.cache.entry(parent, name, self.options.attr_s)
         if inode == 0:
             raise NotFound
-        mode = self.cache.mode(inode) if inode is not None else None
+        if inode is None:
+            return None
+        mode = self.cache.mode(inode) or self._elsewhere.get(inode)
         return None if mode is None else (inode, mode)
 
     async def _walk_one(self, number: int, places: Sequence[Place], found: list) -> None:
@@ -90,12 +96,15 @@ class Many(Files):
             elif entry.elsewhere:
                 inode = entry.attr.inode
                 self.cache.put_entry(parent, name, inode, sent_s)
-                if self.cache.mode(inode) is None or self.leases.held(inode) is None:
+                if self.leases.held(inode) is None:
                     self._unlent[inode] = None
+                self._elsewhere[inode] = entry.attr.mode
                 found[number] = inode, entry.attr.mode
             else:
                 attr = self._learned(parent, name, entry, sent_s)
                 found[number] = attr.inode, attr.mode
+        for old in too_old(self._elsewhere, _ELSEWHERE_MAX):
+            del self._elsewhere[old]
         await _some(alone, lambda number: self._walk_one(number, places, found))
 
     def _learned(self, parent: int, name: bytes, entry: meta_pb2.Entry, sent_s: float) -> Attr:
