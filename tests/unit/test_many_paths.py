@@ -16,6 +16,7 @@ from nvpool.client.vfs import Caller, FileHandle
 from nvpool.logic import moves
 from nvpool.meta.service import MetaOptions
 from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.wire.v1 import meta_pb2
 from nvpool.wire.v1.wire_pb2 import Method
 from tests.unit.test_small_files import ME, Case, Standing, put, run
 
@@ -53,6 +54,22 @@ async def lent_again(pool: AsyncFileSystem) -> None:
         await asyncio.sleep(0.01)
         pool.client.vfs.cache.grow_old(ROOT_INODE)
         await pool.client.vfs.getattr(ROOT_INODE)
+
+
+class Told(Case):
+    """`about(call)` may answer in a shard's place, or change who asks."""
+
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self.about = lambda call, shard: False
+        listen = self.pool._listen
+
+        async def telling(role: str, number: int, handler) -> None:
+            def handle(call) -> None:
+                if role != "meta" or not self.about(call, number):
+                    handler(call)
+            await listen(role, number, handle)
+        self.pool._listen = telling
 
 
 # -- how many messages -----------------------------------------------------------------------------------------------------
@@ -182,6 +199,47 @@ def test_wide_directories_over_several_shards_are_walked_as_others():
     run(main())
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_files_whose_inodes_another_shard_has_are_asked_for_together_and_by_themselves_at_an_older_one(older):
+    async def main() -> None:
+        async with Told(OPTIONS, shards=2) as case:
+            vfs = case.other
+            at = [(await vfs.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(8)]
+            made = next(one for one in at if vfs.meta.shard_of(one) == 1)
+            to = next(one for one in at if vfs.meta.shard_of(one) == 2)
+            contents = {}
+            for number in range(40):
+                content = contents[f"d{at.index(to)}/f{number}"] = os.urandom(number * 50)
+                await put(vfs, b"tmp", content, made)
+                await vfs.rename(made, b"tmp", to, b"f%d" % number, 0, ME)
+            links = [f"d{at.index(to)}/l{number}" for number in range(3)]
+            for number in range(3):
+                await vfs.symlink(made, b"l", b"f%d" % number, ME)
+                await vfs.rename(made, b"l", to, b"l%d" % number, 0, ME)
+            pool = AsyncFileSystem(await case.client(), ME)
+
+            def forget(call, shard) -> bool:
+                if older and call.method == Method.Value("META_GETATTR_MANY"):
+                    request = meta_pb2.GetAttrManyRequest.FromString(call.message)
+                    request.ClearField("rights")
+                    call.message = request.SerializeToString()
+                return False
+            case.about = forget
+            _, sent = await case.counted(read(pool, contents))
+            sent.pop("DATA_READ")
+            assert sent.pop("META_GETATTR", 0) <= (42 if older else 2) and sum(sent.values()) <= 5
+            await read(pool, contents)  # names that were asked for before there was a lease on what they stand for
+            _, sent = await case.counted(read(pool, contents))
+            assert not questions(sent)
+            expected = [contents[path.replace("/l", "/f")] for path in links]
+            assert [bytes(one) for one in await pool.read_many([*links, *contents])] == [*expected, *contents.values()]
+            await vfs.unlink(to, b"f7", ME)
+            with pytest.raises(FileNotFoundError):
+                await pool.read_many(list(contents))
+            assert not pool.client.vfs.cache.open
+    run(main())
+
+
 # -- each path's end is its own ------------------------------------------------------------------------------------------------
 
 
@@ -213,22 +271,6 @@ def test_what_is_wrong_with_one_path_is_told_of_that_path(shards):
                 await vfs.release(one)
             await read(pool, contents)
     run(main())
-
-
-class Told(Case):
-    """`about(call)` may answer in a shard's place, or change who asks."""
-
-    def __init__(self, *arguments, **named) -> None:
-        super().__init__(*arguments, **named)
-        self.about = lambda call, shard: False
-        listen = self.pool._listen
-
-        async def telling(role: str, number: int, handler) -> None:
-            def handle(call) -> None:
-                if role != "meta" or not self.about(call, number):
-                    handler(call)
-            await listen(role, number, handle)
-        self.pool._listen = telling
 
 
 @pytest.mark.parametrize("shards", [1, 2])

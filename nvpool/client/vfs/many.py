@@ -113,29 +113,34 @@ class Many(Files):
         return attr
 
     async def _learn_unlent(self) -> None:
-        """Have attributes of and leases on directories that other shards have than their names: nobody waits for them, but the
-        next walk asks for less. Fails quietly."""
+        """Have attributes of and leases on directories that other shards have than their names: the next walk asks for less."""
         unlent, self._unlent = self._unlent, {}
-        asked: dict[int, list[int]] = {}
-        for inode in unlent:
-            asked.setdefault(self.meta.shard_of(inode), []).append(inode)
-        await _all([self._learn_attrs(shard, inodes[first:first + NAMES_MAX])
-                    for shard, inodes in asked.items() for first in range(0, len(inodes), NAMES_MAX)])
+        await self._learn_attrs(unlent, 0)
 
-    async def _learn_attrs(self, shard: int, inodes: list[int]) -> None:
-        request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(inodes))
-        sent_s = self.clock.boottime_s()
+    async def _learn_attrs(self, inodes: Iterable[int], rights: int) -> None:
+        """Have attributes, leases and rights of inodes that other shards have than their names, with one question to each.
+        Fails quietly: who needs one of them asks again."""
+        asked: dict[int, list[int]] = {}
+        for inode in dict.fromkeys(inodes):
+            asked.setdefault(self.meta.shard_of(inode), []).append(inode)
+        await _all([self._learn_some_attrs(shard, some[first:first + NAMES_MAX], rights)
+                    for shard, some in asked.items() for first in range(0, len(some), NAMES_MAX)])
+
+    async def _learn_some_attrs(self, shard: int, inodes: list[int], rights: int) -> None:
+        request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(inodes), rights=rights)
         try:
+            sent_s = await self._met_s(inodes[0])
             reply = await self.meta.ask_shard(shard, wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
+            listed = Listed(reply.packed)
+            grants = listed.grants(reply.grants) if reply.grants else None
         except NvpoolError:
             return
-        listed = Listed(reply.packed)
         for at, inode in enumerate(listed.inodes):
             attr = listed.attr(at)
             if not attr.flags & DIVIDED_FLAG and self.leases.is_news(inode, sent_s):
                 self.cache.put_attr(attr)
                 if listed.is_promised(at):
-                    self.leases.take(inode, reply.lease_ms, sent_s)
+                    self.leases.take(inode, reply.lease_ms, sent_s, grants[at] if grants else b"")
 
     # -- many names, one question ------------------------------------------------------------------------------------------
 
@@ -172,8 +177,7 @@ class Many(Files):
         place = some[0][1]
         sent_s = self.clock.boottime_s()
         try:
-            if not self.meta.session_of(place):
-                sent_s = await self._met_s(place)
+            sent_s = await self._met_s(place)
             reply = await self.meta.ask(place, wire_pb2.META_LOOKUP_MANY, request, meta_pb2.LookupManyReply)
             if len(reply.found) != len(some):
                 raise errors.CorruptFrame("a shard's answer to many look-ups does not fit the question")
@@ -192,7 +196,9 @@ class Many(Files):
                     told[number] = None if one.error else one.entry, sent_s
 
     async def _met_s(self, place: int) -> float:
-        """When there is a session: what is sent before begins no lease."""
+        """Now, when there is a session at the shard: what is sent before begins no lease."""
+        if self.meta.session_of(place):
+            return self.clock.boottime_s()
         try:
             await self.meta.meet(place)
         except DeadlineExceeded:
@@ -248,6 +254,9 @@ class Many(Files):
                 attr = self._learned(*places[number], entry, sent_s)
                 found[number] = self.open_now(attr.inode, 0) or attr
         await _some(alone, lambda number: self._look_up_one(number, places, found))
+        if len(elsewhere) > 1:
+            await self._learn_attrs((inode for _, inode, _ in elsewhere), READ)
+            elsewhere = [one for one in elsewhere if not self._opened_elsewhere(one, places, found)]
         await _some(elsewhere, lambda one: self._look_elsewhere_one(one, places, found))
 
     async def _look_up_one(self, number: int, places: Sequence[Place], found: list) -> None:
@@ -257,6 +266,14 @@ class Many(Files):
             found[number] = error
         else:
             found[number] = self.open_now(attr.inode, 0) or attr
+
+    def _opened_elsewhere(self, one: tuple[int, int, float], places: Sequence[Place], found: list) -> bool:
+        number, inode, sent_s = one
+        found[number] = self.open_now(inode, 0)
+        if found[number] is None:
+            return False
+        self.cache.put_entry(*places[number], inode, sent_s)
+        return True
 
     async def _look_elsewhere_one(self, one: tuple[int, int, float], places: Sequence[Place], found: list) -> None:
         number, inode, sent_s = one
