@@ -168,6 +168,12 @@ class Cache:
             self._attrs[inode] = attr, born_s
         return None if attr is None else attr.flags
 
+    def mode(self, inode: int) -> int | None:
+        """That of the attributes, however old they are: the type of an inode does not change."""
+        opened = self.open.get(inode)
+        attr = opened.attr if opened is not None else self._attrs.get(inode, (None, NEVER_S))[0]
+        return None if attr is None else (attr_of(attr) if type(attr) is bytes else attr).mode
+
     def entries_of(self, directory: int) -> int:
         """How many names the directory had when somebody last heard of it; 0: nobody has."""
         opened = self.open.get(directory)

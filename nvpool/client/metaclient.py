@@ -355,6 +355,10 @@ class MetaClient(Begins, Releasing):
             state.opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it meets it
         await self._until(state.opening, deadline_s)
 
+    async def meet(self, inode: int) -> None:
+        """Have a session at the inode's shard, for who is to be lent what he asks for first. Errors as of one try of `ask`."""
+        await self.ensure_session(self._shard_of(inode), self._clock.boottime_s() + self._options.deadline_s)
+
     async def _until(self, asked: asyncio.Task, deadline_s: float) -> None:
         """Wait for what is asked once for several, each of whom may wait as long as he may."""
         try:

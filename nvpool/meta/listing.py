@@ -135,7 +135,7 @@ def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int]
                      for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
 
 
-def attributes(view: View, request: meta_pb2.GetAttrManyRequest) -> meta_pb2.GetAttrManyReply:
+def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) -> meta_pb2.GetAttrManyReply:
     """Of many inodes of this shard, for who has their names from another; without those that are gone, or in a volume that the
     asker has no right to."""
     numbers = codec.unpack_inodes(request.inodes)
@@ -150,7 +150,10 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest) -> meta_pb2.Get
               if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))]
     lent = view.lend_all(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
-    return meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
+    reply = meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
+    if request.rights & READ and lent and not view.access.restricted:  # as of a listing
+        reply.grants = _grants(view, request.session, inodes, lent, now_ns)
+    return reply
 
 
 def _elsewhere(number: int, kind: int) -> tuple:

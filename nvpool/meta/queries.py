@@ -84,19 +84,17 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
     rights = request.rights & READ  # a write grant leaves a mark, which would be a change
-    steps = 0
-    for directory in request.directories:
-        all_names = directory.names
-        for first in range(0, len(all_names), LOOKUP_STEP):
-            some = all_names[first:first + LOOKUP_STEP]
-            steps += len(some)
-            if steps > LOOKUP_STEP:
-                yield None
-                steps = len(some)
-            if _look_up_together(view, request.session, directory.parent, some, rights, now_ns(), reply):
+    for number, some in enumerate(_steps(request.directories)):
+        if number:
+            yield None
+        if _look_up_together(view, request.session, some, rights, now_ns(), reply):
+            continue
+        for piece in some:  # one directory of several may have more to say than the others
+            if len(some) > 1 and _look_up_together(view, request.session, [piece], rights, now_ns(), reply):
                 continue
+            directory, names = piece
             one.parent, one.spread = directory.parent, directory.spread
-            for name in some:
+            for name in names:
                 one.name, one.rights = name, rights
                 try:
                     reply.found.add(entry=lookup(view, one, now_ns()).reply)
@@ -105,15 +103,40 @@ def lookup_many(view: View, request: meta_pb2.LookupManyRequest, now_ns: Callabl
     yield reply
 
 
-def _look_up_together(view: View, session: int, parent: int, some: Sequence[bytes], rights: int, now_ns: int,
+Piece = tuple[meta_pb2.NamesIn, Sequence[bytes]]
+"""Some of the names in a directory."""
+
+
+def _steps(directories: Iterable[meta_pb2.NamesIn]) -> Iterator[list[Piece]]:
+    """All names in their order, LOOKUP_STEP at most at once."""
+    some: list[Piece] = []
+    count = 0
+    for directory in directories:
+        all_names = directory.names
+        for first in range(0, len(all_names), LOOKUP_STEP):
+            names = all_names[first:first + LOOKUP_STEP]
+            if count + len(names) > LOOKUP_STEP:
+                yield some
+                some, count = [], 0
+            some.append((directory, names))
+            count += len(names)
+    if some:
+        yield some
+
+
+def _look_up_together(view: View, session: int, some: list[Piece], rights: int, now_ns: int,
                       reply: meta_pb2.LookupManyReply) -> bool:
     """As `lookup` of each, with one search for all entries and one for all inodes: 14 µs a name in place of 20. False, and
     nothing was added, where more is to be said of one of them than what its records tell."""
-    if len(some) < 2 or view.owners or view.access.restricted:
+    if view.owners or view.access.restricted or sum([len(names) for _, names in some]) < 2:
         return False
     try:
-        directory = view.directory(parent)
-        places = [view.place(directory, name) for name in some]
+        places = []
+        for asked, names in some:
+            directory = view.directory(asked.parent)
+            if not directory.links:
+                return False
+            places += [view.place(directory, name) for name in names]
         raws = view.get_many([key for _, _, key in places])
         numbers = [records.decode_dentry(place[0], raw)[0] if raw is not None else 0
                    for place, raw in zip(places, raws, strict=True)]
@@ -122,7 +145,7 @@ def _look_up_together(view: View, session: int, parent: int, some: Sequence[byte
                   for number, raw in zip(there, view.get_many(list(map(records.inode_key, there))), strict=True)]
     except (Refused, Stale, CorruptRecord):
         return False
-    if not directory.links or None in inodes or not view.cutting.keys().isdisjoint(there) \
+    if None in inodes or not view.cutting.keys().isdisjoint(there) \
             or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes]):
         return False
     lent = view.lend_all(session, inodes)

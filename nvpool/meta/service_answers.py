@@ -50,7 +50,7 @@ class Answers:
         self._counters["requests"] += 1
         request = pb.GetAttrManyRequest.FromString(call.message)
         self._sessions.get(request.session)
-        call.reply(attributes(self._view, request).SerializeToString())
+        call.reply(attributes(self._view, request, self._clock.wall_ns()).SerializeToString())
 
     def _parts(self, call: Call) -> None:
         self._counters["requests"] += 1

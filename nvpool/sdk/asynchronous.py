@@ -189,9 +189,10 @@ class AsyncFileSystem:
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
     async def read_many(self, reads: Sequence[tuple[Path | AsyncFile | FileHandle, int, int] | Path], into=None):
-        """Each (path or open file, offset, length), all in one message per target. Or paths alone, each a whole file: looked
-        up, opened and read in one message per metadata shard and one per target; a list of memoryviews, FileNotFoundError and
-        its like for the first that is no file. Directories that were not walked within a second take messages of their own.
+        """Each (path or open file, offset, length), all in one message per target. Or paths alone, each a whole file: a list of
+        memoryviews. OSError for the first path that leads to no file. Files that are not open yet are looked up and opened in
+        one message per metadata shard; directories on the way that are not known take one per shard and level, however many
+        they are; a symbolic link takes one of its own.
 
         With `into` (any writable buffer) the bytes lie there, each read's at the sum of the lengths before it, and a list of
         lengths is returned: shorter than asked for only at the end of a file. Without, a list of memoryviews. On an error

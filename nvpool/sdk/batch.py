@@ -1,26 +1,44 @@
 """read_many of the SDK: paths and open files mixed, into one buffer.
 
 Files named by path are opened for the batch and kept open for the ones after it, as long as the client's `attr_s`: so a
-loader that reads the same shards again and again asks the metadata service once a second for each, not once a read. Bounded;
-what was not used for longest is closed first. Called by the SDK's file systems.
+loader that reads the same shards again and again asks the metadata service once a second, for all of them together, and not
+once a read. Bounded; what was not used for longest is closed first. Called by the SDK's file systems.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from nvpool.base.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError
+from nvpool.base.errors import InvalidRequest, IsADirectory, NvpoolError
 from nvpool.client.vfs import Caller, FileHandle, Vfs
-from nvpool.sdk.paths import Path, as_os_error, find, locate, names_of
-from nvpool.wire.v1.meta_pb2 import Attr
+from nvpool.sdk.paths import Path, as_os_error, names_of
+from nvpool.sdk.ways import Way, read_links, walk_together
 
 KEPT_OPEN = 1024
 """Files; each costs 2 KiB here and a number at the shard."""
-_DIRECTORY = 0o040000
+
+
+class _Wanted:
+    """A file that is to be read: the way to its directory, which it may share with others, and its name there."""
+
+    __slots__ = ("way", "name", "link", "handle", "error")
+
+    def __init__(self, names: list[bytes], ways: dict[bytes, Way]) -> None:
+        self.handle: FileHandle | None = None
+        self.error: NvpoolError | None = None
+        self.link = 0
+        self.name = names.pop() if names and names[-1] != b".." else b""
+        directory = b"/".join(names)
+        self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
+
+    def follow(self, target: bytes | NvpoolError) -> None:
+        """The name stands for a symbolic link."""
+        self.way = self.way.branch()
+        self.way.follow(target)
+        self.name = self.way.take_last()
 
 
 class Batches:
@@ -28,99 +46,119 @@ class Batches:
         self._vfs = vfs
         self._caller = caller
         self._kept: OrderedDict[bytes, tuple[FileHandle, float]] = OrderedDict()
+        self._replaced: list[FileHandle] = []
         self._busy = 0
 
     async def read_many(self, reads: Sequence[tuple[Path | FileHandle, int, int]], into: memoryview) -> list[int]:
         """Each (path or handle, offset, length) into `into`, one behind the other; how many bytes each got: fewer than asked
         for only at the end of its file. One message per target. On an error `into` holds nothing that may be relied on."""
+        paths: dict[Path, None] = {}
+        for what, offset, length in reads:
+            if offset < 0 or length < 0:
+                raise InvalidRequest(f"{length} bytes at {offset}")
+            if type(what) is not FileHandle:
+                paths[what] = None
         self._busy += 1
         try:
-            handles: dict[Path, FileHandle] = {}
-            plan = []
-            for what, offset, length in reads:
-                if offset < 0 or length < 0:
-                    raise InvalidRequest(f"{length} bytes at {offset}")
-                if type(what) is not FileHandle:
-                    handle = handles.get(what)
-                    if handle is None:
-                        handle = handles[what] = await self._opened(what)
-                    what = handle
-                plan.append((what, offset, length))
+            plan = reads
+            if paths:
+                handles = await self._opened(paths)
+                plan = [(what if type(what) is FileHandle else handles[what], offset, length) for what, offset, length in reads]
             return await self._vfs.read_many(plan, into)
         finally:
             self._busy -= 1
-            if len(self._kept) > KEPT_OPEN and not self._busy:
+            if not self._busy:
                 await self._trim(KEPT_OPEN)
 
     async def read_whole(self, paths: Sequence[Path]) -> list[memoryview]:
         """All bytes of each file. OSError for the first path that leads to none."""
-        names = [names_of(path) for path in paths]
-        directories = {b"/".join(parts[:-1]): 0 for parts in names}
-        await asyncio.gather(*[self._find_directory(path, directories) for path in directories])
-        plain = [number for number, parts in enumerate(names)
-                 if parts and parts[-1] != b".." and directories[b"/".join(parts[:-1])]]
-        handles: list[FileHandle | None] = [None] * len(paths)
+        ways: dict[bytes, Way] = {}
+        wanted = [_Wanted(names_of(path), ways) for path in paths]
         try:
             with as_os_error():
-                opened = await self._vfs.open_many([(directories[b"/".join(names[number][:-1])], names[number][-1])
-                                                    for number in plain], self._caller)
-            found = dict(zip(plain, opened, strict=True))
-            handles = [one if isinstance(one := found.get(number), FileHandle) else None for number in range(len(paths))]
-            for number, path in enumerate(paths):
-                if handles[number] is None:
+                await self._open_all(wanted)
+            for one, path in zip(wanted, paths, strict=True):
+                if one.error is not None:
                     with as_os_error(path):
-                        handles[number] = await self._open_alone(path, found.get(number))
+                        raise one.error
             with as_os_error():
-                return await self._vfs.read_whole(handles)
+                return await self._vfs.read_whole([one.handle for one in wanted])
         finally:
-            for handle in handles:
-                if handle is not None:
-                    await self._vfs.release(handle)
+            for one in wanted:
+                if one.handle is not None:
+                    await self._vfs.release(one.handle)
 
-    async def _find_directory(self, path: bytes, directories: dict[bytes, int]) -> None:
-        try:
-            attr = await find(self._vfs, path)
-        except NvpoolError:
-            return  # told with the path itself
-        if stat.S_ISDIR(attr.mode):
-            directories[path] = attr.inode
+    async def _open_all(self, wanted: list[_Wanted]) -> None:
+        """Each has a handle after this, or an error. Symbolic links at the ends are followed together, too."""
+        while wanted:
+            await walk_together(self._vfs, list({id(one.way): one.way for one in wanted}.values()))
+            plain = []
+            for one in wanted:
+                one.error = one.way.error or (None if one.name else IsADirectory())
+                if one.error is None:
+                    plain.append(one)
+            opened = await self._vfs.open_many([(one.way.inode, one.name) for one in plain], self._caller)
+            wanted = []
+            for one, found in zip(plain, opened, strict=True):
+                if type(found) is FileHandle:
+                    one.handle = found
+                elif isinstance(found, NvpoolError):
+                    one.error = found
+                elif stat.S_ISLNK(found.mode):
+                    one.link = found.inode
+                    wanted.append(one)
+                else:
+                    one.error = IsADirectory() if stat.S_ISDIR(found.mode) else InvalidRequest("only regular files can be read")
+            targets = await read_links(self._vfs, {one.link for one in wanted})
+            for one in wanted:
+                one.follow(targets[one.link])
 
-    async def _open_alone(self, path: Path, known: Attr | NvpoolError | None) -> FileHandle:
-        """What many at once could not: symbolic links, paths that lead nowhere."""
-        if isinstance(known, NvpoolError):
-            raise known
-        attr = (await locate(self._vfs, path, to_open=True)).attr
-        if attr is None:
-            raise NotFound
-        if stat.S_ISDIR(attr.mode):
-            raise IsADirectory
-        if not stat.S_ISREG(attr.mode):
-            raise InvalidRequest("only regular files can be read")
-        return await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
-
-    async def _opened(self, path: Path) -> FileHandle:
-        key = os.fsencode(path)
+    async def _opened(self, paths: Iterable[Path]) -> dict[Path, FileHandle]:
+        """Those that are not open, or were for long enough, are opened together. OSError for one that leads to no file."""
+        found: dict[Path, FileHandle] = {}
+        ways: dict[bytes, Way] = {}
+        wanted: dict[Path, _Wanted] = {}
         now_s = self._vfs.clock.boottime_s()
-        kept = self._kept.get(key)
-        if kept is not None and kept[1] > now_s:
-            self._kept.move_to_end(key)
-            return kept[0]
-        attr = await find(self._vfs, path)
-        if attr.mode & 0o170000 == _DIRECTORY:
-            raise IsADirectory
-        handle = await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
+        for path in paths:
+            key = os.fsencode(path)
+            kept = self._kept.get(key)
+            if kept is not None and kept[1] > now_s:
+                self._kept.move_to_end(key)
+                found[path] = kept[0]
+            else:
+                wanted[path] = _Wanted(names_of(path), ways)
+        if not wanted:
+            return found
+        try:
+            await self._open_all(list(wanted.values()))
+        finally:
+            for path, one in wanted.items():
+                if one.handle is not None:
+                    found[path] = one.handle
+                    self._keep(os.fsencode(path), one.handle, now_s + self._vfs.options.attr_s)
+        for path, one in wanted.items():
+            if one.error is not None:
+                with as_os_error(path):
+                    raise one.error
+        return found
+
+    def _keep(self, key: bytes, handle: FileHandle, until_s: float) -> None:
         before = self._kept.pop(key, None)
-        self._kept[key] = handle, now_s + self._vfs.options.attr_s
+        self._kept[key] = handle, until_s
         if before is not None:
-            await self._vfs.release(before[0])
-        return handle
+            self._replaced.append(before[0])  # somebody else may be reading by it
 
     async def _trim(self, count: int) -> None:
+        replaced, self._replaced = self._replaced, []
+        for handle in replaced:
+            await self._vfs.release(handle)
         while len(self._kept) > count:
             await self._vfs.release(self._kept.popitem(last=False)[1][0])
 
     async def forget(self, paths: Iterable[Path] | None = None) -> None:
         """Close what is kept open, all of it or these: their names mean something else now."""
+        if paths is None:
+            await self._trim(len(self._kept))
         keys = list(self._kept) if paths is None else [os.fsencode(path) for path in paths]
         for key in keys:
             kept = self._kept.pop(key, None)

@@ -266,6 +266,51 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
     run(main())
 
 
+def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
+    async def main() -> None:
+        async with Case() as case:
+            vfs, meta = case.other, case.pool.meta
+            parents = []
+            for number in range(150):
+                parents.append((await vfs.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode)
+                for name in (b"f", b"g")[:number % 3]:
+                    await put(vfs, name, b"%d" % number, parents[-1])
+            file = await put(vfs, b"file", b"1")
+            wide = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
+            await put(vfs, b"f", b"1", wide)
+            gone = (await vfs.mkdir(ROOT_INODE, b"gone", 0o755, ME)).inode
+            held = await case.one.opendir(gone)
+            await vfs.rmdir(ROOT_INODE, b"gone", ME)
+            session = state_of(case.one).session
+
+            def many(asked: list[tuple[int, list[bytes]]], rights: int) -> list:
+                request = meta_pb2.LookupManyRequest(session=session, rights=rights)
+                for parent, names in asked:
+                    request.directories.add(parent=parent, names=names)
+                return list(list(queries.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
+
+            def same(asked: list[tuple[int, list[bytes]]]) -> None:
+                for rights in (0, 1):
+                    assert many(asked, rights) == [one for parent, names in asked for name in names
+                                                   for one in many([(parent, [name])], rights)]
+
+            plain = [(parent, [b"f", b"g", b"no"][:number % 4]) for number, parent in enumerate(parents)]
+            same(plain)
+            assert sum(bool(one.entry.grant) for one in many(plain, 1)) == 100
+            for odd in ([(file, [b"x"])], [(1 << 40, [b"f", b"g"])], [(gone, [b"f"])], [(wide, [b"f", b"no"])],
+                        [(parents[2], [b"", b"f"])], [(parents[5], [b"f"] * 300)], [(parents[7], [])]):
+                same([*plain[:10], *odd, *plain[10:20]])
+                same(odd)
+            inode = (await vfs.lookup(parents[2], b"f")).inode
+            meta._view.cutting[inode] = None
+            same(plain)
+            del meta._view.cutting[inode]
+            meta._kv.apply([(records.inode_key(inode), b"\xff")])
+            same(plain)
+            del held
+    run(main())
+
+
 # -- small files -----------------------------------------------------------------------------------------------------------
 
 

@@ -99,12 +99,16 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
     asyncio.run(main())
 
 
-async def grants_told(meta, member: str, session: int, directory: int, names: list[bytes]) -> tuple[int, int]:
-    """Rights to read that come with a listing of the directory, and with these names looked up together."""
+async def grants_told(meta, member: str, session: int, directory: int, names: list[bytes],
+                      inodes: list[int]) -> tuple[int, int, int]:
+    """Rights to read that come with a listing of the directory, with these names looked up together, and with the attributes
+    of their inodes."""
     looked = pb.LookupManyRequest(session=session, rights=3, directories=[pb.NamesIn(parent=directory, names=names)])
     calls = [DirectCall(wire.META_LIST, pb.ListDirRequest(session=session, inode=directory, attrs=True, packed=True,
                                                           rights=3).SerializeToString()),
-             DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString())]
+             DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString()),
+             DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(session=session, inodes=codec.pack_inodes(inodes),
+                                                                      rights=3).SerializeToString())]
     told = []
     for call in calls:
         call.peer = PEER._replace(member=member)
@@ -114,7 +118,8 @@ async def grants_told(meta, member: str, session: int, directory: int, names: li
         except AccessDenied:
             told.append(b"")
     return (len(pb.ListDirReply.FromString(told[0]).grants) // GRANT_BYTES,
-            sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found))
+            sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found),
+            len(pb.GetAttrManyReply.FromString(told[2]).grants) // GRANT_BYTES)
 
 
 def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
@@ -126,11 +131,14 @@ def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
             names = [b"one", b"two", b"three"]
             for name in names:
                 await fs.write_bytes(f"/volumes/secret/{name.decode()}", b"1")
+            inodes = [(await fs.stat(f"/volumes/secret/{name.decode()}")).st_ino for name in names]
             session = next(iter(meta._sessions.by_number))
-            assert await grants_told(meta, STRANGER, session, made.inode, names) == (3, 3)  # nothing is kept from anybody yet
+            asked = session, made.inode, names, inodes
+            assert await grants_told(meta, STRANGER, *asked) == (3, 3, 3)  # nothing is kept from anybody yet
             await fs.volumes.grant("secret", GRANTED, "ro")
-            for member, told in ((STRANGER, (0, 0)), (GRANTED, (0, 3)), (NODE, (0, 3))):  # a listing brings none at all then
-                assert await grants_told(meta, member, session, made.inode, names) == told
+            # a listing, and attributes, bring none at all then
+            for member, told in ((STRANGER, (0, 0, 0)), (GRANTED, (0, 3, 0)), (NODE, (0, 3, 0))):
+                assert await grants_told(meta, member, *asked) == told
             await fs.volumes.revoke("secret", GRANTED)
-            assert await grants_told(meta, GRANTED, session, made.inode, names) == (0, 0)
+            assert await grants_told(meta, GRANTED, *asked) == (0, 0, 0)
     asyncio.run(main())

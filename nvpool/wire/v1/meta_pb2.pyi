@@ -252,22 +252,26 @@ class GetAttrRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., rights: _Optional[int] = ...) -> None: ...
 
 class GetAttrManyRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inodes")
+    __slots__ = ("session", "map_epoch", "inodes", "rights")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inodes: bytes
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ...) -> None: ...
+    rights: int
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inodes: _Optional[bytes] = ..., rights: _Optional[int] = ...) -> None: ...
 
 class GetAttrManyReply(_message.Message):
-    __slots__ = ("packed", "lease_ms")
+    __slots__ = ("packed", "lease_ms", "grants")
     PACKED_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     packed: bytes
     lease_ms: int
-    def __init__(self, packed: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    grants: bytes
+    def __init__(self, packed: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., grants: _Optional[bytes] = ...) -> None: ...
 
 class PartsRequest(_message.Message):
     __slots__ = ("session", "map_epoch", "inodes")
