@@ -50,14 +50,14 @@ def doctor(context: click.Context, pool: str | None, drives: tuple[str, ...], qu
                 raise click.UsageError(f"nvpool doctor {context.invoked_subcommand} does not look at {option}; leave it out")
         return
     from nvpool.cli.doctor_drive import drives as look_at_drives
-    from nvpool.cli.doctor_machine import RESEND_MIN, machine
+    from nvpool.cli.doctor_machine import KERNEL_MIN, machine
     from nvpool.cli.doctor_pool import pool_checks
     from nvpool.fuse.engine import kernel_version
     found = list(machine())
     if drives:
         found += look_at_drives([Path(drive) for drive in drives])
     if pool:
-        found += pool_checks(pool, kernel_version() >= RESEND_MIN)
+        found += pool_checks(pool, kernel_version() >= KERNEL_MIN)
     context.exit(show(found, as_json, quiet))
 
 

@@ -37,9 +37,10 @@ def kernel(release: str) -> Check:
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < KERNEL_MIN:
         return warn("kernel", f"Linux {release}", "mounts go through libfuse (--engine pyfuse3) and are slower; 5.4 is the "
-                                                  "first for the direct engine, 6.9 lets mounts outlive their process")
+                                                  "first for the direct engine, by which mounts outlive their process")
     if version < RESEND_MIN:
-        return warn("kernel", f"Linux {release}", "a mount ends with its process; from Linux 6.9 on it outlives it")
+        return warn("kernel", f"Linux {release}", "a mount outlives its process, but is slower and has one process; from Linux "
+                                                  "6.9 on it has all its ways")
     return ok("kernel", f"Linux {release}: mounts outlive their process; passthrough is there and not used")
 
 

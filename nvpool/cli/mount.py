@@ -59,10 +59,10 @@ examples:
 @click.option("--negative-timeout-s", type=Number(0, 3600), help="How long it may keep that a name is not there. [0]")
 @click.option("--holder/--no-holder", default=None,
               help="Whether the mount outlives a crash or upgrade of its process, for some 20 MiB of memory; needs engine "
-                   "kernel and Linux 6.9. [where it can]")
+                   "kernel and Linux 5.4. [where it can]")
 @click.option("--workers", type=click.IntRange(1, configuration.WORKERS_MAX),
               help="Processes for this mount, where one core does not do: all but one only read files of more than 64 KiB. "
-                   "Needs a holder. [workers under [client] in node.toml, else 1]")
+                   "Needs a holder and Linux 6.9. [workers under [client] in node.toml, else 1]")
 @click.option("--metrics", metavar="HOST:PORT",
               help="Tell Prometheus of this mount, all its processes together, at http://HOST:PORT/metrics, to whoever "
                    "reaches it.")

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from nvpool.base.errors import InvalidRequest
 from nvpool.base.metrics_page import Page
+from nvpool.base.unanswered import Unanswered
 from nvpool.fuse.mount import Mount
 from nvpool.fuse.ops import FuseOps
 
@@ -21,7 +22,7 @@ ENGINES = ("auto", "kernel", "pyfuse3")
 KERNEL_MIN = (5, 4)
 """The first Linux with version 7.31 of the protocol."""
 RESEND_MIN = (6, 9)
-"""The first Linux that hands out again what a process has not answered."""
+"""The first Linux that hands out again what a process has not answered; before it fuse/keeping_engine does."""
 
 
 class MountOptions(NamedTuple):
@@ -81,17 +82,22 @@ def engine_of(wanted: str, *, writeback: bool = False) -> str:
 def is_held(wanted: bool | None, engine: str) -> bool:
     """Whether a mount by this engine outlives its process; `wanted` None: where it can. InvalidRequest where it can not and is
     to."""
-    why_not = ("its engine is pyfuse3" if engine != "kernel" else
-               f"Linux {RESEND_MIN[0]}.{RESEND_MIN[1]} is the first that can" if kernel_version() < RESEND_MIN else "")
-    if wanted and why_not:
-        raise InvalidRequest(f"the mount can not outlive its process: {why_not}; mount without --holder")
-    return not why_not if wanted is None else wanted
+    can = engine == "kernel" and kernel_version() >= KERNEL_MIN
+    if wanted and not can:
+        raise InvalidRequest(f"the mount can not outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
+                             f"that needs engine kernel, and Linux {KERNEL_MIN[0]}.{KERNEL_MIN[1]}; mount without --holder")
+    return can if wanted is None else wanted
 
 
 def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOptions,
-                on_ready: Callable[[], None] = lambda: None, on_burst: Callable[[], None] = lambda: None) -> Engine:
-    """`on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come. InvalidRequest as engine_of."""
+                on_ready: Callable[[], None] = lambda: None, on_burst: Callable[[], None] = lambda: None,
+                keep: Callable[[int], Unanswered] | None = None) -> Engine:
+    """`on_ready` is called when the kernel has greeted, `on_burst` whenever requests have come. `keep`: where requests are
+    kept, because the kernel does not hand them out again; of engine kernel. InvalidRequest as engine_of."""
     if engine_of(wanted, writeback=options.writeback) == "kernel":
+        if keep is not None:
+            from nvpool.fuse.keeping_engine import KeepingEngine
+            return KeepingEngine(ops, mount_point, options, on_ready, on_burst, keep)
         from nvpool.fuse.kernel_engine import KernelEngine
         return KernelEngine(ops, mount_point, options, on_ready, on_burst)
     from nvpool.fuse.pyfuse3_engine import Pyfuse3Engine

@@ -127,6 +127,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
     """See engine.Engine and the module."""
 
     name = "kernel"
+    flags = FLAGS
     in_work_max = IN_WORK_MAX
 
     def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
@@ -564,7 +565,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             self._end()
             return
         offered = Init(requests.flags_of(request))
-        wanted = FLAGS
+        wanted = self.flags
         if self._options.writeback:
             wanted |= Init.WRITEBACK_CACHE
         elif not self._ops.options.attr_timeout_s:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import Unavailable
 from nvpool.base.kept import KeptMemory
+from nvpool.base.unanswered import Unanswered
 from nvpool.run.daemon import command
 
 _AGAIN_S = 0.4
@@ -31,13 +32,15 @@ log = logging.getLogger("nvpool.run.mount")
 
 class Held:
     """`descriptors`: a socket to the holder; where there was a process before us, /dev/fuse, the memory, and two for each that
-    read beside it. `words`: those of the command line, for another holder."""
+    read beside it, and the requests where those are kept (base/unanswered). `words`: those of the command line, for another
+    holder."""
 
     def __init__(self, descriptors: list[int], words: list[str]) -> None:
         control, *descriptors = descriptors
         self._control = socket.socket(fileno=control)
         self._control.setblocking(False)
         self.fuse, self._memory, *readers = descriptors or (-1, -1)
+        self._requests = readers.pop() if len(readers) % 2 else -1
         self.clones = readers[::2]
         """Other descriptors of the mount, each for one process that reads."""
         self._readers = readers[1::2]  # pidfds
@@ -66,6 +69,17 @@ class Held:
         if self._memory < 0:
             self._memory = KeptMemory.make(arena_bytes)
         return KeptMemory(self._memory)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether the process before us has kept them."""
+        return self._requests >= 0
+
+    def requests(self, request_bytes: int) -> Unanswered:
+        """Those of the process before us, or room for new ones, of so many bytes. WrongFormat, CorruptRecord."""
+        if self._requests < 0:
+            self._requests = Unanswered.make(request_bytes)
+        return Unanswered(self._requests)
 
     def here(self) -> None:
         """Tell the holder which process this is."""
@@ -114,7 +128,8 @@ class Held:
         self.keep(self.fuse)
 
     def _kept(self) -> tuple[int, ...]:
-        return self.fuse, self._memory, *(one for pair in zip(self.clones, self._readers, strict=True) for one in pair)
+        pairs = (one for pair in zip(self.clones, self._readers, strict=True) for one in pair)
+        return self.fuse, self._memory, *pairs, *(self._requests,) * self.has_requests
 
     def end_readers(self) -> None:
         """Those of the process before us read nothing any more when this returns: a request that one of them took later nobody

@@ -48,7 +48,15 @@ from nvpool.run.awake import Awake
 from nvpool.run.daemon import Stop, exit_code, notify_ready, run
 from nvpool.run.held import Held, hand_to_holder
 from nvpool.run.measuring import own_page
-from nvpool.run.mount_words import client_options, configured_pool, given, is_read_only, parse_words, start_mount_log
+from nvpool.run.mount_words import (
+    client_options,
+    configured_pool,
+    given,
+    is_read_only,
+    keeps_requests,
+    parse_words,
+    start_mount_log,
+)
 from nvpool.run.readers import Readers, Waiting, fork_readers
 from nvpool.run.scrape import serve_metrics
 from nvpool.wire.endpoint import parse_endpoint
@@ -73,9 +81,10 @@ def main(words: list[str]) -> int:
         directory, config = configured_pool(arguments)
         engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
         with_holder = is_held(arguments.holder, engine)
-        if not with_holder and (arguments.workers or 1) > 1:
-            raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies; mount "
-                                 "without --workers, or by engine kernel on Linux 6.9 and newer")
+        if (not with_holder or keeps_requests(arguments)) and (arguments.workers or 1) > 1:
+            raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies, and a kernel "
+                                 "that hands requests out again; mount without --workers, or by engine kernel on Linux 6.9 "
+                                 "and newer")
         parts_of(arguments.subtree)
         if arguments.metrics:
             parse_address(arguments.metrics)
@@ -95,7 +104,7 @@ def serve_held(arguments: argparse.Namespace, held: Held, notices: socket.socket
     try:
         directory, config = configured_pool(arguments)
         place = place_of(arguments.mountpoint)  # looked at before; what is mounted there now may be ours
-        workers = given(arguments.workers, config.client.workers)
+        workers = 1 if keeps_requests(arguments) else given(arguments.workers, config.client.workers)
         beside = fork_readers(workers - 1, arguments, config, held, notices)  # while this process is but a copy
     except NvpoolError as error:
         log.error("%s", error)
@@ -170,7 +179,9 @@ class _Mounted:
             self._directory = directory_here(client.pool_map)
         renewing = asyncio.ensure_future(self._keep_certificate(client))
         awake = Awake(self._config.processors.awake)
-        engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch)
+        keeps = held is not None and (held.has_requests if held.goes_on else keeps_requests(arguments))
+        engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch,
+                             held.requests if keeps else None)
         self._engine = engine.name
         if held is not None:
             ops.published.on = bool(self._beside)

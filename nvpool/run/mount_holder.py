@@ -117,7 +117,8 @@ class Holder:
         self._zygote_pause_s = 0.0
         self._descriptors: list[int] = []
         """/dev/fuse and the memory; then for each process that reads for the serving one its own descriptor of /dev/fuse, and
-        its pidfd. As the serving process has told them, and so they are passed on."""
+        its pidfd; and the requests in work, where the kernel does not hand them out again. As the serving process has told
+        them, and so they are passed on."""
         self._stops = 0
         self._deaths = 0
         self._start_s = 0.0      # when the next serving process is to be started; 0: one is there

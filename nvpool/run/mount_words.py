@@ -14,7 +14,7 @@ from nvpool.base.errors import NvpoolError
 from nvpool.base.mounts import options_in
 from nvpool.base.units import parse_bytes
 from nvpool.client.options import ClientOptions, configured
-from nvpool.fuse.engine import ENGINES
+from nvpool.fuse.engine import ENGINES, RESEND_MIN, kernel_version
 from nvpool.run.logs import start_log
 
 DESCRIPTION = "Show a pool at a mount point."
@@ -60,7 +60,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
                         help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
                              "or program changes these files")
     parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
-                        "process: needs engine kernel and Linux 6.9 (where it can be)")
+                        "process: needs engine kernel and Linux 5.4 (where it can be)")
+    parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)  # as on Linux before 6.9: for tests of that
     parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
                         "larger files. Needs a holder (1)")
     parser.add_argument("--metrics", metavar="HOST:PORT", help="tell Prometheus at http://HOST:PORT/metrics")
@@ -97,6 +98,12 @@ def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
         directory, config = None, Config()
     start_log(name, arguments.log_level or config.log.level, arguments.log, form=arguments.log_format or config.log.format,
               node_toml=directory.node_toml if directory is not None and arguments.log_level is None else None)
+
+
+def keeps_requests(arguments: argparse.Namespace) -> bool:
+    """Whether a mount that outlives its process keeps the requests in work by itself: the kernel does not hand them out
+    again."""
+    return arguments.no_resend or kernel_version() < RESEND_MIN
 
 
 def given(value: float | None, otherwise: float) -> float:

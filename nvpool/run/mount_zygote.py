@@ -29,7 +29,7 @@ from nvpool.run.mount_holder import DESCRIPTORS_MAX
 from nvpool.run.mount_words import configured_pool, parse_words, start_mount_log
 from nvpool.wire import registry
 
-LATER = ("nvpool.fuse.kernel_engine", "nvpool.fuse.attach")
+LATER = ("nvpool.fuse.kernel_engine", "nvpool.fuse.keeping_engine", "nvpool.fuse.attach")
 """Modules that others import when they need them; a mount that outlives its process does."""
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

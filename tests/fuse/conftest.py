@@ -1,6 +1,7 @@
 """A real pool, really mounted: one for each test process, a directory of its own for each test.
 
 NVPOOL_TEST_FLOOR=1 mounts the in-memory floor instead of a pool: what fails there too is not the pool's fault.
+NVPOOL_TEST_OLD_KERNEL=1 mounts as on Linux before 6.9, which hands no request out again.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = bool(os.environ.get("NVPOOL_TEST_FLOOR"))
+OLD_KERNEL = bool(os.environ.get("NVPOOL_TEST_OLD_KERNEL"))
 
 
 def why_no_mount() -> str:
@@ -121,6 +123,8 @@ class Pool:
             nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G")
 
     def mount(self, place, *options):
+        if OLD_KERNEL and "--workers" not in options:
+            options = ("--no-resend", *options)
         mounted = Mounted(None if FLOOR else self.directory, place, *options)
         self.mounts.append(mounted)
         return mounted

@@ -32,10 +32,11 @@ def here(held, request):
     return place
 
 
-@pytest.fixture
+@pytest.fixture(params=[(), ("--no-resend",)], ids=["", "old-kernel"])
 def held(own, request):
+    """On a kernel that hands requests out again, and as on one that does not."""
     made = own.mount(own.directory.parent / f"m-{hashlib.sha1(request.node.name.encode()).hexdigest()[:8]}", "--holder",
-                     "--drain-s", "2")
+                     "--drain-s", "2", *request.param)
     yield made
     assert made.end() == 0, made.log.read_text()
     said = made.log.read_text()

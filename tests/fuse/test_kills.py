@@ -16,15 +16,18 @@ pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has
               pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
 
 VICTIMS = {"serving": (("mount_daemon",), ()),
+           "old-kernel": (("mount_daemon",), ("--no-resend",)),
+           "old-kernel-all": (("mount_daemon", "mount_holder", "mount_notice"), ("--no-resend",)),
            "over-tcp": (("mount_daemon",), ("--transport=stream", "--no-short-cut")),
            "one-of-two": (("mount_daemon", "mount_reader"), ("--workers", "2")),
            "reader": (("mount_reader",), ("--workers", "2")),
            "holder": (("mount_holder",), ()),
            "zygote": (("mount_zygote",), ()),
            "notice": (("mount_daemon", "mount_notice"), ())}
-USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("over-tcp", "fio"), ("one-of-two", "fio"),
-         ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"), ("holder", "model"),
-         ("zygote", "model"), ("notice", "fio"))
+USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("old-kernel", "fio"), ("old-kernel", "loader"),
+         ("old-kernel", "model"), ("old-kernel", "large"), ("old-kernel-all", "model"), ("over-tcp", "fio"),
+         ("one-of-two", "fio"), ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"),
+         ("holder", "model"), ("zygote", "model"), ("notice", "fio"))
 
 
 def run_while_killed(own, victim, load, seconds):

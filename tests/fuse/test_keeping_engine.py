@@ -1,0 +1,165 @@
+"""The direct engine where the kernel hands nothing out again, with a socket for /dev/fuse: what it keeps, what its successor
+takes up, and under which numbers it answers."""
+
+import asyncio
+import errno
+import os
+import struct
+from types import SimpleNamespace
+
+import pytest
+from test_kernel_engine import Kernel, SlowVfs
+
+from nvpool.base.kept import Word
+from nvpool.base.unanswered import Unanswered
+from nvpool.fuse.engine import MountOptions
+from nvpool.fuse.keeping_engine import KeepingEngine
+from nvpool.fuse.kernel_engine import KernelEngine
+from nvpool.fuse.kernel_requests import FIRST
+from nvpool.fuse.ops import FuseOps
+from nvpool.fuse.protocol import replies, requests
+from nvpool.fuse.protocol.numbers import Init, Op
+from nvpool.fuse.protocol.requests import FORMS, Request
+
+
+@pytest.fixture
+def memory():
+    made = []
+
+    def keep(request_bytes):
+        if not made:
+            made.append(Unanswered.make(request_bytes))
+        return Unanswered(made[0])
+
+    yield keep
+    for descriptor in made:
+        os.close(descriptor)
+
+
+class KeepingKernel(Kernel):
+    """`awaited`: numbers of requests for whose answers it waits still."""
+
+    def __init__(self, vfs, keep, awaited=(), before=None):
+        super().__init__(vfs)
+        ops = self.engine._ops if before is None else before.engine._ops  # what is open was taken up
+        self.came_again = None
+        engine = KeepingEngine(ops, None, MountOptions("p"), lambda: self.ready.append(1), lambda: None, keep)
+        self.engine = engine
+        engine.adopt(self.theirs.fileno())
+        if before is not None:
+            words = {Word.GREETED: 1, Word.INIT_FLAGS: int(Init.ASYNC_READ)}
+            ops.kept = SimpleNamespace(word=lambda word: words[word])
+            self.last = before.last
+            engine._asked_again = True
+            ops.told_before = lambda: None
+            ops.all_came_again = lambda in_work: setattr(self, "came_again", in_work)
+            engine._is_awaited = lambda unique: unique in awaited
+
+
+def run(test):
+    asyncio.run(test())
+
+
+async def until(condition):
+    for _ in range(60_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("not within a minute")
+
+
+async def waits(vfs, count):
+    await until(lambda: vfs.waiting >= count)
+
+
+def test_what_is_in_work_is_kept_until_it_is_answered_and_the_successor_answers_the_rest(memory):
+    async def test():
+        vfs = SlowVfs()
+        first = KeepingKernel(vfs, memory)
+        serving = asyncio.ensure_future(first.engine.serve())
+        said = await first.init()
+        assert not (said.flags | said.flags2 << 32) & Init.HAS_RESEND
+        inode, handle = await first.create(b"f")
+        await first.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+        asked = [first.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+        await waits(vfs, 3)
+        await first.silent()
+        kept = first.engine._kept_requests
+        assert kept.count == 3
+        serving.cancel()  # it is gone: nothing of it goes on
+        await asyncio.gather(serving, return_exceptions=True)
+        await until(lambda: not first.engine._work)
+        # as if killed: its records are there
+        for unique, at in zip(asked, (0, 2, 4), strict=True):
+            kept.keep(unique, memoryview(_read(unique, handle, at, inode)))
+        vfs.go.set()
+        second = KeepingKernel(vfs, memory, {*asked[1:]}, first)
+        async with second:
+            heard = dict([(await second.hear())[::2] for _ in range(2)])
+            assert heard == {asked[1]: b"cd", asked[2]: b"ef"}  # by the kernel's numbers; the first was answered before
+            await second.silent()
+            assert second.engine._kept_requests.count == 0 and second.ready == [1]
+            assert second.came_again is not None
+    run(test)
+
+
+def _read(unique, handle, at, inode):
+    return requests.encode(Request(Op.READ, unique, inode, 0, 0, 0, FORMS[Op.READ].body(handle, at, 2, 0, 0, 0), (), b""))
+
+
+def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memory):
+    async def test():
+        vfs = SlowVfs()
+        first = KeepingKernel(vfs, memory)
+        async with first:
+            await first.init()
+            inode, handle = await first.create(b"f")
+        asked = 1000
+        first.engine._kept_requests.keep(asked, memoryview(_read(asked, handle, 0, inode)))
+        second = KeepingKernel(vfs, memory, {asked}, first)
+        async with second:
+            await waits(vfs, 1)
+            assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [asked]
+            second.say(Op.INTERRUPT, (asked,), unique=asked | 1)
+            unique, error, _ = await second.hear()  # its caller, process 0, is none
+            assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0
+    run(test)
+
+
+def test_where_no_more_can_be_kept_nothing_is_read_until_something_has_ended(memory, monkeypatch):
+    async def test():
+        vfs = SlowVfs()
+        kernel = KeepingKernel(vfs, memory)
+        async with kernel:
+            await kernel.init()
+            inode, handle = await kernel.create(b"f")
+            await kernel.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+            kept = kernel.engine._kept_requests
+            del kept._small[2:]
+            asked = [kernel.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+            await waits(vfs, 2)
+            await asyncio.sleep(0.05)
+            assert vfs.waiting == 2 and not kept.has_room
+            vfs.go.set()
+            heard = dict([(await kernel.hear())[::2] for _ in range(3)])
+            assert heard == dict(zip(asked, (b"ab", b"cd", b"ef"), strict=True)) and kept.count == 0
+    run(test)
+
+
+@pytest.mark.parametrize("code, awaited", [(0, True), (errno.EINVAL, True), (errno.ENOENT, False), (errno.ENODEV, False)])
+def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, awaited):
+    engine = KeepingEngine(FuseOps(SlowVfs()), None, MountOptions("p"), lambda: None, lambda: None, memory)
+    said = []
+
+    def write(fd, answer):
+        said.append(bytes(answer))
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("nvpool.fuse.keeping_engine.os", SimpleNamespace(write=write))
+    assert engine._is_awaited(100) is awaited
+    assert said == [struct.pack("=IiQ", 16, -errno.EAGAIN, 101)] and replies.HEADER_BYTES == 16
+
+
+def test_its_way_is_not_that_of_others():
+    assert KernelEngine.flags & Init.HAS_RESEND and KeepingEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND

@@ -1,0 +1,137 @@
+"""Requests that outlive the process that has read them: what its successor finds, also where it was killed between any two
+writes, and what it refuses."""
+
+import mmap
+import os
+import random
+import struct
+
+import pytest
+
+from nvpool.base import unanswered
+from nvpool.base.errors import CorruptRecord, WrongFormat
+from nvpool.base.unanswered import MAGIC, PAGE, SMALL_COUNT, Unanswered
+
+LARGE = 1 << 20
+MASK = (1 << 63) - 1
+
+
+def request(unique, length=60, fill=b"r"):
+    return struct.pack("=IIQ", length, 1, unique) + fill * (length - 16)
+
+
+@pytest.fixture
+def descriptor():
+    made = Unanswered.make(LARGE)
+    yield made
+    os.close(made)
+
+
+def read(kept, unique, length=60, fill=b"r"):
+    """As the kernel puts it into the buffer."""
+    kept.buffer[:length] = request(unique, length, fill)
+    return kept.buffer[:length]
+
+
+def test_what_was_in_work_is_found_in_order_and_what_is_answered_is_not(descriptor):
+    kept = Unanswered(descriptor)
+    for unique in (8, 2, 6, 4):
+        kept.keep(unique, read(kept, unique, 60 + unique))
+    kept.forget(6)
+    kept.forget(12)
+    read(kept, 10, 70)
+    for _ in range(2):
+        after = Unanswered(descriptor)
+        expected = ((2, 62), (4, 64), (8, 68), (10, 70))
+        assert after.left(MASK) == [(unique, request(unique, length)) for unique, length in expected]
+        assert after.count == 4
+    assert os.pread(descriptor, 8, 0) == MAGIC and not os.get_inheritable(descriptor)
+
+
+def test_the_last_one_read_is_kept_as_well_and_only_once(descriptor):
+    kept = Unanswered(descriptor)
+    assert kept.left(MASK) == []
+    kept.keep(4, read(kept, 4))
+    kept.keep(4, read(kept, 4, fill=b"s"))  # that is the same, and the first stays
+    assert Unanswered(descriptor).left(MASK) == [(4, request(4))]
+    kept.put(request(4 | 1 << 63))  # it was asked again
+    assert Unanswered(descriptor).left(MASK) == [(4, request(4))]
+
+
+def test_long_requests_have_places_of_their_own_and_all_are_used_again(descriptor):
+    kept = Unanswered(descriptor)
+    large = kept.request_bytes
+    count = 0
+    while kept.has_room:
+        count += 1
+        kept.keep(2 * count, read(kept, 2 * count, large if count < 4 else PAGE + 1, bytes([count & 255])))
+    assert count == 256
+    kept.keep(10_000, read(kept, 10_000, PAGE))
+    found = dict(Unanswered(descriptor).left(MASK))
+    assert found[2] == request(2, large, b"\1") and found[512] == request(512, PAGE + 1, b"\0") and len(found) == 257
+    kept.forget(2)
+    assert kept.has_room
+    kept.keep(4_000, read(kept, 4_000, large, b"z"))
+    assert not kept.has_room and dict(Unanswered(descriptor).left(MASK))[4_000] == request(4_000, large, b"z")
+
+
+def test_as_many_short_ones_as_there_are_places(descriptor):
+    kept = Unanswered(descriptor)
+    for number in range(SMALL_COUNT):
+        assert kept.has_room
+        kept.keep(2 + 2 * number, read(kept, 2 + 2 * number))
+    assert not kept.has_room
+    kept.forget(2)
+    assert kept.has_room and Unanswered(descriptor).has_room
+
+
+def test_killed_between_any_two_writes(descriptor, monkeypatch):
+    """Whatever was put half over what is in work: that is found, and nothing that was never asked."""
+    kept = Unanswered(descriptor)
+    kept.keep(4, read(kept, 4, 100, b"a"))
+    new = request(6, 90, b"b")
+    for done in range(3):  # of put's three writes
+        kept.buffer[:100] = request(4, 100, b"a")
+        kept.buffer[:8] = bytes(8) if done else kept.buffer[:8]
+        if done > 1:
+            kept.buffer[4:90] = new[4:]
+        assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
+    # bytes of a place without its mark
+    whole = mmap.mmap(descriptor, 0)
+    place = kept._place(SMALL_COUNT - 1)
+    whole[place:place + 60] = request(8)
+    assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
+
+
+def test_what_is_no_such_memory_is_refused(descriptor, monkeypatch):
+    kept = Unanswered(descriptor)
+    kept.keep(4, read(kept, 4))
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(descriptor, PAGE)
+    monkeypatch.setattr(unanswered, "VERSION", 2)
+    with pytest.raises(WrongFormat, match="unmount, and mount again"):
+        Unanswered(descriptor)
+    monkeypatch.undo()
+    head = os.pread(descriptor, 32, 0)
+    for at, wrong in ((0, b"nonsense"), (16, b"\1"), (24, b"\0" * 8), (25, b"\1")):
+        os.pwrite(descriptor, wrong, at)
+        with pytest.raises((WrongFormat, CorruptRecord)):
+            Unanswered(descriptor)
+        os.pwrite(descriptor, head, 0)
+    small = os.memfd_create("small")
+    with pytest.raises(CorruptRecord):
+        Unanswered(small)
+    os.close(small)
+
+
+def test_marks_that_make_no_sense_are_refused(descriptor):
+    kept = Unanswered(descriptor)
+    kept.keep(4, read(kept, 4))
+    os.pwrite(descriptor, struct.pack("<Q", 6), PAGE + 8)  # of a place where nothing was put
+    with pytest.raises(CorruptRecord):
+        Unanswered(descriptor)
+    chance = random.Random(1)
+    for _ in range(30):
+        os.pwrite(descriptor, chance.randbytes(16), PAGE + 16 * chance.randrange(100))
+        with pytest.raises(CorruptRecord):
+            Unanswered(descriptor)
