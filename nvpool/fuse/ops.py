@@ -9,8 +9,8 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * open files and directories get numbers, valid from open to release.
 * what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/cached_ops`.
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
-* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service.
-  What a write takes from a program: `fuse/privilege_ops`.
+* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service; not
+  where the kernel writes pages back (`CachedOps.flags_below`). What a write takes from a program: `fuse/privilege_ops`.
 * listings, and what is read ahead of them: `fuse/list_ops`.
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
@@ -228,8 +228,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
 
     async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
         """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
-        if self.options.writeback and flags & os.O_ACCMODE == os.O_WRONLY:
-            flags ^= os.O_WRONLY | os.O_RDWR  # the kernel reads the rest of the pages that it writes
+        flags = self.flags_below(flags)
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file)
@@ -249,6 +248,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         return self._opened(file, flags, caller, unique)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+        flags = self.flags_below(flags)
         try:
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
@@ -261,6 +261,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         has the kernel answered before our books are kept."""
         if not self._handles.has_room:
             return None
+        flags = self.flags_below(flags)
         creating = Creating(self, parent, name, flags, caller, unique)
         creating.begun = self._vfs.begin_create(parent, name, mode, flags, caller, unique, creating)
         return None if creating.begun is None else creating
@@ -517,7 +518,7 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         """Go on with what is open, locked and unstored. Before anything else is asked."""
         before = self._handles.before()
         self._written_before = self._vfs.keeping.finished()
-        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, one.flags) for one in before
+        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, self.flags_below(one.flags)) for one in before
                                              if not one.is_directory])
         self._handles = Handles(self.kept)  # behind the numbers of the life before
         self.published.begin(self._handles)
