@@ -72,6 +72,7 @@ cdef enum:
     READ_RIGHT = 1
 
 cdef uint32_t ACCESS = os.O_ACCMODE, EXCLUSIVE = os.O_EXCL, TRUNCATE = os.O_TRUNC, APPEND = os.O_APPEND
+cdef uint32_t WRITES_ONLY = os.O_WRONLY, READS_AND_WRITES = os.O_RDWR
 
 cdef uint64_t FIRST = RESENT - 1
 cdef int64_t SECOND_NS = 1_000_000_000
@@ -416,6 +417,10 @@ cdef class Creates(Asking):
             return False
         if flags & ACCESS == ACCESS or w.parent >> 63:
             return False
+        if self.writeback:  # as CachedOps.flags_below
+            flags &= ~APPEND
+            if flags & ACCESS == WRITES_ONLY:
+                flags ^= WRITES_ONLY | READS_AND_WRITES
         engine = self.engine
         if engine._from or engine._stopped or engine._leaving or len(self.work) + 1 >= self.in_work_max:
             return False

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
 from itertools import repeat
@@ -132,6 +133,16 @@ class CachedOps:
     def knows_by(self):
         """The client's Vfs, where what is known there may be looked at; None: what is below answers from memory."""
         return self._vfs if hasattr(self._vfs, "cache") else None
+
+    def flags_below(self, flags: int) -> int:
+        """The flags of open(2) that count here. A kernel that writes pages back brings them through the handle of any writer,
+        and reads through that the rest of a page of which it has a part: so who writes may read. O_APPEND it carries out by
+        itself: it alone knows where the file ends, and each of its writes has a place."""
+        if self.options.writeback:
+            flags &= ~os.O_APPEND
+            if flags & os.O_ACCMODE == os.O_WRONLY:
+                flags ^= os.O_WRONLY | os.O_RDWR
+        return flags
 
     def forget(self, forgotten: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped these inodes (inode, look-ups), and their pages with them."""

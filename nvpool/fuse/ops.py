@@ -9,8 +9,8 @@ without a mount. Below it is the client's Vfs; this layer adds only what a *kern
 * open files and directories get numbers, valid from open to release.
 * what the kernel keeps of names, attributes and pages, and how it is made to forget: `fuse/cached_ops`.
 * locks, and what the kernel has to forget when it gets one: `fuse/lock_ops`.
-* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service. The
-  kernel takes privileges (set-id bits, file capabilities) from a file only where a write goes through its pages: here we do.
+* O_APPEND writers bypass the kernel's pages and offsets (direct_io): the place of a record comes from the metadata service; not
+  where the kernel writes pages back (`CachedOps.flags_below`). What a write takes from a program: `fuse/privilege_ops`.
 * listings, and what is read ahead of them: `fuse/list_ops`.
 
 Permissions are the kernel's work (mount option default_permissions). Methods whose name is in BY_INODE answer ESTALE where the
@@ -38,17 +38,14 @@ from nvpool.client.vfs.takeover import OpenBefore
 from nvpool.client.vfs.together import Asked
 from nvpool.fuse.again_ops import AgainOps
 from nvpool.fuse.begun_ops import Creating, Ending, Opened
-from nvpool.fuse.cached_ops import HAS_XATTRS, FuseOptions
+from nvpool.fuse.cached_ops import FuseOptions
 from nvpool.fuse.handles import Handles
 from nvpool.fuse.list_ops import ListOps
 from nvpool.fuse.lock_ops import LockOps
+from nvpool.fuse.privilege_ops import CAPABILITY, SET_IDS, PrivilegeOps, without_set_ids
 from nvpool.wire.v1.meta_pb2 import Attr
 
 log = logging.getLogger(__name__)
-
-S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
-SET_IDS = S_ISUID | S_ISGID
-CAPABILITY = b"security.capability"
 
 ASK = object()
 """What `lookup_now` returns where somebody has to be asked: None says that there is no such name."""
@@ -81,16 +78,7 @@ def errno_of(error: BaseException, request: str) -> int:
     return errno.EIO
 
 
-def _without_set_ids(mode: int) -> int | None:
-    """The permissions that a regular file keeps when somebody writes it who may not make set-id files; None: all of them. A
-    set-gid bit without the right to execute means something else."""
-    kept = mode & 0o7777 & ~S_ISUID
-    if mode & S_IXGRP:
-        kept &= ~S_ISGID
-    return kept if kept != mode & 0o7777 else None
-
-
-class FuseOps(LockOps, ListOps, AgainOps):
+class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
     """See the module. Used from one event loop; methods may run at the same time."""
 
     shows_subtree = False
@@ -170,7 +158,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         if size is not None:
             mtime_ns = None  # a change of size is stamped by the service
         if drop_set_ids and mode is None:
-            mode = _without_set_ids((await self._vfs.getattr(inode)).mode)
+            mode = without_set_ids((await self._vfs.getattr(inode)).mode)
         if size is not None:
             self.published.bar(inode)
         try:
@@ -240,8 +228,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
 
     async def open(self, inode: int, flags: int, caller: Caller, drop_set_ids: bool = False) -> Opened:
         """`drop_set_ids`: as in setattr, where O_TRUNC cuts."""
-        if self.options.writeback and flags & os.O_ACCMODE == os.O_WRONLY:
-            flags ^= os.O_WRONLY | os.O_RDWR  # the kernel reads the rest of the pages that it writes
+        flags = self.flags_below(flags)
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file)
@@ -261,6 +248,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         return self._opened(file, flags, caller, unique)
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, Opened]:
+        flags = self.flags_below(flags)
         try:
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         finally:
@@ -273,6 +261,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         has the kernel answered before our books are kept."""
         if not self._handles.has_room:
             return None
+        flags = self.flags_below(flags)
         creating = Creating(self, parent, name, flags, caller, unique)
         creating.begun = self._vfs.begin_create(parent, name, mode, flags, caller, unique, creating)
         return None if creating.begun is None else creating
@@ -291,12 +280,6 @@ class FuseOps(LockOps, ListOps, AgainOps):
         ending = Ending(self, file.inode)
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun
-
-    async def _drop_set_ids(self, file) -> None:
-        mode = _without_set_ids(file.attr.mode)
-        if mode is not None:
-            await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
-            self.invalidate_attributes(file.inode)
 
     def _opened(self, file, flags: int, caller: Caller, unique: int) -> Opened:
         keeps = self._keeps_pages(file.attr)
@@ -417,22 +400,6 @@ class FuseOps(LockOps, ListOps, AgainOps):
                 return await self._append(file, buffer, self._appending[handle])
             return await self._vfs.write(file, offset, buffer)
 
-    async def _append(self, file, buffer, caller: Caller) -> int:
-        """A write at the end that leaves the file no more privileges than one through the kernel's pages does."""
-        await self._take_privileges(file, caller)
-        written = await self._vfs.write(file, 0, buffer)
-        await self._take_privileges(file, caller)  # given on another node: the answer that told the place told of them too
-        return written
-
-    async def _take_privileges(self, file, caller: Caller) -> None:
-        """Before bytes of somebody are in a program: set-id bits go unless root writes (capabilities(7), CAP_FSETID; who opened
-        stands for who writes), file capabilities always."""
-        if caller.uid:
-            await self._drop_set_ids(file)
-        if file.attr.flags & HAS_XATTRS:
-            with contextlib.suppress(errors.NoAttribute):
-                await self._vfs.removexattr(file.inode, CAPABILITY, caller)
-
     async def flush(self, handle: int, owner: int | None = None) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks
         of `owner` on the file end."""
@@ -551,7 +518,7 @@ class FuseOps(LockOps, ListOps, AgainOps):
         """Go on with what is open, locked and unstored. Before anything else is asked."""
         before = self._handles.before()
         self._written_before = self._vfs.keeping.finished()
-        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, one.flags) for one in before
+        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, self.flags_below(one.flags)) for one in before
                                              if not one.is_directory])
         self._handles = Handles(self.kept)  # behind the numbers of the life before
         self.published.begin(self._handles)

@@ -20,7 +20,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.fuse import creates
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol.numbers import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, Request
 from nvpool.wire import atonce
 from nvpool.wire.entries import attr_of
@@ -115,9 +115,10 @@ class Kept(Host):
 
 
 class Mounted(Reading):
-    def __init__(self, host):
+    def __init__(self, host, writeback=False):
         super().__init__(host)
         self.engine._ops._clock = host.clock
+        self.ops.options = self.ops.options._replace(writeback=writeback)
         self.answers = []
 
     @property
@@ -235,8 +236,8 @@ OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001)
 
 
 @asynccontextmanager
-async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=False):
-    async with Kept(clock, options, at_once) as host, Mounted(host) as kernel:
+async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=False, writeback=False):
+    async with Kept(clock, options, at_once) as host, Mounted(host, writeback) as kernel:
         await kernel.init()
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
@@ -396,8 +397,10 @@ async def many_kinds(kernel, clock):
     await make(b"append", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, uid=1000, gid=70000, pid=os.getpid())
     await make(b"read and append", os.O_RDONLY | os.O_CREAT | os.O_APPEND)
     await make(b"cut", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode=0o106755, uid=5)
+    await make(b"append only", NEW | os.O_APPEND)
     await make(b"x" * 255, os.O_RDWR | os.O_CREAT)
     await make(b"new", NEW)
+    await make(b"new", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     await make(b"new", os.O_RDWR | os.O_CREAT)
     await make(b"new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for name in (b".", b"..", b"a/b", b"x" * 256):
@@ -428,12 +431,14 @@ def of_one_session(messages):
 
 
 @compiled_only
-def test_messages_answers_and_books_are_the_same_both_ways():
+@pytest.mark.parametrize("writeback", [False, True], ids=["written-through", "written-back"])
+def test_messages_answers_and_books_are_the_same_both_ways(writeback):
     found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
 
     async def seen(way):
         clock = ManualClock(7, began_s)
-        async with mounted(way, clock=clock, options=OPTIONS._replace(cached_entries=24, deadline_s=300.0)) as kernel:
+        async with mounted(way, clock=clock, options=OPTIONS._replace(cached_entries=24, deadline_s=300.0),
+                           writeback=writeback) as kernel:
             kinds = await many_kinds(kernel, clock)
             found[way] = kinds, of_one_session(kernel.door.heard), kernel.answers, kernel.made_at_once
 
@@ -496,6 +501,31 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
     assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
     assert [(record[1], record[-2]) for record in kernel.host.kept.handles.valid()] in (
         [(other.nodeid, unique + 2), (made.nodeid, unique)], [(made.nodeid, unique), (other.nodeid, unique + 2)])
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["made", "goes-on"])
+@pytest.mark.parametrize("way", WAYS)
+def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and_is_told_each_place(way, fails):
+    """O_APPEND is the kernel's then. `fails`: the answer is not taken in one step."""
+    async def write_back(kernel):
+        unique, call = await kernel.begun(b"f", NEW | os.O_APPEND, uid=7)
+        if fails:
+            call = Changed(call, lambda message: message + b"\x78\x01")  # a field that nobody knows
+        kernel.door.service.handle(call)
+        heard, error, answer = await kernel.hear()
+        assert (heard, error) == (unique, 0)
+        made = replies.read("create", answer)
+        assert made.open_flags == Opening.KEEP_CACHE
+        file = kernel.ops._files[made.fh]
+        assert file.readable and file.writable and not file.append and not kernel.ops._appending
+        assert [record[2] for record in kernel.host.kept.handles.valid()] == [os.O_RDWR | os.O_CREAT | os.O_EXCL]
+        for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):  # written back as the kernel likes
+            await kernel.ask(Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content)
+        assert await kernel.ask(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
+        await kernel.close_file(made.fh)
+        await kernel.made(b"g")
+
+    on_a_mount(write_back, OPTIONS, SYSTEM_CLOCK, False, True)(way)
 
 
 # -- what else may come of it ------------------------------------------------------------------------------------------------

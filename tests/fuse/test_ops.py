@@ -9,10 +9,15 @@ import pytest
 
 from nvpool.base import errors
 from nvpool.base.clock import ManualClock
+from nvpool.base.kept import KeptMemory
+from nvpool.base.units import MIB
+from nvpool.client.options import ClientOptions
+from nvpool.client.session import Client
 from nvpool.client.vfs.contract import Caller
 from nvpool.fuse.list_ops import AHEAD_MAX, LIST_BATCH
-from nvpool.fuse.ops import BY_INODE, FuseOps, errno_of
+from nvpool.fuse.ops import BY_INODE, FuseOps, FuseOptions, errno_of
 from nvpool.testing.memory_vfs import MemoryVfs
+from nvpool.testing.pool import run
 
 ME = Caller(0, 0)
 ROOT = 1
@@ -35,10 +40,10 @@ class CountingVfs(MemoryVfs):
 class Driven:
     """FuseOps over memory, with each request run to its end."""
 
-    def __init__(self):
+    def __init__(self, options=None):
         self.vfs = CountingVfs()
         self.clock = ManualClock()
-        self.ops = FuseOps(self.vfs, clock=self.clock)
+        self.ops = FuseOps(self.vfs, options, clock=self.clock)
 
     def __getattr__(self, name):
         method = getattr(self.ops, name)
@@ -303,3 +308,48 @@ def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
         assert b"zz-new" in told and len(told) == len(set(told)) == 6 * LIST_BATCH + 3
         await ops.releasedir(handle)
     asyncio.run(run())
+
+
+# -- where the kernel writes its pages back ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND])
+@pytest.mark.parametrize("made", [True, False], ids=["made", "opened"])
+def test_where_pages_are_written_back_who_writes_may_read_and_each_write_has_its_place(flags, made):
+    fs = Driven(FuseOptions(writeback=True))
+    attr, opened = fs.create(ROOT, b"f", 0o644, flags | os.O_CREAT if made else os.O_RDWR, ME)
+    if not made:
+        opened = fs.open(attr.inode, flags, ME)
+    assert (opened.direct_io, opened.keep_cache) == (False, True)
+    fs.write(opened.handle, 10, b"behind")
+    fs.write(opened.handle, 0, b"0123456789")
+    assert bytes(fs.read(opened.handle, 0, 100)) == b"0123456789behind"
+    assert not fs.open(attr.inode, os.O_RDONLY | os.O_APPEND, ME).direct_io
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND])
+def test_what_an_older_process_had_open_is_written_where_the_kernel_says_too(flags):
+    """It had kept the flags as the kernel gave them."""
+    async def main(pool):
+        descriptor = KeptMemory.make(16 * MIB)
+
+        async def process(options):
+            client = await Client.open(pool.pool_map, "mount", ClientOptions(), clock=pool.clock, kept=KeptMemory(descriptor))
+            return client, FuseOps(client.vfs, options, pool.clock)
+
+        older, ops = await process(FuseOptions())
+        attr, opened = await ops.create(ROOT, b"f", 0o644, flags | os.O_CREAT, ME)
+        assert opened.direct_io == bool(flags & os.O_APPEND)
+        await older.vfs.meta.close(0.0, say_so=False)
+        client, ops = await process(FuseOptions(writeback=True))
+        await ops.take_over()
+        assert not ops.open_again(opened.handle).direct_io
+        await ops.write(opened.handle, 10, b"behind")
+        await ops.write(opened.handle, 0, b"0123456789")
+        await ops.flush(opened.handle)
+        assert bytes(await ops.read(opened.handle, 0, 100)) == b"0123456789behind"
+        assert (await ops.getattr(attr.inode)).size == 16
+        await ops.release(opened.handle)
+        await client.close()
+        await older.close()
+        os.close(descriptor)
+    run(main)

@@ -1,0 +1,55 @@
+"""What a change of a program's bytes takes from it: set-id bits and file capabilities; a part of `fuse/ops`.
+
+The kernel takes them only where a write goes through its pages, and marks requests of who may not make set-id files. What it
+leaves, appends past its pages, ranges and what it has marked, is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from nvpool.base.errors import NoAttribute
+from nvpool.client.vfs.contract import Caller
+from nvpool.fuse.cached_ops import HAS_XATTRS
+
+S_ISUID, S_ISGID, S_IXGRP = 0o4000, 0o2000, 0o0010
+SET_IDS = S_ISUID | S_ISGID
+CAPABILITY = b"security.capability"
+
+
+def without_set_ids(mode: int) -> int | None:
+    """The permissions that a regular file keeps when somebody writes it who may not make set-id files; None: all of them. A
+    set-gid bit without the right to execute means something else."""
+    kept = mode & 0o7777 & ~S_ISUID
+    if mode & S_IXGRP:
+        kept &= ~S_ISGID
+    return kept if kept != mode & 0o7777 else None
+
+
+class PrivilegeOps:
+    _vfs: Any
+    invalidate_attributes: Callable[[int], None]
+
+    async def _drop_set_ids(self, file) -> None:
+        mode = without_set_ids(file.attr.mode)
+        if mode is not None:
+            await self._vfs.setattr(file.inode, mode=mode, caller=Caller(0, 0))
+            self.invalidate_attributes(file.inode)
+
+    async def _append(self, file, buffer, caller: Caller) -> int:
+        """A write at the end that leaves the file no more privileges than one through the kernel's pages does."""
+        await self._take_privileges(file, caller)
+        written = await self._vfs.write(file, 0, buffer)
+        await self._take_privileges(file, caller)  # given on another node: the answer that told the place told of them too
+        return written
+
+    async def _take_privileges(self, file, caller: Caller) -> None:
+        """Before bytes of somebody are in a program: set-id bits go unless root writes (capabilities(7), CAP_FSETID; who opened
+        stands for who writes), file capabilities always."""
+        if caller.uid:
+            await self._drop_set_ids(file)
+        if file.attr.flags & HAS_XATTRS:
+            with contextlib.suppress(NoAttribute):
+                await self._vfs.removexattr(file.inode, CAPABILITY, caller)
