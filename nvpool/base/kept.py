@@ -11,7 +11,6 @@ fuse/. Plain bookkeeping: never waits, knows neither the kernel nor the pool.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -21,6 +20,7 @@ from enum import IntEnum
 
 from nvpool.base.arena import Arena
 from nvpool.base.errors import CorruptRecord, NoSpace, TooManyOpen, WrongFormat
+from nvpool.base.sealed import make_sealed
 from nvpool.base.units import KIB, MIB, SLOTS_PER_SESSION
 
 MAGIC = b"nvpkept\n"
@@ -65,7 +65,6 @@ DIRECTORY = 1 << 31
 PUBLISHED = 1 << 30
 """In the flags of a handle: other processes of the mount may read the file. Set and taken back by who made the handle."""
 _MADV_REMOVE = 9
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Word(IntEnum):
@@ -183,15 +182,7 @@ class KeptMemory:
         """A new one, empty; its descriptor, which is closed by exec and can not be cut."""
         arena_bytes = max(arena_bytes, 16 * MIB) + MIB - 1 & ~(MIB - 1)
         total = _places(arena_bytes)[-1] + arena_bytes
-        descriptor = os.memfd_create("nvpool mount", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, total)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes), 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return make_sealed("nvpool mount", total, _HEAD.pack(MAGIC, VERSION, 0, total, arena_bytes))
 
     # -- words -----------------------------------------------------------------------------------------------------------
 

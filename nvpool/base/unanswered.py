@@ -12,12 +12,12 @@ what was never used costs nothing. Plain bookkeeping: never waits, knows neither
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
 
 from nvpool.base.errors import CorruptRecord, WrongFormat
+from nvpool.base.sealed import make_sealed
 from nvpool.base.units import MIB
 
 MAGIC = b"nvpasks\n"
@@ -34,7 +34,6 @@ SMALL_COUNT = 1 << 14
 """Who waits for a lock may do so for ever, and has one."""
 _LARGE_BYTES = 256 * MIB
 _MARKS_PLACE = PAGE
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _large_count(request_bytes: int) -> int:
@@ -89,15 +88,7 @@ class Unanswered:
         """A new one, empty, for requests of so many bytes, whole pages; its descriptor, which is closed by exec and can not be
         cut."""
         total = _places(request_bytes)[-1]
-        descriptor = os.memfd_create("nvpool requests", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, total)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, 0, total, request_bytes), 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return make_sealed("nvpool requests", total, _HEAD.pack(MAGIC, VERSION, 0, total, request_bytes))
 
     def _place(self, index: int) -> int:
         if index < SMALL_COUNT:

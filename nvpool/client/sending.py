@@ -127,7 +127,7 @@ class Sending:
                   error: BaseException | None) -> None:
         self._begun.discard(writing)
         if isinstance(error, asyncio.CancelledError):
-            written.error = written.error or _closed()
+            written.meet(_closed())
         elif error is not None:
             self._own(self._send(written, unit, segment, writing))
             return
@@ -167,7 +167,7 @@ class Sending:
         except NvpoolError as error:
             self._dropped(written, segment, error)
         except asyncio.CancelledError:
-            written.error = written.error or _closed()
+            written.meet(_closed())
             raise
         finally:
             self._left(written, unit, segment)
@@ -186,7 +186,7 @@ class Sending:
     def _dropped(self, written: WrittenFile, segment: Segment, error: NvpoolError) -> None:
         log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", segment.end - segment.start,
                   segment.start, written.file.inode, error)
-        written.error = written.error or error
+        written.meet(error)
 
     def _left(self, written: WrittenFile, unit: int, segment: Segment, stored: Writing | None = None) -> None:
         """The segment is not here any more: it is `stored`, or was noted so before, or was dropped."""

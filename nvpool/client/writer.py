@@ -134,7 +134,7 @@ class Writer(Sending):
         written = self._files.get(inode)
         log.error("inode %d: %s", inode, WritesLost())
         if written is not None:
-            written.error = written.error or WritesLost()
+            written.meet(WritesLost())
 
     def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)
@@ -474,7 +474,7 @@ class Writer(Sending):
         if written is None:
             return
         if not written.clean:
-            written.error = written.error or LockLost()
+            written.meet(LockLost())
         written.stored_end, written.stored_bytes, written.wrote = 0, 0, False
         self.forget(file)
         written.find_end()

@@ -90,7 +90,7 @@ class WrittenFile:
     """What the writer holds of one open inode."""
 
     __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing")
+                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing", "met")
 
     def __init__(self, file: OpenInode):
         self.file = file
@@ -101,7 +101,8 @@ class WrittenFile:
         self.stored_end = 0     # of those that stores have
         self.wrote = False      # since the service last stamped the time
         self.wrote_s = 0.0
-        self.error: NvpoolError | None = None
+        self.error: NvpoolError | None = None  # that nobody was told of
+        self.met: NvpoolError | None = None    # the last one, whoever was told
         self.changed: asyncio.Future | None = None
         self.held = 0
         self.stored_bytes = 0   # since the last report: what the file occupies is reckoned from it
@@ -117,6 +118,11 @@ class WrittenFile:
             if units:
                 for segments in units.values():
                     yield from segments
+
+    def meet(self, error: NvpoolError) -> None:
+        """Some of it can not be stored: the next one who asks is told, and who is waiting for it to be durable."""
+        self.error = self.error or error
+        self.met = error
 
     def was_cut(self) -> None:
         """The file was truncated: what stores had under the old cut number and nobody knew of is gone."""

@@ -206,10 +206,14 @@ class KernelRequests:
             self._fail(unique, coming.outcome[1], "read")
 
     def _on_write(self, count: int) -> None:
-        _, _, unique, _, _, _, _, _, _, handle, offset, _, flags = requests.decode_write(self._buffer, count)
+        _, _, unique, _, _, _, _, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
         drop_set_ids = bool(flags & WRITE_KILL_SUIDGID)
+        syncs = bool(open_flags & os.O_DSYNC) and self._ops.syncs_itself(handle)
         if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
-            self._count(unique, taken)
+            if syncs:
+                self._start(unique, "write", self._ops.synced(handle, taken), self._count)
+            else:
+                self._count(unique, taken)
             return
         payload = self._view[WRITE_BYTES:count]
         self.written_bytes += len(payload)
@@ -223,7 +227,7 @@ class KernelRequests:
         if taken:
             self._count(unique, len(payload))
         else:
-            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids), self._count)
+            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs), self._count)
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)

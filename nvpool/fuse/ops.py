@@ -389,16 +389,28 @@ class FuseOps(LockOps, ListOps, PrivilegeOps, AgainOps):
         finally:
             self._changes += 1
 
-    async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False) -> int:
+    def syncs_itself(self, handle: int) -> bool:
+        """Whether the kernel leaves what O_SYNC and O_DSYNC ask for to us: past its pages it sends no FSYNC behind a write."""
+        return handle in self._appending
+
+    async def synced(self, handle: int, taken: int) -> int:
+        """`taken`, when what was written is durable."""
+        await self.fsync(handle, False)
+        return taken
+
+    async def write(self, handle: int, offset: int, buffer, drop_set_ids: bool = False, syncs: bool = False) -> int:
         """All of `buffer`, or an error. It is ours until the file is flushed and must not change. `drop_set_ids`: as in
-        setattr."""
+        setattr. `syncs`: it is durable too, where `syncs_itself`."""
         file = self._files[handle]
         if drop_set_ids and file.attr.mode & SET_IDS:
             await self._drop_set_ids(file)
         with self._changing(file):
-            if handle in self._appending:
-                return await self._append(file, buffer, self._appending[handle])
-            return await self._vfs.write(file, offset, buffer)
+            if handle not in self._appending:
+                return await self._vfs.write(file, offset, buffer)
+            taken = await self._append(file, buffer, self._appending[handle])
+            if syncs or file.flags & os.O_DSYNC:
+                await self._vfs.fsync(file, False)
+            return taken
 
     async def flush(self, handle: int, owner: int | None = None) -> None:
         """close(2): what was written is at the stores and the size is known to all, or the error is told here. The record locks

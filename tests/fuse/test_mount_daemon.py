@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -313,3 +314,63 @@ def test_the_program_says_what_it_takes():
     said = subprocess.run([sys.executable, "-P", "-m", "nvpool.run.mount_daemon", "--help"], capture_output=True, text=True,
                           cwd="/", check=True).stdout
     assert "--read-only" in said and "--drain-s" in said
+
+
+@contextlib.contextmanager
+def silent_stores(own):
+    stores = pids(own, "store")
+    try:
+        for pid in stores:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in stores:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["O_SYNC", "O_DSYNC", "RWF_DSYNC"])
+def test_an_append_that_is_to_be_durable_returns_when_it_is(own, mine, how):
+    """Past its pages the kernel sends no FSYNC behind a write. The process is killed meanwhile, too."""
+    sync = getattr(os, how)
+    flags, each = (0, sync) if how.startswith("RWF") else (sync, 0)
+    file = os.open(mine.place / how, os.O_CREAT | os.O_WRONLY | os.O_APPEND | flags)
+    assert os.pwritev(file, [b"a" * 1000], 0, each) == 1000
+    ended, (serving,) = [], pids(own, "mount")
+    work = threading.Thread(target=lambda: ended.append(os.pwritev(file, [b"b" * 1000], 0, each)))
+    with silent_stores(own):
+        work.start()
+        work.join(0.7)
+        assert not ended
+        os.kill(serving, signal.SIGKILL)
+        work.join(2)
+        assert not ended
+    work.join(60)
+    os.close(file)
+    assert ended == [1000]
+    assert (mine.place / how).read_bytes() == b"a" * 1000 + b"b" * 1000
+
+
+@pytest.mark.parametrize("first", ["close", "fsync"])
+def test_who_waits_for_durable_bytes_is_told_of_what_a_close_was_told_of_too(own, tmp_path, first):
+    """As where a program is started by another thread: its copies of descriptors are closed."""
+    made = own.mount(tmp_path / "m", "--deadline-s", "3")
+    file, told = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY), {}
+    copy = os.dup(file)
+
+    def waits(call, one):
+        try:
+            told[call] = call(one)
+        except OSError as error:
+            told[call] = error.errno
+
+    work = [threading.Thread(target=waits, args=each) for each in ((os.close, copy), (os.fsync, file))]
+    with silent_stores(own):
+        os.write(file, b"a" * 1000)
+        for thread in work if first == "close" else work[::-1]:
+            thread.start()
+            time.sleep(0.3)
+        for thread in work:
+            thread.join(60)
+    os.close(file)
+    assert told[os.fsync] == errno.ETIMEDOUT, told
+    assert made.end() == 0

@@ -282,7 +282,7 @@ def test_the_short_cuts_read_what_decode_reads(request):
         case Op.READ | Op.READDIR | Op.READDIRPLUS:
             assert found[2:7] == request[1:6] and found[9:] == body[:3]
         case Op.WRITE:
-            assert found[2:7] == request[1:6] and found[9:] == body[:4]
+            assert found[2:7] == request[1:6] and found[9:] == (*body[:4], body[5])
             assert raw[requests.WRITE_BYTES:] == bytes(request.payload)
         case Op.GETXATTR:
             assert found == (request.unique, request.node, body.size, request.names[0])

@@ -401,15 +401,20 @@ class Files(Together, Locks):
             self.writer.raise_error(file)
 
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
-        """On return what was written survives the loss of power, and so does the size. Raises what a write has met, once."""
+        """On return what was written survives the loss of power, and so does the size. Raises what a write has met, once; and
+        what one meets meanwhile, also where somebody else (a close of the same file) was told of it."""
         file = handle.file
         if file.lost:
             raise LockLost()
+        written = file.written
+        met = written.met if written is not None else None
         await self.writer.store(file)
         self.writer.raise_error(file)
         await self.writer.make_durable(file.inode)
         await self.writer.settle(file, sync=True)
         self.writer.raise_error(file)
+        if written is not None and written.met is not met:
+            raise written.met
 
     def release_now(self, handle: FileHandle) -> bool:
         """Whether the handle is given up as by `release`, without waiting; else nothing has happened, and `release` is to be

@@ -217,7 +217,7 @@ def encode(request: Request, *, setxattr_extended: bool = False) -> bytes:
 _unpack_header = HEADER.unpack_from
 _NAMED_MIN = HEADER_BYTES + 2
 _READ_WHOLE = struct.Struct(_HEADER + "QQI20x")
-_WRITE_WHOLE = struct.Struct(_HEADER + "QQII16x")
+_WRITE_WHOLE = struct.Struct(_HEADER + "QQII8xI4x")
 _GETATTR_WHOLE = struct.Struct(_HEADER + "I4xQ")
 _OPEN_WHOLE = struct.Struct(_HEADER + "II")
 _RELEASE_WHOLE = struct.Struct(_HEADER + "QIIQ")
@@ -254,7 +254,8 @@ decode_release = _fixed(_RELEASE_WHOLE)
 
 
 def decode_write(buffer, count: int) -> tuple:
-    """… fh, offset, size, write_flags. The bytes are buffer[WRITE_BYTES:WRITE_BYTES + size]."""
+    """… fh, offset, size, write_flags, flags of the open file and of this call. The bytes are
+    buffer[WRITE_BYTES:WRITE_BYTES + size]."""
     if not WRITE_BYTES <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _WRITE_WHOLE.unpack_from(buffer)
