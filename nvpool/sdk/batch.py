@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from nvpool.base.errors import InvalidRequest, IsADirectory, NvpoolError
@@ -46,8 +46,10 @@ class Batches:
         self._vfs = vfs
         self._caller = caller
         self._kept: OrderedDict[bytes, tuple[FileHandle, float]] = OrderedDict()
-        self._replaced: list[FileHandle] = []
-        self._busy = 0
+        self._running: dict[int, None] = {}  # numbers of the batches that are being read, rising
+        self._begun = 0
+        self._left: deque[tuple[int, FileHandle]] = deque()
+        """Not kept any more, with the last batch that may be reading by it."""
 
     async def read_many(self, reads: Sequence[tuple[Path | FileHandle, int, int]], into: memoryview) -> list[int]:
         """Each (path or handle, offset, length) into `into`, one behind the other; how many bytes each got: fewer than asked
@@ -58,7 +60,9 @@ class Batches:
                 raise InvalidRequest(f"{length} bytes at {offset}")
             if type(what) is not FileHandle:
                 paths[what] = None
-        self._busy += 1
+        self._begun += 1
+        me = self._begun
+        self._running[me] = None
         try:
             plan = reads
             if paths:
@@ -66,9 +70,8 @@ class Batches:
                 plan = [(what if type(what) is FileHandle else handles[what], offset, length) for what, offset, length in reads]
             return await self._vfs.read_many(plan, into)
         finally:
-            self._busy -= 1
-            if not self._busy:
-                await self._trim(KEPT_OPEN)
+            del self._running[me]
+            await self._trim(KEPT_OPEN)
 
     async def read_whole(self, paths: Sequence[Path]) -> list[memoryview]:
         """All bytes of each file. OSError for the first path that leads to none."""
@@ -143,27 +146,29 @@ class Batches:
         return found
 
     def _keep(self, key: bytes, handle: FileHandle, until_s: float) -> None:
-        before = self._kept.pop(key, None)
+        self._leave(key)
         self._kept[key] = handle, until_s
-        if before is not None:
-            self._replaced.append(before[0])  # somebody else may be reading by it
+
+    def _leave(self, key: bytes) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._left.append((self._begun, kept[0]))
 
     async def _trim(self, count: int) -> None:
-        replaced, self._replaced = self._replaced, []
-        for handle in replaced:
-            await self._vfs.release(handle)
+        """Keep so many, and close those that are not kept and that nobody can be reading by."""
         while len(self._kept) > count:
-            await self._vfs.release(self._kept.popitem(last=False)[1][0])
+            self._leave(next(iter(self._kept)))
+        while self._left and self._left[0][0] < next(iter(self._running), self._begun + 1):
+            await self._vfs.release(self._left.popleft()[1])
 
     async def forget(self, paths: Iterable[Path] | None = None) -> None:
-        """Close what is kept open, all of it or these: their names mean something else now."""
+        """Keep none of them, or of these: their names mean something else now. What no batch is reading by is closed."""
         if paths is None:
-            await self._trim(len(self._kept))
-        keys = list(self._kept) if paths is None else [os.fsencode(path) for path in paths]
-        for key in keys:
-            kept = self._kept.pop(key, None)
-            if kept is not None:
-                await self._vfs.release(kept[0])
+            await self._trim(0)
+            return
+        for path in paths:
+            self._leave(os.fsencode(path))
+        await self._trim(KEPT_OPEN)
 
 
 def contiguous(into) -> memoryview:

@@ -180,6 +180,47 @@ def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_t
     run(main())
 
 
+def test_what_was_opened_anew_is_closed_though_some_batch_is_always_being_read():
+    async def main() -> None:
+        async with Case(OPTIONS._replace(attr_s=0.0), shards=1) as case:
+            contents = await planted(case, 1, 5)
+            pool = AsyncFileSystem(await case.client(), ME)
+            vfs, gates = pool.client.vfs, []
+            read_many = vfs.read_many
+
+            async def gated(plan, into):
+                if gates:
+                    gate, came = gates.pop()
+                    came.set()
+                    await gate.wait()
+                return await read_many(plan, into)
+
+            async def read() -> None:
+                found = await pool.read_many([(path, 0, 4096) for path in contents])
+                assert [bytes(one) for one in found] == list(contents.values())
+
+            async def begun() -> tuple[asyncio.Task, asyncio.Event]:
+                gates.append((asyncio.Event(), came := asyncio.Event()))
+                gate, task = gates[0][0], asyncio.ensure_future(read())
+                await came.wait()
+                return task, gate
+
+            vfs.read_many = gated
+            first, first_gate = await begun()
+            for _ in range(10):
+                await read()
+            assert sum(file.handles for file in vfs.cache.open.values()) == 55, "the first one may be reading by any of them"
+            second, second_gate = await begun()
+            first_gate.set()
+            await first
+            assert sum(file.handles for file in vfs.cache.open.values()) == 10, "the second one's, and what it has replaced"
+            second_gate.set()
+            await second
+            await pool._batches.forget()
+            assert not vfs.cache.open
+    run(main())
+
+
 def test_wide_directories_over_several_shards_are_walked_as_others():
     async def main() -> None:
         async with Case(OPTIONS, shards=3) as case:
