@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from nvpool.base.faulted import fault_in
 from nvpool.base.kept import Word
 from nvpool.base.unanswered import Unanswered
 from nvpool.fuse.engine import MountOptions
@@ -39,7 +40,7 @@ class KeepingEngine(KernelEngine):
         super().__init__(ops, mount_point, options, on_ready, on_burst)
         self._kept_requests = kept = keep(len(self._buffer))
         self._pages = min(self._pages, kept.request_bytes // PAGE - 1)
-        self._buffer = self._view = kept.buffer
+        self._buffer = self._view = fault_in(kept.buffer)
         self._buffers = (kept.buffer,)
 
     def _begin_plain_reads(self) -> None:

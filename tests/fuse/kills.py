@@ -338,8 +338,49 @@ def load_large(place, seconds):
     together(*(lambda me=me: work(me) for me in range(3)))
 
 
+def load_direct(place, seconds, block_bytes=16 << 10, block_count=256):
+    """Past the kernel's pages: blocks and whole runs of them written, read back at random and in the end. Each place says which
+    write it is of."""
+    end = time.monotonic() + seconds
+    run = MIB // block_bytes
+
+    def work(me):
+        chance, written = random.Random(me), [0] * block_count
+        one, many = mmap.mmap(-1, block_bytes), mmap.mmap(-1, MIB)
+
+        def content(block):
+            return b"%07d %07d %07d;" % (me, block, written[block]) * (block_bytes // 24) + bytes(block_bytes % 24)
+
+        def check(block):
+            assert os.preadv(file, [one], block * block_bytes) == block_bytes
+            assert one[:] == content(block), (me, block, written[block], one[:24])
+
+        file = os.open(place / f"direct-{me}", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+        try:
+            while time.monotonic() < end or not any(written):
+                first = chance.randrange(0, block_count, run)
+                for block in range(first, first + run):
+                    written[block] += 1
+                    many[(block - first) * block_bytes:(block - first + 1) * block_bytes] = content(block)
+                assert os.pwritev(file, [many], first * block_bytes) == MIB
+                for block in chance.sample(range(first, first + run), 8):
+                    written[block] += 1
+                    one[:] = content(block)
+                    assert os.pwritev(file, [one], block * block_bytes) == block_bytes
+                for block in chance.sample(range(first, first + run), 16):
+                    check(block)
+            for block in range(block_count):
+                if written[block]:
+                    check(block)
+        finally:
+            os.close(file)
+
+    together(*(lambda me=me: work(me) for me in range(3)))
+
+
 LOADS = {"fio": pytest.param(run_fio, marks=needs("fio"), id="fio"), "loader": pytest.param(load_files, id="loader"),
-         "model": pytest.param(run_model, id="model"), "large": pytest.param(load_large, id="large")}
+         "model": pytest.param(run_model, id="model"), "large": pytest.param(load_large, id="large"),
+         "direct": pytest.param(load_direct, id="direct")}
 
 
 def end(held):

@@ -24,8 +24,9 @@ VICTIMS = {"serving": (("mount_daemon",), ()),
            "holder": (("mount_holder",), ()),
            "zygote": (("mount_zygote",), ()),
            "notice": (("mount_daemon", "mount_notice"), ())}
-USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("old-kernel", "fio"), ("old-kernel", "loader"),
-         ("old-kernel", "model"), ("old-kernel", "large"), ("old-kernel-all", "model"), ("over-tcp", "fio"),
+USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("serving", "direct"), ("old-kernel", "fio"),
+         ("old-kernel", "loader"), ("old-kernel", "model"), ("old-kernel", "large"), ("old-kernel", "direct"),
+         ("old-kernel-all", "model"), ("over-tcp", "fio"),
          ("one-of-two", "fio"), ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"),
          ("holder", "model"), ("zygote", "model"), ("notice", "fio"))
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,13 @@ def silent_stores(own):
 def states(pid):
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
+
+
+def test_the_memory_that_requests_are_read_into_is_all_there(held):
+    """Else who is killed while the kernel copies a request to it leaves a caller with EIO: see base/faulted."""
+    with open(f"/proc/{serving(held)}/smaps") as file:
+        mapping = file.read().partition("nvpool requests")[2].partition("\n\n")[0]
+    assert int(re.search(r"Rss:\s+(\d+) kB", mapping)[1]) << 10 >= MIB
 
 
 def test_reads_and_writes_that_wait_for_a_silent_store_go_on(held, own):

@@ -1,0 +1,35 @@
+"""Memory that is all there: what was in it is in it, and no page is left to be found later."""
+
+import mmap
+import os
+import re
+
+from nvpool.base.faulted import PAGE, fault_in
+from nvpool.base.sealed import make_sealed
+
+SIZE = 40 * PAGE
+
+
+def resident(name):
+    with open("/proc/self/smaps") as file:
+        return int(re.search(r"Rss:\s+(\d+) kB", file.read().partition(name)[2])[1]) << 10
+
+
+def test_each_page_is_mapped_and_as_it_was():
+    descriptor = make_sealed("nvpool faulted", SIZE, b"head")
+    try:
+        os.pwrite(descriptor, b"tail", SIZE - 4)
+        with mmap.mmap(descriptor, SIZE) as memory:
+            assert resident("nvpool faulted") == 0
+            view = memoryview(memory)
+            assert fault_in(view) is view
+            assert resident("nvpool faulted") == SIZE
+            assert view[:4] == b"head" and view[-4:] == b"tail" and not any(view[4:-4])
+            view.release()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_length_that_is_no_whole_page():
+    assert fault_in(bytearray(b"abc")) == b"abc"
+    assert fault_in(bytearray(b"x" * (PAGE + 1))) == b"x" * (PAGE + 1)
