@@ -11,13 +11,13 @@ import asyncio
 import marshal
 import os
 import shutil
-import signal
+import subprocess
+import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +31,7 @@ from nvpool.logic.layout import Layout
 from nvpool.meta import records
 from nvpool.meta.identity import take_identity
 
+from . import beside
 from .tree import BATCH_KEYS, Records, Tree
 
 BYTES_A_FILE = 180
@@ -70,7 +71,7 @@ def _put(shard: Path, tree: Tree, root: records.Inode, progress: Progress) -> No
     stored, done = LmdbTree(shard, 64 << 20), 0.0
     try:
         mark = stored.mark()
-        with made_beside(chain([(0.0, tree.few(root))], tree.batches())) as batches:
+        with made_beside(tree, root) as batches:
             for share, batch in batches:
                 if batch:
                     mark = mark._replace(sequence=mark.sequence + 1)
@@ -84,32 +85,20 @@ def _put(shard: Path, tree: Tree, root: records.Inode, progress: Progress) -> No
 
 
 @contextmanager
-def made_beside(batches: Iterator[tuple[float, Records]]) -> Iterator[Iterator[tuple[float, Records]]]:
-    """The same, made by a process of its own while this one works off those before; it ends with the block."""
-    reading, writing = os.pipe()
-    # before the fork: nothing may interrupt the new process but its parent, which ends it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(reading)
-            with open(writing, "wb") as pipe:
-                for batch in chain(batches, (None,)):
-                    raw = marshal.dumps(batch)
-                    pipe.write(len(raw).to_bytes(8, "little") + raw)
-                    pipe.flush()  # shares of work without records are small
-        except BaseException:
-            traceback.print_exc()  # our parent finds the pipe at its end too early
-        finally:
-            os._exit(0)
+def made_beside(tree: Tree, root: records.Inode) -> Iterator[Iterator[tuple[float, Records]]]:
+    """`beside.batches` of the tree, made by a process of its own while the one before is worked off; it ends with the block.
+
+    A new program, no fork: gRPC's threads are not there in a forked process, and it waits for their end for ever."""
+    command = [sys.executable, "-m", beside.__name__, *beside.described(tree, root)]
+    environment = os.environ | {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[1])}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment,
+                               start_new_session=True)  # so that nothing interrupts it but us, who end it
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(writing)
-        with open(reading, "rb") as pipe:
-            yield iter(partial(_next_batch, pipe), None)
+        yield iter(partial(_next_batch, process.stdout), None)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def _next_batch(pipe: BinaryIO) -> tuple[float, Records] | None:

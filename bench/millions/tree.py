@@ -70,7 +70,7 @@ class Tree:
     def __init__(self, files: int, per_directory: int, name_key: bytes, layout: Layout) -> None:
         self.files, self.per_directory = files, per_directory
         self.directories = -(-files // per_directory) if per_directory else 0
-        self.name_hash = name_hasher(name_key)
+        self.name_key, self.name_hash = name_key, name_hasher(name_key)
         self.home = inode_number(partition_of_directory(self.name_hash(ROOT_INODE, HOME)), 2)
         self._layout = layout
 

@@ -1,0 +1,43 @@
+"""The records of a tree, made by a program of its own: started by millions/build, which reads them from its standard output.
+
+    python -m millions.beside FILES PER_DIRECTORY NAME_KEY ROOT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import sys
+from collections.abc import Iterator
+from itertools import chain
+
+from nvpool.base.ids import ROOT_INODE
+from nvpool.logic.layout import Layout
+from nvpool.meta import records
+
+from .tree import Records, Tree
+
+
+def batches(tree: Tree, root: records.Inode) -> Iterator[tuple[float, Records]]:
+    """(share of the work, records to be put) of all of it, from 0 to 1 in all."""
+    return chain([(0.0, tree.few(root))], tree.batches())
+
+
+def described(tree: Tree, root: records.Inode) -> list[str]:
+    """What this program is to be called with."""
+    return [str(tree.files), str(tree.per_directory), tree.name_key.hex(), records.encode_inode(root).hex()]
+
+
+def main(words: list[str]) -> None:
+    files, per_directory, name_key, encoded = words
+    root = records.decode_inode(ROOT_INODE, bytes.fromhex(encoded))
+    tree = Tree(int(files), int(per_directory), bytes.fromhex(name_key), Layout(root.table, root.chunk_bits))
+    with contextlib.suppress(BrokenPipeError), open(sys.stdout.fileno(), "wb", closefd=False) as pipe:
+        for batch in chain(batches(tree, root), (None,)):
+            raw = marshal.dumps(batch)
+            pipe.write(len(raw).to_bytes(8, "little") + raw)
+            pipe.flush()  # shares of work without records are small
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
