@@ -113,7 +113,7 @@ class Writer(Sending):
         if left.entry < 0:
             self._keeping.begin(written)
         if left.error:
-            written.error = Cancelled("bytes written earlier could not be stored, as the process before this one has met")
+            written.meet(Cancelled("bytes written earlier could not be stored, as the process before this one has met"))
         written.wrote = written.begun = True
         written.wrote_s = self._clock.boottime_s()
         if file.truncated <= left.cut:

@@ -374,3 +374,24 @@ def test_who_waits_for_durable_bytes_is_told_of_what_a_close_was_told_of_too(own
     os.close(file)
     assert told[os.fsync] == errno.ETIMEDOUT, told
     assert made.end() == 0
+
+
+def test_each_open_file_is_told_once_of_what_could_not_be_stored(own, tmp_path):
+    """By fsync, also where a write or close was told of it before; who opens the file afterwards is not. errseq_t of Linux."""
+    made = own.mount(tmp_path / "m", "--deadline-s", "2")
+    writer = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY)
+    other = os.open(made.place / "f", os.O_WRONLY)
+    with silent_stores(own):
+        os.write(writer, b"a" * 1000)
+        with pytest.raises(OSError) as told:
+            os.close(os.dup(writer))
+        assert told.value.errno == errno.ETIMEDOUT
+    later = os.open(made.place / "f", os.O_WRONLY)
+    for file in (writer, other):
+        with pytest.raises(OSError) as told:
+            os.fsync(file)
+        assert told.value.errno == errno.ETIMEDOUT
+    for file in (later, writer, other):
+        os.fsync(file)
+        os.close(file)
+    assert made.end() == 0

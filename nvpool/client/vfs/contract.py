@@ -39,7 +39,7 @@ class StatFs(NamedTuple):
 class FileHandle:
     """An open file. Belongs to its opener until `release`."""
 
-    __slots__ = ("file", "inode", "flags", "readable", "writable", "append", "ahead", "closed", "number")
+    __slots__ = ("file", "inode", "flags", "readable", "writable", "append", "ahead", "closed", "number", "told")
 
     def __init__(self, file: OpenInode, flags: int):
         self.file = file
@@ -52,6 +52,7 @@ class FileHandle:
         self.ahead = Ahead()
         self.closed = False
         self.number = 0  # by which a successor of this process knows it, where there may be one
+        self.told = file.written.met if file.written is not None else None  # of what could not be stored, the last
 
     @property
     def attr(self):

@@ -22,6 +22,7 @@ from nvpool.client.vfs.contract import Caller, FileHandle
 from nvpool.client.vfs.locks import Locks
 from nvpool.client.vfs.names import check_name, is_name
 from nvpool.client.vfs.together import Together
+from nvpool.client.written import WrittenFile
 from nvpool.logic.layout import check_range
 from nvpool.wire.v1 import meta_pb2, wire_pb2
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -401,20 +402,24 @@ class Files(Together, Locks):
             self.writer.raise_error(file)
 
     async def fsync(self, handle: FileHandle, datasync: bool) -> None:
-        """On return what was written survives the loss of power, and so does the size. Raises what a write has met, once; and
-        what one meets meanwhile, also where somebody else (a close of the same file) was told of it."""
+        """On return what was written survives the loss of power, and so does the size. Raises what a write has met since the
+        handle was opened, or since its last fsync, once: also where others were told of it, by fsync, write or close."""
         file = handle.file
         if file.lost:
             raise LockLost()
         written = file.written
-        met = written.met if written is not None else None
         await self.writer.store(file)
-        self.writer.raise_error(file)
+        self._tell(handle, written)
         await self.writer.make_durable(file.inode)
         await self.writer.settle(file, sync=True)
-        self.writer.raise_error(file)
-        if written is not None and written.met is not met:
-            raise written.met
+        self._tell(handle, written)
+
+    def _tell(self, handle: FileHandle, written: WrittenFile | None) -> None:
+        """Raise what this handle was not told of yet."""
+        if written is not None and written.met is not handle.told:
+            handle.told = written.met
+            raise self.writer.take_error(written) if written.error is not None else written.met
+        self.writer.raise_error(handle.file)
 
     def release_now(self, handle: FileHandle) -> bool:
         """Whether the handle is given up as by `release`, without waiting; else nothing has happened, and `release` is to be
