@@ -15,6 +15,7 @@ Version of a chunk, 64 bits: chain epoch (32) above a counter (32). Versions of 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple, NewType
 
 from nvpool.base.units import PARTITION_BITS, PARTITION_COUNT
@@ -42,12 +43,27 @@ class ChunkId(NamedTuple):
     index: int
 
 
+LIFE_BITS = 40
+"""A session may outlive the process that began it (a mount's, which is replaced). Sequences of its n-th process begin at
+n << LIFE_BITS."""
+
+
 class RequestId(NamedTuple):
     """Names one request of one client for ever: a session, one of its 64 slots, and that slot's sequence number."""
 
     session: int
     slot: int
     sequence: int
+
+
+def is_done(done: Iterable[tuple[int, int, int]], request: RequestId) -> bool:
+    """Whether that request is not to be carried out any more where these were, the last ones: it was, or a later one of its
+    slot, or one of a later process of the session, which knows all that the earlier one has left and has sent it anew."""
+    session, slot, sequence = request
+    for its_session, its_slot, last in done:
+        if its_session == session and sequence <= last and (its_slot == slot or sequence >> LIFE_BITS < last >> LIFE_BITS):
+            return True
+    return False
 
 
 def inode_number(partition: int, counter: int) -> InodeNumber:

@@ -25,7 +25,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from nvpool.base.errors import ChecksumMismatch, InvalidRequest, NoSpace, NvpoolError, StaleCut, StaleVersion
-from nvpool.base.ids import RequestId, version, version_parts
+from nvpool.base.ids import RequestId, is_done, version, version_parts
 from nvpool.logic.poolmap import Chain
 
 
@@ -107,13 +107,6 @@ class Answer(Enum):
     NOT_OURS = auto()       # the sender is not our predecessor
 
 
-def was_done(held: Held, request: RequestId) -> bool:
-    """Whether this request, or a later one of its slot, is among the last that were done to the chunk."""
-    session, slot, sequence = request
-    return any(sequence <= last and slot == its_slot and session == its_session
-               for its_session, its_slot, last in held.requests)
-
-
 def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
     """What a member that stands at `place` and has `held` does with an offer; and the version that goes with the answer, where
     one does."""
@@ -125,7 +118,7 @@ def judge(place: Place | None, held: Held, offer: Offer) -> tuple[Answer, int]:
         return Answer.NOT_OURS, 0
     if held.pending:
         return (Answer.SAME if held.pending == offer.version else Answer.BUSY), 0
-    if held.version >= offer.version and was_done(held, offer.request):
+    if held.version >= offer.version and is_done(held.requests, offer.request):
         return Answer.DONE, 0  # whatever has changed since
     if offer.cut < held.cut:
         return Answer.CUT, 0

@@ -41,7 +41,7 @@ from nvpool.base.errors import (
     WrongFormat,
 )
 from nvpool.base.host import boot_id
-from nvpool.base.ids import RequestId, version_parts
+from nvpool.base.ids import RequestId, is_done, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.contract import Effect, Kv
@@ -79,7 +79,6 @@ from nvpool.store.records import (
     bad_key,
     encode_flushed,
     encode_segment,
-    is_done,
     replaced,
     segment_key,
     with_request,

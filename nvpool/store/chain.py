@@ -34,6 +34,7 @@ from nvpool.base.errors import (
     StaleVersion,
     WrongTarget,
 )
+from nvpool.base.ids import is_done
 from nvpool.logic.layout import chain_of
 from nvpool.logic.replication import (
     Answer,
@@ -49,7 +50,6 @@ from nvpool.logic.replication import (
     next_version,
     taking_part,
     until,
-    was_done,
 )
 from nvpool.store.chunkstore import ChunkStore, MustWait, Placed
 from nvpool.store.peers import Name, Peers, Sending, Write
@@ -190,7 +190,7 @@ class ChainWrites:
                     if not await self._rebuilt(write):
                         raise
                     continue
-                if was_done(held, write.request):
+                if is_done(held.requests, write.request):
                     return held.version
                 if write.cut < held.cut:
                     raise StaleCut(f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})")

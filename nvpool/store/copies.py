@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from nvpool.base.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.base.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, NvpoolError, StaleCut
-from nvpool.base.ids import RequestId
+from nvpool.base.ids import RequestId, is_done
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.allocator import Transaction, Waiting
 from nvpool.store.chunkstore import ALL_INODES, MustWait, check_table
 from nvpool.store.reads import READ, RESULT
-from nvpool.store.records import Head, is_done, with_request
+from nvpool.store.records import Head, with_request
 
 if TYPE_CHECKING:
     from nvpool.store.block_chunkstore import BlockChunkStore

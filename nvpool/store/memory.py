@@ -22,7 +22,7 @@ from nvpool.base.errors import (
     StaleEpoch,
     StaleGrant,
 )
-from nvpool.base.ids import RequestId, version_parts
+from nvpool.base.ids import RequestId, is_done, version_parts
 from nvpool.base.ids import version as make_version
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.logic.chainset import ChainSet
@@ -146,7 +146,7 @@ class MemoryChunkStore:
         chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if request is not None:
-            if any((session, slot) == request[:2] and request.sequence <= last for session, slot, last in chunk.requests):
+            if is_done(chunk.requests, request):
                 return chunk.version
             if request.slot > 0xFFFF:
                 raise InvalidRequest("no slot")
@@ -305,8 +305,7 @@ class MemoryChunkStore:
                 raise ChecksumMismatch
         chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
-        if request is not None and any((session, slot) == request[:2] and request.sequence <= last
-                                       for session, slot, last in chunk.requests):
+        if request is not None and is_done(chunk.requests, request):
             return chunk.version, len(new) * BLOCK_BYTES
         if cut < its_cut:
             raise StaleCut

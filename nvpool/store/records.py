@@ -107,12 +107,6 @@ class Head(NamedTuple):
     table: int = 1
 
 
-def is_done(requests: tuple[tuple[int, int, int], ...], request: RequestId) -> bool:
-    """Whether a chunk with these last requests has done this one, or a later one of its slot."""
-    session, slot, sequence = request
-    return any(sequence <= last and slot == its_slot and session == its_session for its_session, its_slot, last in requests)
-
-
 def with_request(requests: tuple[tuple[int, int, int], ...], request: RequestId) -> tuple[tuple[int, int, int], ...]:
     """The last requests after this one."""
     session, slot, _ = request

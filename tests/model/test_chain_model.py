@@ -15,7 +15,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvpool.base.ids import RequestId
+from nvpool.base.ids import RequestId, is_done
 from nvpool.logic.poolmap import Chain
 from nvpool.logic.replication import (
     Answer,
@@ -32,7 +32,6 @@ from nvpool.logic.replication import (
     place_in,
     taking_part,
     until,
-    was_done,
 )
 
 Content = tuple[int, ...]
@@ -158,7 +157,7 @@ class World:
             return
         request = RequestId(9, write % 64, write)
         held = member.held()
-        if was_done(held, request):
+        if is_done(held.requests, request):
             self.acknowledge(write)
             return
         cut = self.open_writes[write]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nvpool.base.errors import NotFound, NvpoolError, Unavailable
+from nvpool.base.ids import LIFE_BITS
 from nvpool.base.kept import Word
 from nvpool.client.cache import OpenInode
 from nvpool.client.vfs.contract import FileHandle
@@ -46,7 +47,7 @@ class TakeOver(Files):
         life = memory.word(Word.LIVES) + 1
         memory.set_word(Word.LIVES, life)
         # behind those of the processes before us, whose session we go on with: else stores take our requests for repetitions
-        self.chunks.sequence = life << 40
+        self.chunks.sequence = life << LIFE_BITS
         self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
         left = self.keeping.left()
         rights: dict[int, int] = {}

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from nvpool.base import errors
 from nvpool.base.checksum import first_bad_block, piece_checksums
-from nvpool.base.ids import RequestId, version, version_parts
+from nvpool.base.ids import LIFE_BITS, RequestId, version, version_parts
 from nvpool.base.units import BLOCK_BYTES, CHUNK_BYTES_MAX, KIB, MIB
 from nvpool.store.chunkstore import ALL_INODES, NO_INODE, TABLE_MAX, UNCHECKED, ChunkStore
 
@@ -250,6 +250,18 @@ async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_writte
         await refused(errors.InvalidRequest, store.copy((1, 0, 0), 2, 0, 0, 4 * KIB, table=table))
     assert store.inodes(0, 9)[0] == [1] and store.status()["used_bytes"] == before and store.table_of(1, 0) == TABLE_MAX
     assert await content(store, 1, 0, 4 * KIB) == some_bytes(4 * KIB)
+
+
+@check
+async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later_one(subject: Subject) -> None:
+    store, life = subject.store, 1 << LIFE_BITS
+    await put(store, 1, 0, 0, b"a" * 8192, request=RequestId(9, 1, life + 70))
+    last = await put(store, 1, 0, 4096, b"b" * 4096, request=RequestId(9, 2, 2 * life + 1))
+    assert await put(store, 1, 0, 0, b"c" * 8192, request=RequestId(9, 3, life + 71)) == last, "answered, not done"
+    assert await put(store, 1, 0, 0, b"d" * 4096, request=RequestId(8, 3, life + 71)) > last, "another session has its own"
+    await put(store, 1, 1, 0, b"e" * 4096, request=RequestId(9, 3, life + 71))
+    assert await content(store, 1, 0, 8192) == b"d" * 4096 + b"b" * 4096
+    assert await content(store, 1, 1, 4096) == b"e" * 4096, "of another chunk nobody has said that"
 
 
 @check
