@@ -1,17 +1,18 @@
 """Latency against concurrency: 4 KiB random reads with 1 to 256 in flight, and where the knee is.
 
-A closed loop: each of N readers asks again when it was answered, so N = rate × mean latency (Little's law). The knee is the N
-with the largest power, rate ÷ mean latency = rate² ÷ N: left of it more readers bring more than they cost in waiting, right of
-it less (L. Kleinrock: Power and deterministic rules of thumb for probabilistic problems in computer communications, ICC 1979).
+A closed loop: each of N readers asks again when it was answered, so N = rate × mean latency (Little's law). The knee is the
+smallest N with nine tenths of the largest rate: from there on more readers bring latency and hardly a read. (Kleinrock's power,
+rate ÷ mean latency, is largest at one reader wherever the second one has to wait for the first, and says no more.)
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+KNEE_SHARE = 0.9
 
 
 class Point(NamedTuple):
@@ -39,9 +40,10 @@ def measure(ways: dict[str, Callable[[int], dict]], levels: Iterable[int], round
     return results
 
 
-def knee(points: Iterable[Point]) -> int:
-    """How many are in flight at the largest power; the smaller of equals."""
-    return max(points, key=lambda point: (point.rate ** 2 / point.in_flight, -point.in_flight)).in_flight
+def knee(points: Sequence[Point]) -> int:
+    """How few in flight reach KNEE_SHARE of the largest rate."""
+    wanted = KNEE_SHARE * max(point.rate for point in points)
+    return min(point.in_flight for point in points if point.rate >= wanted)
 
 
 def table(results: dict) -> str:

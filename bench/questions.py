@@ -158,10 +158,10 @@ def markdown(results: dict) -> str:
     if "concurrency" in results:
         knees = ", ".join(f"{name}: {found['knee']}" for name, found in results["concurrency"].items())
         parts += ["## Latency against concurrency", concurrency.table(results["concurrency"]),
-                  f"The knee is where rate ÷ mean latency is largest (Kleinrock 1979): {knees}."]
+                  f"The knee is the smallest number in flight with nine tenths of the largest rate: {knees}."]
     if "layers" in results:
         parts += ["## Cost of a read, layer by layer", layers.table(results["layers"]["rows"]),
-                  "By subtraction of floors of the same run; see layers.py. The remainder is what they do to one another."]
+                  "By subtraction of floors of the same run, see layers.py; the client is what is left."]
     if "throughput" in results:
         parts += ["## Targets and client processes", throughput.table(results["throughput"]["rows"]),
                   f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process."]
@@ -186,9 +186,8 @@ def chart(results: dict) -> str:
     if "layers" in results:
         rows = results["layers"]["rows"]
         sheet.stacked("Cost of a 4 KiB read, one at a time, in µs",
-                      [(layers.name_of(row), [*(row["layers"][name] for name in layers.LAYERS), row["remainder"]])
-                       for row in rows],
-                      [*layers.LAYERS, "remainder"], "µs")
+                      [(layers.name_of(row), [row["layers"][name] for name in layers.LAYERS]) for row in rows],
+                      layers.LAYERS, "µs")
     if "throughput" in results:
         for block in throughput.BLOCKS:
             for way in ("stream", "short cut"):

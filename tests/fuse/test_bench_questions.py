@@ -37,7 +37,7 @@ def test_all_questions_are_answered_with_tables_and_charts_and_nothing_is_left(t
         assert all(point["rate"] > 0 for point in way["points"])
     for row in found["layers"]["rows"]:
         assert tuple(row["layers"]) == layers.LAYERS
-        assert sum(row["layers"].values()) + row["remainder"] == pytest.approx(row["whole"])
+        assert sum(row["layers"].values()) == pytest.approx(row["whole"])
     assert {(row["way"], row["block"]) for row in found["throughput"]["rows"]} == {
         (way, block) for way in ("stream", "short cut") for block in ("4 KiB", "128 KiB")}
     assert all(row["rate"] > 0 and row["targets"] == row["processes"] == 2 for row in found["throughput"]["rows"])
@@ -52,20 +52,26 @@ def test_the_knee_is_where_more_readers_begin_to_cost_more_than_they_bring():
     assert concurrency.knee(points) == 8
     flat = [concurrency.Point(count, 100.0, 0.0, 0.0) for count in (1, 2, 4)]
     assert concurrency.knee(flat) == 1
+    creeping = [concurrency.Point(count, rate, 0.0, 0.0) for count, rate in ((1, 50.0), (2, 89.0), (4, 95.0), (8, 100.0))]
+    assert concurrency.knee(creeping) == 4
 
 
-def test_the_layers_of_a_read_and_the_remainder_are_the_whole():
+def test_the_layers_of_a_read_are_the_whole():
     p50_us = {"bare": 7.0, "floor": 9.0, "wire": 30.0, "drive warm": 1.0, "raw warm": 40.0, "drive cold": 80.0,
               "raw cold": 130.0}
     for state, sdk in (("warm", 50.0), ("cold", 142.0)):
         p50_us |= {f"sdk stream {state}": sdk, f"sdk short cut {state}": sdk / 2 + 25}
         p50_us |= {f"mount stream {state}": sdk + 12, f"mount short cut {state}": 20.0}
-    rows = {(row["road"], row["state"]): row for row in layers.split(p50_us)}
-    assert rows["stream", "cold"]["layers"] == {"kernel": 7.0, "engine": 2.0, "client": 12.0, "wire": 30.0, "store": 20.0,
-                                                "drive": 80.0}
-    assert rows["stream", "cold"]["remainder"] == 3.0
-    assert rows["short cut", "warm"]["layers"]["wire"] == rows["short cut", "warm"]["layers"]["store"] == 0.0
-    assert "| mount, stream, cold | 7.0 | 2.0 | 12.0 | 30.0 | 20.0 | 80.0 | +3.0 | 154.0 |" in layers.table(list(rows.values()))
+    rows = {(row["who"], row["road"], row["state"]): row for row in layers.split(p50_us)}
+    assert rows["mount", "stream", "cold"]["layers"] == {"kernel": 7.0, "engine": 2.0, "client": 15.0, "wire": 30.0,
+                                                         "store": 20.0, "drive": 80.0}
+    assert rows["sdk", "stream", "cold"]["layers"] == {"kernel": 0.0, "engine": 0.0, "client": 12.0, "wire": 30.0,
+                                                       "store": 20.0, "drive": 80.0}
+    assert rows["mount", "short cut", "warm"]["layers"] == {"kernel": 7.0, "engine": 2.0, "client": 10.0, "wire": 0.0,
+                                                            "store": 0.0, "drive": 1.0}
+    text = layers.table(list(rows.values()))
+    assert "| mount, stream, cold | 7.0 | 2.0 | 15.0 | 30.0 | 20.0 | 80.0 | 154.0 |" in text
+    assert "| SDK, short cut, warm | 0.0 | 0.0 | 49.0 | 0.0 | 0.0 | 1.0 | 50.0 |" in text
 
 
 def test_charts_are_drawn_from_any_figures():
