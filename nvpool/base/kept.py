@@ -49,8 +49,8 @@ HANDLE = struct.Struct("<QIIIIQQ")
 LOCK = struct.Struct("<QQQQ")
 """inode, owner, handle through which it was taken, kind (mark)"""
 FILE = struct.Struct("<QQQIIQ")
-"""end of what stores have and the service does not know, bytes of that, cut number, errno that was not told, zero, inode
-(mark)"""
+"""end of what stores have and the service does not know, bytes of that, cut number, errno that nobody was told, errno of the
+last loss (0: none), inode (mark)"""
 WRITE = struct.Struct("<QQQQIIQ")
 """inode, place in the file, place in the arena, unique, length, twice the bytes taken in the arena (one more in the last piece
 of a write), number (mark)"""

@@ -453,13 +453,13 @@ cdef class Writes:
         return 0
 
     cdef int note(self, written) except -1:
-        """As Keeping.note, without an error."""
-        file = written.file
+        """As Keeping.note, without an error that nobody was told."""
+        file, met = written.file, written.met
         cdef uint8_t *at = self.base + self.files_at + <Py_ssize_t>written.entry * FILE_BYTES
         put64(at, written.stored_end)
         put64(at + 8, written.stored_bytes)
         put64(at + 16, file.cut)
-        put64(at + 24, 0)
+        put64(at + 24, 0 if met is None else <uint64_t><uint32_t>met.errno << 32)
         put_mark(at + 32, file.inode)
         return 0
 

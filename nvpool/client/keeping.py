@@ -30,6 +30,7 @@ class KeptFile(NamedTuple):
     stored_bytes: int
     cut: int
     error: int
+    met: int
     pieces: list[KeptPiece]
 
 
@@ -75,8 +76,8 @@ class Keeping:
         """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was
         told."""
         file = written.file
-        error = written.error.errno if written.error is not None else 0
-        self.memory.files.put(written.entry, written.stored_end, written.stored_bytes, file.cut, error, 0, file.inode)
+        error, met = (one.errno if one is not None else 0 for one in (written.error, written.met))
+        self.memory.files.put(written.entry, written.stored_end, written.stored_bytes, file.cut, error, met, file.inode)
 
     def end(self, written: WrittenFile) -> None:
         """Nothing of the file is here any more, but what is on its way: that goes when it has arrived."""
@@ -95,13 +96,13 @@ class Keeping:
     def left(self) -> dict[int, KeptFile]:
         """By inode, what the process before us has left; pieces in the order in which they were written."""
         found = {}
-        for entry, end, byte_count, cut, error, _, inode in self.memory.files.valid():
-            found[inode] = KeptFile(entry, end, byte_count, cut, error, [])
+        for entry, end, byte_count, cut, error, met, inode in self.memory.files.valid():
+            found[inode] = KeptFile(entry, end, byte_count, cut, error, met, [])
         pieces = sorted(self.memory.writes.valid(), key=lambda record: record[-1])
         for index, inode, offset, place, _, length, _, number in pieces:
             kept = found.get(inode)
             if kept is None:
-                kept = found[inode] = KeptFile(-1, 0, 0, 0, 0, [])
+                kept = found[inode] = KeptFile(-1, 0, 0, 0, 0, 0, [])
             kept.pieces.append(KeptPiece(offset, self.memory.payloads[place:place + length], (number, index)))
         return found
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import Cancelled, DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
+from nvpool.base.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import WRITE
 from nvpool.base.units import BLOCK_BYTES, KIB
 from nvpool.client.cache import OpenInode
@@ -112,8 +112,9 @@ class Writer(Sending):
         written.entry = left.entry
         if left.entry < 0:
             self._keeping.begin(written)
-        if left.error:
-            written.meet(Cancelled("bytes written earlier could not be stored, as the process before this one has met"))
+        if left.error or left.met:  # which of the open files were told of it is not known: all are
+            written.meet(WritesLost("bytes written earlier could not be stored, as the process before this one has met"))
+            written.error = written.error if left.error else None
         written.wrote = written.begun = True
         written.wrote_s = self._clock.boottime_s()
         if file.truncated <= left.cut:
@@ -128,6 +129,13 @@ class Writer(Sending):
     def flushes_all(self, unflushed: bool) -> None:
         """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
         self._unflushed.unknown = unflushed
+
+    def met(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
+        """What was written to the open file is lost: told to each who has it open."""
+        written = file.written or self._written(file)
+        written.meet(error)
+        self._note(written)
+        return written
 
     def _was_lost(self, inode: int) -> None:
         """Some of what stores had of it, unflushed, is gone."""

@@ -159,6 +159,19 @@ def together(*works):
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
+def looked_again(place, said):
+    """What is now where fio has met wrong bytes, three times (does it pass, or stay?), what it had read, and the mount's log."""
+    found = []
+    for name, offset in re.findall(r"at file (\S+) offset (\d+)", said):
+        for _ in range(3):
+            with open(place / Path(name).name, "rb") as file:
+                file.seek(int(offset))
+                found.append(f"{name} at {offset}: {file.read(48).hex(' ', 4)}")
+            time.sleep(0.3)
+    found += [f"{path.name}: {path.read_bytes()[:48].hex(' ', 4)}" for path in sorted(place.parent.glob("*.[re][ex]*ed"))]
+    return "\n".join(["", *found, Path(f"{place.parent}.log").read_text()[-6000:]])
+
+
 def run_fio(place, seconds):
     job = place.parent / f"{place.name}.fio"
     job.write_text(f"""[global]
@@ -166,6 +179,7 @@ directory={place}
 ioengine=psync
 verify=crc32c
 verify_fatal=1
+verify_dump=1
 verify_backlog=32
 fallocate=none
 time_based=1
@@ -189,7 +203,7 @@ bs=1m
 """)
     done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 240,
                           check=False, cwd=place.parent)  # where it leaves what it has verified
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:] + looked_again(place, done.stdout + done.stderr)
     jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 10
 

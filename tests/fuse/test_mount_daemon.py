@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
+from kills import kill_serving
 
 from nvpool.base.mounts import look_at, mount_at
 from nvpool.testing.load import CheckingLoad
@@ -376,9 +377,10 @@ def test_who_waits_for_durable_bytes_is_told_of_what_a_close_was_told_of_too(own
     assert made.end() == 0
 
 
-def test_each_open_file_is_told_once_of_what_could_not_be_stored(own, tmp_path):
+@pytest.mark.parametrize("killed", [False, True], ids=["one-process", "killed-meanwhile"])
+def test_each_open_file_is_told_once_of_what_could_not_be_stored(own, tmp_path, killed):
     """By fsync, also where a write or close was told of it before; who opens the file afterwards is not. errseq_t of Linux."""
-    made = own.mount(tmp_path / "m", "--deadline-s", "2")
+    made = own.mount(tmp_path / "m", "--holder", "--deadline-s", "2")
     writer = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY)
     other = os.open(made.place / "f", os.O_WRONLY)
     with silent_stores(own):
@@ -386,12 +388,14 @@ def test_each_open_file_is_told_once_of_what_could_not_be_stored(own, tmp_path):
         with pytest.raises(OSError) as told:
             os.close(os.dup(writer))
         assert told.value.errno == errno.ETIMEDOUT
+    if killed:
+        kill_serving(made)
     later = os.open(made.place / "f", os.O_WRONLY)
     for file in (writer, other):
         with pytest.raises(OSError) as told:
             os.fsync(file)
-        assert told.value.errno == errno.ETIMEDOUT
+        assert told.value.errno == (errno.EIO if killed else errno.ETIMEDOUT)
     for file in (later, writer, other):
         os.fsync(file)
         os.close(file)
-    assert made.end() == 0
+    nvpool("umount", made.place)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import needs
 
+ENGINES = ("kernel", "pyfuse3")
+
 pytestmark = pytest.mark.mount
 
 

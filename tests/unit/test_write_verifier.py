@@ -115,6 +115,20 @@ async def test_what_a_target_loses_with_its_power_is_told_once_by_fsync():
 
 
 @in_loop
+async def test_each_who_has_the_file_open_is_told_once_of_what_a_target_lost():
+    async with Losing(1) as one:
+        handle = await one.file(b"file", b"unflushed" * 1000)
+        other = await one.vfs.open(handle.inode, os.O_RDWR, ME)
+        await one.restart(1, power=True)
+        for open_file in (handle, other):
+            with pytest.raises(WritesLost):
+                await one.vfs.fsync(open_file, False)
+        later = await one.vfs.open(handle.inode, os.O_RDWR, ME)
+        for open_file in (handle, other, later):
+            await one.vfs.fsync(open_file, False)
+
+
+@in_loop
 async def test_a_target_that_is_killed_loses_nothing_and_nobody_is_told_so():
     async with Losing(1) as one:
         handle = await one.file(b"file", b"x" * 9000)
@@ -169,10 +183,13 @@ async def test_a_file_that_replaces_another_is_told_of_before_it_does():
     async with Losing(1) as one:
         old = await one.file(b"name", b"old")
         await one.vfs.fsync(old, False)
-        await one.file(b"beside", b"new")
+        new = await one.file(b"beside", b"new")
         await one.restart(1, power=True)
         with pytest.raises(WritesLost):
             await one.vfs.rename(ROOT_INODE, b"beside", ROOT_INODE, b"name", 0, ME)
+        with pytest.raises(WritesLost):
+            await one.vfs.fsync(new, False)
+        await one.vfs.fsync(new, False)
         assert (await one.vfs.lookup(ROOT_INODE, b"name")).inode == old.inode
 
 

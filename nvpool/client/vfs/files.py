@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, StaleCut
+from nvpool.base.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, StaleCut, WritesLost
 from nvpool.base.grants import READ, WRITE
 from nvpool.client.begun import Begun, OnEnd, Sent
 from nvpool.client.cache import OpenInode
@@ -410,7 +410,10 @@ class Files(Together, Locks):
         written = file.written
         await self.writer.store(file)
         self._tell(handle, written)
-        await self.writer.make_durable(file.inode)
+        try:
+            await self.writer.make_durable(file.inode)
+        except WritesLost as lost:
+            self._tell(handle, self.writer.met(file, lost))
         await self.writer.settle(file, sync=True)
         self._tell(handle, written)
 

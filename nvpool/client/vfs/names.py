@@ -6,7 +6,7 @@ import asyncio
 import stat
 from functools import partial
 
-from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError
+from nvpool.base.errors import Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
 from nvpool.base.grants import READ
 from nvpool.base.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.client.begun import Begun, OnEnd
@@ -370,4 +370,9 @@ class Names(Wide):
         if file is not None:
             await self.writer.store(file)
             await self.writer.settle(file)
-        await self.writer.make_durable(moved)
+        try:
+            await self.writer.make_durable(moved)
+        except WritesLost as lost:
+            if file is not None:
+                self.writer.met(file, lost)
+            raise
