@@ -203,7 +203,8 @@ bs=1m
 """)
     done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 240,
                           check=False, cwd=place.parent)  # where it leaves what it has verified
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:] + looked_again(place, done.stdout + done.stderr)
+    said = done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, said + looked_again(place, done.stdout + done.stderr)
     jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 10
 

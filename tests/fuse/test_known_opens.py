@@ -2,13 +2,14 @@
 the close are as the ordinary way makes them."""
 
 import asyncio
+import errno
 import os
 import random
 import time
 from contextlib import asynccontextmanager
 
 import pytest
-from test_known import Both, answered, state_of, theirs
+from test_known import CAPABILITY, Both, answered, state_of, theirs
 
 from nvpool.base import grants
 from nvpool.base.kept import HANDLES_MAX, KeptMemory
@@ -17,8 +18,9 @@ from nvpool.client.reader import Ahead
 from nvpool.client.session import Client
 from nvpool.client.vfs.contract import FileHandle
 from nvpool.fuse import known
-from nvpool.fuse.protocol import replies
+from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.numbers import Op
+from nvpool.fuse.protocol.requests import FORMS, Request
 from nvpool.wire.entries import pack_entry
 from nvpool.wire.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import QUICK, Host, run_whole
@@ -181,3 +183,41 @@ def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
             await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             assert table.valid() == []
     run_whole(all_of_it(), 300)
+
+
+@on_a_mount
+async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(kernel, rng):
+    """Of every request that they take: cut anywhere, with a length that is not its own, with a name that is none."""
+    inode = await theirs(kernel, b"f", b"x")
+    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+    mine, handle = await kernel.create_in(1, b"own")
+    engine = kernel.engine
+    steps = engine._known, engine._creates, engine._writes
+    assert None not in (steps if kernel.ops.kept is not None else steps[:1])
+
+    async def said(raw):
+        kernel.ours.send(raw)
+        return await kernel.hear()
+
+    for opcode, body, node, names, payload in (
+            (Op.LOOKUP, (), 1, (b"f",), b""), (Op.GETATTR, (0, 0, 0), inode, (), b""),
+            (Op.OPEN, (os.O_RDONLY, 0), inode, (), b""),
+            (Op.GETXATTR, (100, 0), inode, (CAPABILITY,), b""), (Op.READ, (opened, 0, 10, 0, 0, 0), inode, (), b""),
+            (Op.FLUSH, (opened, 0, 0, 7), inode, (), b""), (Op.RELEASE, (1 << 60, 0, 0, 7), inode, (), b""),
+            (Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100640, 0o22, 0), 1, (b"new",), b""),
+            (Op.WRITE, (handle, 0, 4, 0, 0, 0), mine, (), b"abcd")):
+        form = FORMS[opcode]
+        count = form.body and len(form.body._fields)
+        whole = form.body(*(*body, 0, 0)[:count]) if form.body else None
+        raw = requests.encode(Request(opcode, 777, node, 0, 0, 0, whole, names, payload))
+        broken = [length.to_bytes(4, "little") + raw[4:length] for length in range(requests.HEADER_BYTES, len(raw))]
+        broken += [(len(raw) + more).to_bytes(4, "little") + raw[4:] for more in (-1, 1, 1 << 20)]
+        broken += [raw.replace(name + b"\0", wrong + b"\0") for name in names for wrong in (b"\0" * len(name),)]
+        for one in broken:
+            engine._known, engine._creates, engine._writes = steps
+            compiled = await said(one)
+            engine._known = engine._creates = engine._writes = None
+            assert compiled[:2] == (await said(one))[:2] == (777, -errno.EINVAL), (opcode, one)
+        engine._known, engine._creates, engine._writes = steps
+    assert (await kernel.attributes(inode))[0] == 0
+    assert await kernel.ask(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
