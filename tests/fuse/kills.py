@@ -160,7 +160,7 @@ def together(*works):
 
 
 def looked_again(place, said):
-    """What is now where fio met wrong bytes, three times (does it pass, or stay?), what it had read, and the log of the mount."""
+    """What is now where fio met wrong bytes, three times: does it pass, or stay? What it had read, and the log of the mount."""
     found = []
     for name, offset in re.findall(r"at file (\S+) offset (\d+)", said):
         for _ in range(3):
