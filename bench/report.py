@@ -199,12 +199,18 @@ def _everything(results: dict) -> str:
         row = []
         for name in names:
             cell = load["cells"].get(name, {})
-            ways = " · ".join(number(cell[way]["median"]) for way in ("asleep", "awake") if way in cell)
+            ways = " · ".join(_rounds(cell[way]) for way in ("asleep", "awake") if way in cell)
             row.append((ways or "–") + (" *" if load["durable"] and name in marked and ways else ""))
         rows.append(f"| {load['name']} ({load['unit']}) | {' | '.join(row)} |")
+    rows.append("\nIn brackets: least and most of the rounds, where one is more than twice the other.")
     if marked and any(load["durable"] for load in results["loads"]):
         rows.append("\n\\* what was written is in the kernel's memory when fsync returns, not on the drive")
     return "\n".join(rows)
+
+
+def _rounds(way: dict) -> str:
+    told = number(way["median"])
+    return f"{told} ({number(way['least'])}–{number(way['most'])})" if way["most"] > 2 * way["least"] else told
 
 
 # -- the chart ---------------------------------------------------------------------------------------------------------------
