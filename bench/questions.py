@@ -161,7 +161,8 @@ def markdown(results: dict) -> str:
                   f"The knee is the smallest number in flight with nine tenths of the largest rate: {knees}."]
     if "layers" in results:
         parts += ["## Cost of a read, layer by layer", layers.table(results["layers"]["rows"]),
-                  "By subtraction of floors of the same run, see layers.py; the client is what is left."]
+                  "By subtraction of floors of the same run, see layers.py; the client is what is left: less "
+                  "than nothing where the drive was slower while it was measured by itself."]
     if "throughput" in results:
         parts += ["## Targets and client processes", throughput.table(results["throughput"]["rows"]),
                   f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process."]
