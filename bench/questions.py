@@ -250,13 +250,14 @@ def main(words: list[str] | None = None) -> int:
     results["took_s"] = round(time.monotonic() - begin)
     print(markdown(results))
     kept = options.results or (HERE / "results" if whole else None)
-    if kept is not None:
+    answered = all(name in results for name in wanted)
+    if kept is not None and answered:
         kept.mkdir(parents=True, exist_ok=True)
         (kept / "questions.json").write_text(json.dumps(results, indent=1) + "\n")
         (kept / "questions.md").write_text(markdown(results) + "\n![questions](questions.svg)\n")
         (kept / "questions.svg").write_text(chart(results))
         say(f"written to {kept}")
-    return 0 if all(name in results for name in wanted) else 1
+    return 0 if answered else 1
 
 
 if __name__ == "__main__":
