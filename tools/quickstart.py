@@ -220,7 +220,7 @@ class Quickstart:
         for line, what in tries:
             print(f"  {line}\n      {what}")
         print(f"  . {shown_path(Path(sys.executable).parent / 'activate')}\n      and `nvpool` alone will do, as in the README")
-        print("  kill -9 any process that `status` names and go on reading: it comes back (the mount on Linux 6.9 and newer)")
+        print("  kill -9 any process that `status` names and go on reading: it comes back")
         stop = f"kill $(cut -d' ' -f1 {place}/lock)"
         if self.mounted:
             stop = f"{command} umount {mount} && {stop}"

@@ -7,11 +7,11 @@ ends the request with EIO then, which nobody can take up any more. Where all is 
 
 from __future__ import annotations
 
-PAGE = 4096
+from mmap import PAGESIZE
 
 
 def fault_in(memory: bytearray | memoryview) -> bytearray | memoryview:
     """The same, as it is, with each of its pages mapped and writable in this process: about 0.3 µs a page that was not."""
-    for place in range(0, len(memory), PAGE):
+    for place in range(0, len(memory), PAGESIZE):
         memory[place] = memory[place]
     return memory

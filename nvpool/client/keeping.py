@@ -76,7 +76,8 @@ class Keeping:
         """What stores have and the service has not, as it is now: before the pieces that stand for it go, and after it was
         told."""
         file = written.file
-        error, met = (one.errno if one is not None else 0 for one in (written.error, written.met))
+        error = written.error.errno if written.error is not None else 0
+        met = written.met.errno if written.met is not None else 0
         self.memory.files.put(written.entry, written.stored_end, written.stored_bytes, file.cut, error, met, file.inode)
 
     def end(self, written: WrittenFile) -> None:

@@ -113,8 +113,8 @@ class Writer(Sending):
         if left.entry < 0:
             self._keeping.begin(written)
         if left.error or left.met:  # which of the open files were told of it is not known: all are
-            written.meet(WritesLost("bytes written earlier could not be stored, as the process before this one has met"))
-            written.error = written.error if left.error else None
+            written.met = WritesLost("bytes written earlier could not be stored, as the process before this one has met")
+            written.error = written.met if left.error else None
         written.wrote = written.begun = True
         written.wrote_s = self._clock.boottime_s()
         if file.truncated <= left.cut:
@@ -130,8 +130,9 @@ class Writer(Sending):
         """`unflushed`: stores may have bytes of any inode that the process before us has not flushed."""
         self._unflushed.unknown = unflushed
 
-    def met(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
-        """What was written to the open file is lost: told to each who has it open."""
+    def meet(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
+        """What was written to the file, which is open, is lost: each who has it open is told, by a successor of this process
+        too."""
         written = file.written or self._written(file)
         written.meet(error)
         self._note(written)
@@ -142,7 +143,7 @@ class Writer(Sending):
         written = self._files.get(inode)
         log.error("inode %d: %s", inode, WritesLost())
         if written is not None:
-            written.meet(WritesLost())
+            self.meet(written.file, WritesLost())
 
     def _put(self, written: WrittenFile, offset: int, data, unique: int = 0) -> None:
         length = len(data)

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from nvpool.base.faulted import fault_in
 from nvpool.base.kept import Word
 from nvpool.base.unanswered import Unanswered
 from nvpool.fuse.engine import MountOptions
@@ -37,11 +36,13 @@ class KeepingEngine(KernelEngine):
     def __init__(self, ops: FuseOps, mount_point: Path | None, options: MountOptions,
                  on_ready: Callable[[], None], on_burst: Callable[[], None], keep: Callable[[int], Unanswered]) -> None:
         """`keep(bytes of the longest request)`: the memory, that of the process before us or a new one."""
+        self._keep = keep
         super().__init__(ops, mount_point, options, on_ready, on_burst)
-        self._kept_requests = kept = keep(len(self._buffer))
-        self._pages = min(self._pages, kept.request_bytes // PAGE - 1)
-        self._buffer = self._view = fault_in(kept.buffer)
-        self._buffers = (kept.buffer,)
+        self._pages = min(self._pages, self._kept_requests.request_bytes // PAGE - 1)
+
+    def _memory(self, byte_count: int) -> memoryview:
+        self._kept_requests = kept = self._keep(byte_count)
+        return kept.buffer
 
     def _begin_plain_reads(self) -> None:
         """None: they answer where they have read."""

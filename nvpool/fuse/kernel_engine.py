@@ -29,7 +29,6 @@ from typing import Any
 from nvpool.base import metrics
 from nvpool.base.clock import stopwatch_s
 from nvpool.base.errors import NvpoolError, Unavailable
-from nvpool.base.faulted import fault_in
 from nvpool.base.kept import Word
 from nvpool.base.metrics_page import Page
 from nvpool.client.coming import Coming
@@ -135,7 +134,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                  on_burst: Callable[[], None] = lambda: None):
         memory = ops.kept
         self._pages = memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
-        super().__init__(ops, fault_in(bytearray(max(READ_BUFFER_MIN, self._pages * PAGE + PAGE))))
+        super().__init__(ops, max(READ_BUFFER_MIN, self._pages * PAGE + PAGE))
         self._mount_point = mount_point
         self._options = options
         self._on_ready = on_ready

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.base.clock import stopwatch_s
+from nvpool.base.faulted import fault_in
 from nvpool.client.vfs.contract import NOW, Caller
 from nvpool.fuse.engine import kernel_version
 from nvpool.fuse.noticing import ByProcess, ByThreads
@@ -49,13 +50,13 @@ FIRST = RESENT - 1
 class KernelRequests:
     """`_buffer` holds the request that is being taken apart; nothing of it is kept when a handler returns."""
 
-    def __init__(self, ops: FuseOps, buffer: bytearray) -> None:
+    def __init__(self, ops: FuseOps, request_bytes_max: int) -> None:
         self._ops = ops
         self.spent = Spent()
         self.read_bytes = self.written_bytes = 0
         self._fd = -1
         self._from: dict[int, int] = {}  # request that another process has handed on -> the descriptor that it was read from
-        self._buffer = buffer
+        self._buffer = buffer = fault_in(self._memory(request_bytes_max))
         self._view = memoryview(buffer)
         self._keep_attr = replies.seconds(ops.options.attr_timeout_s)
         self._keep_entry = replies.seconds(ops.options.entry_timeout_s)
@@ -71,6 +72,10 @@ class KernelRequests:
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
         ops.invalidate_all_names = self._invalidate_all_names
+
+    def _memory(self, byte_count: int) -> bytearray | memoryview:
+        """What requests are read into."""
+        return bytearray(byte_count)
 
     def _handlers(self) -> list[Callable[[int], None]]:
         """By operation; each is called with the length of the request."""

@@ -168,7 +168,8 @@ def looked_again(place, said):
                 file.seek(int(offset))
                 found.append(f"{name} at {offset}: {file.read(48).hex(' ', 4)}")
             time.sleep(0.3)
-    found += [f"{path.name}: {path.read_bytes()[:48].hex(' ', 4)}" for path in sorted(place.parent.glob("*.[re][ex]*ed"))]
+    found += [f"{path.name}: {path.read_bytes()[:48].hex(' ', 4)}" for path in sorted(place.parent.iterdir())
+              if path.suffix in (".received", ".expected")]
     return "\n".join(["", *found, Path(f"{place.parent}.log").read_text()[-6000:]])
 
 

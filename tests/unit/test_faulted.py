@@ -4,9 +4,10 @@ import mmap
 import os
 import re
 
-from nvpool.base.faulted import PAGE, fault_in
+from nvpool.base.faulted import fault_in
 from nvpool.base.sealed import make_sealed
 
+PAGE = mmap.PAGESIZE
 SIZE = 40 * PAGE
 
 

@@ -413,7 +413,7 @@ class Files(Together, Locks):
         try:
             await self.writer.make_durable(file.inode)
         except WritesLost as lost:
-            self._tell(handle, self.writer.met(file, lost))
+            self._tell(handle, self.writer.meet(file, lost))
         await self.writer.settle(file, sync=True)
         self._tell(handle, written)
 

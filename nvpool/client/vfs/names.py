@@ -374,5 +374,5 @@ class Names(Wide):
             await self.writer.make_durable(moved)
         except WritesLost as lost:
             if file is not None:
-                self.writer.met(file, lost)
+                self.writer.meet(file, lost)
             raise
