@@ -13,8 +13,14 @@ import pytest
 from conftest import ROOT, wait_until
 
 pytestmark = pytest.mark.mount
+ENGINES = ("kernel", "pyfuse3")
 
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "SEMANTICS.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+WEAKER_ON_PYFUSE3 = ("posix_fallocate", "SEEK_HOLE", "lockf(other", "flock(other")
+"""Examples with one of these show what the tables say of `--engine pyfuse3`: zeros are written until the pool is full, the whole
+file is data, locks hold on one node."""
 
 
 @pytest.fixture
@@ -25,7 +31,9 @@ def there(here, second, mounted):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0][:50] for text in EXAMPLES])
-def test_the_example_says_the_truth(here, there, example):
+def test_the_example_says_the_truth(here, there, engine, example):
+    if engine == "pyfuse3" and any(word in example for word in WEAKER_ON_PYFUSE3):
+        pytest.skip("the tables say that this is weaker with --engine pyfuse3")
     known = {"errno": errno, "os": os, "time": time, "fcntl": fcntl, "sqlite3": sqlite3, "here": here, "there": there}
     exec(compile(example, "SEMANTICS.md", "exec"), known)
 
