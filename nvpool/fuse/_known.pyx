@@ -58,6 +58,7 @@ cdef enum:                      # linux/fuse.h
     RELEASE = 18
     GETXATTR = 22
     FLUSH = 25
+    CREATE = 35
     HEADER_BYTES = 40
     GETATTR_BYTES = 56
     FORGET_BYTES = 48
@@ -75,6 +76,7 @@ cdef enum:                      # linux/fuse.h
     HANDLE_BYTES = 40           # base/kept.HANDLE
     ATTR_MAX = 256              # of an Attr as a message
     SLOTS_MAX = 64
+    PUT_OFF_MAX = 16            # closes that wait for the end of a burst
     S_IFMT = 0o170000
     S_IFREG = 0o100000
     GRANT_VERSION = 1
@@ -262,6 +264,11 @@ cdef class Known:
     cdef uint8_t *_kept_handles
     cdef readonly Py_ssize_t taken
     cdef uint64_t _taken[OPERATIONS]
+    cdef uint32_t _maker                            # the thread that has made the last file
+    cdef int _turns                                 # files that another one has made than the file before, and whose close may wait
+    cdef uint64_t _put_off[PUT_OFF_MAX]             # `unique` of FLUSHes
+    cdef double _put_off_since_s[PUT_OFF_MAX]
+    cdef int _put_off_count
 
     def __init__(self, engine, ops, vfs, bint is_subtree, tuple takers):
         """`takers`: each says of so many bytes in the buffer whether that READ was begun by it."""
@@ -337,6 +344,9 @@ cdef class Known:
         cdef uint32_t opcode = head.opcode
         if opcode == READ:
             return self.take_read(count)
+        if opcode == CREATE:
+            self.makes(head.pid)
+            return False
         if self._is_subtree and head.node == ROOT:
             return False
         since_s = stopwatch()
@@ -349,7 +359,11 @@ cdef class Known:
         elif opcode == GETXATTR:
             is_done = self.getxattr(head.unique, head.node, at, count)
         elif count == RELEASE_BYTES and opcode == FLUSH:
-            is_done = self.flush(head.unique, (<const uint64_t *>(at + HEADER_BYTES))[0])
+            is_done = self.has_nothing_to_flush((<const uint64_t *>(at + HEADER_BYTES))[0])
+            if is_done and self.put_off(head.unique, since_s):
+                return True
+            if is_done:
+                self.send_done(head.unique)
         elif count == RELEASE_BYTES and opcode == RELEASE:
             return self.release(at, (<const uint64_t *>(at + HEADER_BYTES))[0])
         elif count == FORGET_BYTES and opcode == FORGET:
@@ -757,18 +771,41 @@ cdef class Known:
         self.send(unique, out, OUT_BYTES, -ENODATA)
         return True
 
-    cdef bint flush(self, uint64_t unique, uint64_t handle) except -1:
+    cdef bint has_nothing_to_flush(self, uint64_t handle) except -1:
         """Of what was not written, by who has no locks."""
-        cdef uint8_t out[OUT_BYTES]
         cdef PyObject *found = PyDict_GetItem(self._files, handle)
         if found is NULL:
             return False
         file = (<object>found).file
-        if (type(file) is not OpenInode or get(file, file_written) is not None or get(file, file_lost)
-                or get(file, file_inode) in self._owners):
+        return (type(file) is OpenInode and get(file, file_written) is None and not get(file, file_lost)
+                and get(file, file_inode) not in self._owners)
+
+    cdef void makes(self, uint32_t pid) noexcept:
+        self._turns = min(self._turns + 1, <int>PUT_OFF_MAX) if pid != self._maker else 0
+        self._maker = pid
+
+    cdef bint put_off(self, uint64_t unique, double since_s) noexcept:
+        """Whether that FLUSH is answered at the end of the burst, since several threads make files."""
+        if not self._turns or self._put_off_count == PUT_OFF_MAX:
             return False
-        self.send(unique, out, OUT_BYTES, 0)
+        self._turns -= 1
+        self._put_off[self._put_off_count], self._put_off_since_s[self._put_off_count] = unique, since_s
+        self._put_off_count += 1
         return True
+
+    def answer_put_off(self):
+        """At the end of a burst."""
+        cdef int at, count = self._put_off_count
+        self._put_off_count = 0
+        self._taken[FLUSH] += count
+        for at in range(count):
+            self.send_done(self._put_off[at])
+        for at in range(count):
+            self.count(FLUSH, stopwatch() - self._put_off_since_s[at])
+
+    cdef int send_done(self, uint64_t unique) except -1:
+        cdef uint8_t out[OUT_BYTES]
+        return self.send(unique, out, OUT_BYTES, 0)
 
     cdef bint release(self, const uint8_t *at, uint64_t handle) except -1:
         """Put off, as KernelRequests does: its locks end before others ask for theirs."""
@@ -794,7 +831,6 @@ cdef class Known:
     cpdef bint release_now(self, bytes request) except -1:
         """Whether that RELEASE, which was put off, is done and answered, as FuseOps.release_now does it where nothing is left to
         be stored or to be looked after."""
-        cdef uint8_t out[OUT_BYTES]
         cdef double since_s = stopwatch()
         cdef PyObject *found
         cdef const In *head = <const In *>PyBytes_AS_STRING(request)
@@ -840,7 +876,7 @@ cdef class Known:
         self.give_back(key)
         if self._published_of or self._published_writing:
             self._published.closed(inode, key)
-        self.send(head.unique, out, OUT_BYTES, 0)
+        self.send_done(head.unique)
         self.count(RELEASE, stopwatch() - since_s)
         return True
 

@@ -12,6 +12,12 @@ not written, RELEASE (put off, as always) of what has no locks and nothing left 
 whatever has to be asked, is left before anything has happened: READs to the compiled ones (smallreads, plainreads, farreads),
 all others to their handlers. What the kernel was told is noted as always.
 
+*Closes of new files that others wait behind.* Threads that make files in one directory are one behind the other for the kernel:
+while one is told that its file is closed, the next one is on its way to its own CREATE, and both want the same processor. So
+where the last file was made by another thread than the one before it, a FLUSH with nothing to flush is answered at the end of
+the burst, mostly when the next CREATE has left for its shard, and this process waits for that anyway. A burst ends when nothing
+more comes within the look-out (some 20 µs). Who makes files alone is answered at once.
+
 KnownAnswers is what fuse/kernel_engine has of it, above fuse/smallreads.
 """
 
@@ -54,6 +60,14 @@ class KnownAnswers(SmallReading):
     def _following(self, most: int) -> tuple[int, int]:
         known = self._known
         return super()._following(most) if known is None else (known.next_request(most), known.taken)
+
+    def _submit_plain_reads(self) -> None:
+        """At the end of a burst: who has closed a file goes on when the creates of this burst have left."""
+        try:
+            super()._submit_plain_reads()
+        finally:
+            if self._known is not None:
+                self._known.answer_put_off()
 
     def _not_released(self, late: list[bytes]) -> list[bytes]:
         return late if self._known is None else self._known.release_all(late)

@@ -32,6 +32,7 @@ from tests.unit.test_client_shortcut import ME, Host, run_whole
 
 pytestmark = pytest.mark.skipif(known._known is None, reason="it is not compiled here")
 CAPABILITY = b"security.capability"
+NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 
 
 def answered(step):
@@ -83,6 +84,24 @@ class Both(Reading):
         answer = replies.read("create", await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent,
                                                        names=(name,)))
         return answer.nodeid, answer.fh
+
+    async def created_by(self, parent, count, makers):
+        """[(inode, handle)] of that many new files, made by each of these threads in turn."""
+        made = []
+        for number in range(count):
+            answer = replies.read("create", await self.ask(Op.CREATE, NEW, node=parent, names=(b"by turns %d" % number,),
+                                                           pid=makers[number % len(makers)]))
+            made.append((answer.nodeid, answer.fh))
+        return made
+
+    async def answers(self, count):
+        """The next ones: {unique: answer}, in the order in which they came."""
+        found = {}
+        for _ in range(count):
+            unique, error, answer = await self.hear()
+            assert not error and unique not in found
+            found[unique] = answer
+        return found
 
     async def close(self, inode, handle):
         await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
@@ -176,6 +195,54 @@ async def test_attributes_and_names_of_what_was_made_here(kernel):
         await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode)
         await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
         await kernel.attributes(inode)
+
+
+@on_a_mount()
+async def test_a_close_is_answered_behind_the_next_create_where_threads_take_turns(kernel):
+    there = await directory(kernel)
+    for turn in range(3):
+        (inode, handle), = (await kernel.created_by(there, 2, (11, 12)))[1:]
+        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
+        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
+        find = kernel.say(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
+        make = kernel.say(Op.CREATE, NEW, node=there, names=(b"next %d" % turn,), pid=11)
+        answers = await kernel.answers(4)
+        assert list(answers) == [look, find, close, make] and answers[close] == b""
+        for number in range(2):
+            await kernel.ask(Op.UNLINK, node=there, names=(b"by turns %d" % number,))
+
+
+@on_a_mount()
+async def test_who_makes_files_alone_hears_of_each_close_at_once(kernel):
+    there = await directory(kernel)
+    for inode, handle in await kernel.created_by(there, 3, (11,)):
+        await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)  # of the first one: nobody had made any before
+        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
+        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
+        assert list(await kernel.answers(2)) == [close, look]
+
+
+@on_a_mount()
+async def test_each_close_is_answered_once_however_many_there_are(kernel):
+    there = await directory(kernel)
+    made = await kernel.created_by(there, 40, (11, 12, 13))
+    before = sum(kernel.engine.spent.times[Op.FLUSH].counts) if kernel.engine.spent.times[Op.FLUSH] else 0
+    closes = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
+    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+    order = list(await kernel.answers(len(closes) + 1))
+    put_off = order[order.index(look) + 1:]
+    assert sorted(order) == sorted([*closes, look]) and put_off == closes[:16]  # no more of them wait
+    again = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]  # each create lets one wait
+    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+    assert list(await kernel.answers(len(again) + 1)) == [*again, look]
+    assert sum(kernel.engine.spent.times[Op.FLUSH].counts) == before + 80
+
+
+@on_a_mount()
+async def test_a_close_that_nothing_follows_is_answered(kernel):
+    there = await directory(kernel)
+    for inode, handle in await kernel.created_by(there, 6, (11, 12)):
+        assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) == b""
 
 
 @on_a_mount()

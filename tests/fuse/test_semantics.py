@@ -19,8 +19,8 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "SEMANTICS.md").read_tex
 
 
 WEAKER_ON_PYFUSE3 = ("posix_fallocate", "SEEK_HOLE", "lockf(other", "flock(other")
-"""Examples with one of these show what the tables say of `--engine pyfuse3`: zeros are written until the pool is full, the whole
-file is data, locks hold on one node."""
+"""Examples with one of these show what the tables say of `--engine pyfuse3`: zeros are written until the pool is full, the
+whole file is data, locks hold on one node."""
 
 
 @pytest.fixture
