@@ -171,14 +171,15 @@ LOADS = (
 
 
 def fio(place: Place, path: Path, pattern: str, block_bytes: int, threads: int, *, direct: bool = False,
-        end_fsync: bool = False, size_bytes: int | None = None) -> dict:
+        end_fsync: bool = False, size_bytes: int | None = None, parts: int = 1) -> dict:
     """One pass over the file by `threads`, each with a region of its own and one request under way; at most the seconds of a
-    load, unless it writes. Without hints to the kernel about what comes."""
+    load, unless it writes, and one of so many `parts` of it. Without hints to the kernel about what comes."""
     size = (size_bytes or place.sizes.file_bytes) // threads // block_bytes * block_bytes
     command = ["fio", "--name=load", f"--filename={path}", f"--rw={pattern}", f"--bs={block_bytes}", f"--size={size}",
                f"--offset_increment={size}", "--ioengine=psync", "--thread", f"--numjobs={threads}", "--group_reporting",
                f"--direct={int(direct)}", "--randrepeat=0", "--invalidate=0", "--fadvise_hint=0", "--fallocate=none",
                "--percentile_list=50:99", "--output-format=json"]
+    command += [f"--io_size={size // parts}"] * (parts > 1)
     command += ["--end_fsync=1", "--refill_buffers"] if end_fsync else [f"--runtime={int(place.sizes.seconds * 1000)}ms"]
     text = place.subject.run(*command, timeout_s=place.sizes.seconds + WAIT_S)
     # fio may say something before its JSON.
