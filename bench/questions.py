@@ -163,8 +163,8 @@ def markdown(results: dict) -> str:
                   f"The knee is the smallest number in flight with nine tenths of the largest rate: {knees}."]
     if "layers" in results:
         parts += ["## Cost of a read, layer by layer", layers.table(results["layers"]["rows"]),
-                  "By subtraction of floors of the same run, see layers.py; the client is what is left: less than nothing where "
-                  "one compiled step does the engine's part too. Of what is cold a quarter of the region is read."]
+                  "By subtraction of floors of the same run, see layers.py; the client is what is left: less than nothing "
+                  "where one compiled step does the engine's part too. Of what is cold a quarter of the region is read."]
     if "throughput" in results:
         parts += ["## Targets and client processes", throughput.table(results["throughput"]["rows"]),
                   f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process."]
