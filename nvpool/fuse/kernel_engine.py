@@ -346,6 +346,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                     self._release_late()
             finally:  # or nothing would ever be taken again
                 self._taking, self._took = False, took
+                self._answer_put_off()  # where one of these failed
 
     def _begin_run(self) -> None:
         self._since_s, self._kept = stopwatch_s(), 0

@@ -14,9 +14,10 @@ all others to their handlers. What the kernel was told is noted as always.
 
 *Closes of new files that others wait behind.* Threads that make files in one directory are one behind the other for the kernel:
 while one is told that its file is closed, the next one is on its way to its own CREATE, and both want the same processor. So
-where the last file was made by another thread than the one before it, a FLUSH with nothing to flush is answered at the end of
-the burst, mostly when the next CREATE has left for its shard, and this process waits for that anyway. A burst ends when nothing
-more comes within the look-out (some 20 µs). Who makes files alone is answered at once.
+where the last file was made by another thread or process than the one before it, a FLUSH with nothing to flush is answered at
+the end of the burst, mostly when the next CREATE has left for its shard, and this process waits for that anyway. A burst ends
+when nothing more comes within the look-out (some 20 µs), at once where something is in work, and after BURST_MAX requests. A
+thread that makes files alone is answered at once.
 
 KnownAnswers is what fuse/kernel_engine has of it, above fuse/smallreads.
 """
@@ -66,8 +67,11 @@ class KnownAnswers(SmallReading):
         try:
             super()._submit_plain_reads()
         finally:
-            if self._known is not None:
-                self._known.answer_put_off()
+            self._answer_put_off()
+
+    def _answer_put_off(self) -> None:
+        if self._known is not None:
+            self._known.answer_put_off()
 
     def _not_released(self, late: list[bytes]) -> list[bytes]:
         return late if self._known is None else self._known.release_all(late)

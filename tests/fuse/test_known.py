@@ -216,7 +216,6 @@ async def test_a_close_is_answered_behind_the_next_create_where_threads_take_tur
 async def test_who_makes_files_alone_hears_of_each_close_at_once(kernel):
     there = await directory(kernel)
     for inode, handle in await kernel.created_by(there, 3, (11,)):
-        await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)  # of the first one: nobody had made any before
         close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
         look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
         assert list(await kernel.answers(2)) == [close, look]
