@@ -229,14 +229,10 @@ class MetaClient(Begins, Releasing):
         shard = self._view.map.shard_by_id.get(state.shard)
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
-        if shard.standbys:
-            return await self._primaries.send(shard, method, request.SerializeToString(), deadline_s)
-        connection = self._dialer.live(shard.endpoints)
-        if connection is None:
-            connection = await self._dialer.connect(shard.endpoints, deadline_s)
-        if state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
+        connection = await self._primaries.connection(shard, deadline_s)
+        if not shard.standbys and state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
             await self._meet(state, connection, deadline_s)
-        reply = await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)
+        reply = await self._primaries.call(connection, method, request.SerializeToString(), deadline_s)
         if method in _TELLS_WHO:
             state.met = connection
         return reply.message

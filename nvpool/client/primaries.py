@@ -1,9 +1,10 @@
-"""Requests to shards that have standbys: another member may become the primary while one is under way.
+"""Connections to the shards' primaries: another member may take a primary's place while requests to it are under way.
 
 A refusal or a broken connection makes this client look out for a newer map. A primary that is stopped or cut off refuses
 nothing: so where an answer is missing for a second a newer map is looked out for as well, and when one names another primary
-the connections to the old one are given up, with all that waits for them. Requests are repeated by metaclient, which gives them
-their slots; here nothing is. Shards without standbys do not come through here.
+the connection to the old one is given up, with all that waits for it, whoever sent it. The map that this client knows may be
+older than the standby that takes over: so this holds for every shard. Requests are repeated by metaclient, which gives them
+their slots; here nothing is.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, StaleEpoch, Unavailable, Unreachable
 from nvpool.client.poolview import PoolView
 from nvpool.logic.poolmap import PoolMap, Shard
+from nvpool.wire.transport import Connection, Reply
 from nvpool.wire.v1 import wire_pb2
 
 SILENT_S = 1.0
-LOOK_S = 0.2
+LOOK_S = 0.25
 _LONG = frozenset((wire_pb2.META_WATCH, wire_pb2.META_LOCK_WAIT))
 """Answered when there is something to tell."""
 
@@ -27,68 +29,73 @@ class Primaries:
         self._view = view
         self._dialer = dialer
         self._clock = clock
-        self._known: dict[int, tuple[str, ...]] = {}
-        self._waiting: dict[object, float] = {}
+        self._before = view.map
         self._moved: dict[tuple[str, ...], asyncio.Future[None]] = {}
         self._looking: asyncio.Task | None = None
         self._closing: set[asyncio.Task] = set()
+        self._closed = False
         view.changed.append(self._map_changed)
 
-    async def send(self, shard: Shard, method: int, message: bytes, deadline_s: float):
-        """The encoded answer of the shard's primary. As Dialer.call; Unreachable or Disconnected when another one has taken its
-        place meanwhile."""
-        self._known[shard.id] = shard.endpoints
-        token = object()
-        try:
-            if method not in _LONG:
-                self._waiting[token] = self._clock.boottime_s()
-                if self._looking is None or self._looking.done():
-                    self._looking = asyncio.create_task(self._look())
-            connection = self._dialer.live(shard.endpoints)
-            if connection is None:
-                connection = await self._connect(shard.endpoints, deadline_s)
-            return (await connection.call(method, message, deadline_s=deadline_s)).message
-        except Busy:
-            raise
-        except (StaleEpoch, Unavailable):
-            self._view.follow()
-            raise
-        finally:
-            self._waiting.pop(token, None)
+    async def connection(self, shard: Shard, deadline_s: float) -> Connection:
+        """To the shard's primary. As Dialer.connect; Unreachable as well where another one takes its place meanwhile."""
+        if self._looking is None and not self._closed:
+            self._looking = asyncio.create_task(self._look())
+        return self._dialer.live(shard.endpoints) or await self._connect(shard.endpoints, deadline_s)
 
-    async def _connect(self, endpoints: tuple[str, ...], deadline_s: float):
+    async def _connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Connection:
         """A daemon that is stopped lets us connect and never greets."""
         moved = self._moved.setdefault(endpoints, asyncio.get_running_loop().create_future())
         connecting = asyncio.ensure_future(self._dialer.connect(endpoints, deadline_s))
+        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())  # where another has come first
         try:
-            await asyncio.wait([connecting, moved], return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                return connecting.result()
+            while not moved.done():
+                if connecting.done():
+                    return connecting.result()
+                done, _ = await asyncio.wait([connecting, moved], timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self._view.follow()
             raise Unreachable("the shard has another primary by now")
         finally:
             connecting.cancel()
 
+    async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float) -> Reply:
+        """As Connection.call."""
+        try:
+            return await connection.call(method, message, deadline_s=deadline_s)
+        except Busy:
+            raise  # it serves
+        except (StaleEpoch, Unavailable):
+            self._view.follow()
+            raise
+
     async def _look(self) -> None:
-        while self._waiting:
+        """Look for primaries that are silent; what is asked of them without `connection` counts as well."""
+        while True:
             await asyncio.sleep(LOOK_S)
-            if self._waiting and self._clock.boottime_s() - next(iter(self._waiting.values())) > SILENT_S:
-                self._view.follow()
+            silent_s = self._clock.boottime_s() - SILENT_S
+            for endpoints in {shard.endpoints for shard in self._view.map.shards}:
+                connection = self._dialer.live(endpoints)
+                if connection is not None and connection.unanswered_since_s(_LONG) < silent_s:
+                    self._view.follow()
+                    break
 
     def _map_changed(self, pool_map: PoolMap) -> None:
-        for number, endpoints in list(self._known.items()):
-            shard = pool_map.shard_by_id.get(number)
-            if shard is not None and shard.endpoints == endpoints:
+        before, self._before = self._before, pool_map
+        for known in before.shards:
+            shard = pool_map.shard_by_id.get(known.id)
+            if shard is not None and shard.endpoints == known.endpoints:
                 continue
-            del self._known[number]
-            moved = self._moved.pop(endpoints, None)
+            moved = self._moved.pop(known.endpoints, None)
             if moved is not None:
                 moved.set_result(None)
-            connection = self._dialer.live(endpoints)
-            if connection is not None:
+            connection = self._dialer.live(known.endpoints)
+            # A shard that has left the pool has given up its partitions: it says so itself of what is under way.
+            if shard is not None and connection is not None:
                 task = asyncio.ensure_future(connection.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
+        self._closed = True
         if self._looking is not None:
             self._looking.cancel()

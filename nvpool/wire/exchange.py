@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -96,6 +96,12 @@ class Asker:
 
     def give_up(self, request: int) -> None:
         self._give_up(request, None)
+
+    def unanswered_since_s(self, besides: Container[int] = ()) -> float:
+        for entry in self._in_flight.values():  # in the order in which they were sent
+            if entry[4] not in besides:
+                return entry[5]
+        return inf
 
     # -- the table
 

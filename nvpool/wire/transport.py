@@ -11,7 +11,7 @@ the receiver; the transport does not touch it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -113,6 +113,10 @@ class Connection(Protocol):
     def give_up(self, request: int) -> None:
         """End a submitted request without its on_done: the other side is told to stop, `into` is not written to any more.
         Nothing when it has ended already."""
+
+    def unanswered_since_s(self, besides: Container[int] = ()) -> float:
+        """When (boottime) the oldest of the requests was sent that are not answered yet, but for those of the methods
+        `besides`; infinity where there is none."""
 
     async def close(self) -> None:
         """End the connection; what is in flight fails with Disconnected. May be called twice."""

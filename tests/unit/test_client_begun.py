@@ -7,6 +7,7 @@ import os
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from nvpool.base import errors
 from nvpool.base.clock import SYSTEM_CLOCK
@@ -18,6 +19,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import Caller, DirHandle
 from nvpool.client.written import Turn
 from nvpool.testing.pool import LocalPool
+from nvpool.wire.v1 import meta_pb2, wire_pb2
 
 ME = Caller(5, 6)
 MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -129,10 +131,10 @@ class Case:
 
 
 @asynccontextmanager
-async def case(**options):
+async def case(pool: LocalPool | None = None, **options):
     descriptor = KeptMemory.make(1 << 24)
     try:
-        async with LocalPool() as pool:
+        async with pool or LocalPool() as pool:
             kept = KeptMemory(descriptor)
             client = await pool.client("begun", ClientOptions(retry_first_s=0.001, **options), kept=kept)
             with pytest.raises(NotFound):
@@ -257,6 +259,39 @@ def test_a_change_whose_answer_is_lost_goes_on_under_its_name_and_is_made_once(s
 
 async def _listed(here: Case) -> list[bytes]:
     return (await (await here.pool.client("another")).vfs.readdir(DirHandle(ROOT_INODE), 0, 100))[0].names
+
+
+@pytest.mark.parametrize("asked", ("begun", "asked", "submitted"))
+def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(asked):
+    """The map that the client knows may be older than the standby: it shows a shard without any."""
+    async def whole() -> None:
+        async with case(LocalPool(tells_map=True)) as here:
+            pool = here.pool
+            for served in pool._listeners["meta", 1].connections:
+                served._handler = lambda call: None
+            if asked == "begun":
+                told = here.create(b"f")
+                assert told.begun
+                answer = told.end
+            elif asked == "asked":
+                answer = asyncio.ensure_future(here.vfs.lookup(ROOT_INODE, b"f"))
+                await asyncio.sleep(0)
+            else:
+                answer = asyncio.get_running_loop().create_future()
+                assert here.vfs.meta.submit(1, wire_pb2.META_GETATTR, meta_pb2.GetAttrRequest(inode=ROOT_INODE),
+                                            lambda reply, error: answer.set_result((reply, error)))
+            await pool._listen("meta", 9, pool.metas[1].handle)  # the same records under another address
+            await pool.change_map(lambda old: replace(old, epoch=old.epoch + 1, shards=(
+                replace(old.shards[0], endpoints=pool.new_shard(9).endpoints), *old.shards[1:])))
+            async with asyncio.timeout(30):  # half of what it has
+                if asked == "asked":
+                    with pytest.raises(NotFound):
+                        await answer
+                elif asked == "begun":
+                    assert (await answer)[0].inode and here.noted() == [UNIQUE]
+                else:
+                    assert isinstance((await answer)[1], Disconnected)  # who submits asks then
+    asyncio.run(whole())
 
 
 def test_a_session_that_has_ended_is_followed_by_another_one_where_nothing_was_sent():
