@@ -49,8 +49,9 @@ class Room:
         self.asking = asyncio.Lock()
         self.limit = 0
         self.told = 0
-        """Bytes that files had taken and nobody had counted, as the service was told last: what it had counted already, or what
-        has been counted since, we may be promised twice. Unlimited while an answer has not come."""
+        """Bytes that we are promised and that files had taken, as the service knows it: what it was told last, and what files
+        have taken since of what it promised us. Of these what was counted already, or has been since, we may be promised twice,
+        and what no file has any more is promised in vain. Unlimited while an answer has not come."""
 
     def outstanding(self) -> int:
         """Taken by files, and not known to the service as their size."""
@@ -77,6 +78,8 @@ class Rooms:
                 return False
             room.free -= need
             room.taken += need
+            if not room.until_s:
+                room.told += need
             room.used_s = now_s
             room.files[file.inode] = file
         file.paid = max(file.paid, end, file.attr.size)
@@ -136,7 +139,8 @@ class Rooms:
         if reply.unlimited:
             room.free, room.until_s = UNLIMITED_BYTES, now_s + reply.life_ms / 1000
         else:
-            room.free, room.until_s = max(0, reply.bytes - outstanding - (room.taken - taken)), 0.0
+            room.told += room.taken - taken
+            room.free, room.until_s = max(0, reply.bytes - room.told), 0.0
 
     async def repeat(self, file: OpenInode | None, volume: int, work: Callable[[], Awaitable], settle: Callable[[], Awaitable]):
         """What `work` returns, which makes a file longer by a change of the service's own. Refused, it is done once more when

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from nvpool.base.errors import CrossesVolumes, InUse, InvalidRequest, NotFound, QuotaExceeded
+from nvpool.base.errors import CrossesVolumes, InUse, InvalidRequest, NoSpace, NotFound, QuotaExceeded
 from nvpool.base.ids import partition_of
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
@@ -373,6 +373,31 @@ def test_two_writers_never_pass_the_quota_and_what_one_holds_in_advance_comes_ba
                 assert await one.write_bytes("/volumes/v/rest", b"x" * left) == left
             with pytest.raises(OSError):
                 await other.write_bytes("/volumes/v/more", b"x")
+
+    asyncio.run(main())
+
+
+def test_room_that_was_taken_to_the_last_byte_and_not_filled_comes_back():
+    async def main():
+        async with pool_and_client() as (pool, fs):
+            await fs.volumes.create("v", bytes_max=100_000)
+            for target in (1, 2):
+                pool._memory["target", target].fail_writes = [NoSpace("full")] * 10
+            file = await fs.open("/volumes/v/f", "wb")
+            assert await fs.vfs.write(file.handle, 0, b"x" * 120_000) == 100_000
+            with pytest.raises(OSError) as found:
+                await file.close()
+            refused(NoSpace, found)
+            for _ in range(300):
+                if not (await fs.volumes.show("v")).bytes_reserved:
+                    break
+                await asyncio.sleep(0.02)
+            for target in (1, 2):
+                pool._memory["target", target].fail_writes = []
+            shown = await fs.volumes.show("v")
+            assert not shown.bytes_reserved, "it is nobody's"
+            other = AsyncFileSystem(await pool.client("other"), ROOT)
+            assert await other.write_bytes("/volumes/v/g", b"y" * (100_000 - shown.bytes_used)) == 100_000 - shown.bytes_used
 
     asyncio.run(main())
 

@@ -58,6 +58,8 @@ MANAGING = ("manager", "supervisor", "etcd")
 """What processes are called that `managing` starts."""
 ENDS_S = 5.0
 """In which what is left of killed processes comes to the next door."""
+SWEEP_S = 45.0
+"""An hour elsewhere: chunks that a loss of power brought back go, while a simulation still looks."""
 TOLD_S = 0.3
 """After which a supervisor has told of a death, where it reaches the manager."""
 
@@ -311,7 +313,7 @@ class SimPool:
             self.truths.begins(shard, member, kv)
             self.truths.happened(self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes")
             service = MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
-                                  options=MetaOptions(tick_s=0.5))
+                                  options=MetaOptions(tick_s=0.5, sweep_s=SWEEP_S))
             service.died.add_done_callback(partial(self._service_died, process))
             return service
 

@@ -27,9 +27,11 @@ FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)
 NAMES_EACH = 6
 KINDS = {"create": 8, "write": 10, "cut": 4, "rename": 3, "unlink": 4, "cross": 1, "resize": 2}
 REMOVED_S = 120
-"""In which nothing is left of a removed volume, once nothing fails any more."""
-SETTLED_S = 45.0
-"""After which nobody holds room, or has anything open, once all is quiet: two renewals of sessions, and a little."""
+"""In which nothing is left of a removed volume, once nothing fails any more: a sweep (pool.SWEEP_S) takes what a loss of power
+brought back."""
+SETTLED_S = 65.0
+"""After which nobody holds room, or has anything open, once all is quiet: three renewals of sessions, and a little. The first
+may be one that failed; of the others one says what the shard holds and is not open, and the next one that it is given up."""
 
 
 async def told(work: Awaitable):
