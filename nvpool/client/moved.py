@@ -71,7 +71,9 @@ class Moved:
                 other.naming = self._behind(self._name_arrived(other))
         for inode in [inode for inode in state.released if moved.get(partition_of(inode), state.shard) != state.shard]:
             state.released.remove(inode)
-            self._state_of(moved[partition_of(inode)]).released.append(inode)
+            other = self._state_of(moved[partition_of(inode)])
+            if other.session:  # else the shard hears with a renewal that it is not open
+                self._meta._release_at(other, [inode])
         self._meta.leases.end_all(state.watch)  # what was asked before this moment begins no lease
 
     async def _name_arrived(self, state: ShardSession) -> None:

@@ -40,7 +40,7 @@ from nvpool.testing.pool import LocalPool
 
 ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0)
-WAIT_S = 120.0
+WAIT_S = 30.0
 
 
 class FullKv(MemoryKv):
@@ -197,6 +197,37 @@ def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_
             while any(inode in meta._locks._table.files for inode, _ in held):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.check(other)
+    run(main)
+
+
+def test_a_close_that_was_not_told_yet_is_told_where_the_file_is_by_then():
+    async def main(moving: Moving) -> None:
+        vfs, meta = moving.vfs, moving.vfs.meta
+        await moving.fill(6, 1)
+        await moving.add()
+        await moving.settled()
+        await moving.check()  # there is a session at both
+        closed = []
+        for directory in moving.directories:
+            attr, handle = await vfs.create(directory, b"open", 0o644, os.O_RDWR, ME)
+            await vfs.unlink(directory, b"open", ME)
+            if meta.shard_of(attr.inode) == 1:
+                closed.append((attr.inode, handle))
+        async with asyncio.timeout(WAIT_S):
+            while any(state.releasing and not state.releasing.done() for state in meta._shards.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        meta._options = OPTIONS._replace(release_s=1000.0)
+        for _, handle in closed:
+            await vfs.release(handle)
+        await asyncio.sleep(0.01)  # now they wait to be told
+        meta._options = OPTIONS
+        here = set(meta._shards[1].released)
+        assert here and here <= {inode for inode, _ in closed}
+        await moving.remove(1)
+        orphans = moving.pool.metas[2]._collector.orphans
+        async with asyncio.timeout(WAIT_S):
+            while here & orphans.keys():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     run(main)
 
 
