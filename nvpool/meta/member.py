@@ -146,7 +146,8 @@ class ShardMember:
                 self._own(self._leave())
             return
         self._map = pool_map
-        if self._service is not None:
+        deposed = self._kv is not None and (not self._is_primary or self._shard.term > self._term)
+        if self._service is not None and not deposed:  # what the map gives the shard may have come to who follows us
             self._service.update_map(pool_map)
         if self._shard.id != self._options.shard or self._closed:
             return
@@ -155,7 +156,7 @@ class ShardMember:
                 self._promoting = True
                 self._own(self._promote())
         elif self._kv is not None:
-            if not self._is_primary or self._shard.term > self._term:
+            if deposed:
                 self._depose()
             else:
                 self._use_standbys()

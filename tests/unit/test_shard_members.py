@@ -3,6 +3,7 @@
 
 import asyncio
 import functools
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +17,7 @@ from nvpool.kv.standby import StandbyKv
 from nvpool.logic import shards
 from nvpool.logic.poolmap import MAP_FORMAT, Node, PoolMap, Settings, Shard, Standby, decode_map
 from nvpool.meta.gate import Gate
+from nvpool.meta.member import MemberOptions, ShardMember
 from nvpool.meta.service_right import AuthorityCheck, ServiceRight
 from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor
 from nvpool.run.leading import Reign
@@ -348,6 +350,18 @@ async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tm
         await follow(step=step.SYNC, term=0, authority=right())
     await door.close()
     await standby.close()
+
+
+def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(tmp_path):
+    """It may have come to the primary of the later term."""
+    told, failed = [], []
+    first = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),))
+    member = ShardMember(MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET), first, None, ManualClock(), None, failed.append)
+    member._kv, member._term, member._service = SimpleNamespace(), 2, SimpleNamespace(update_map=told.append, handle=None)
+    second = replace(first, epoch=2)
+    member.update_map(second)
+    member.update_map(replace(first, epoch=3, shards=(replace(first.shards[0], member=1, term=3),)))
+    assert told == [second] and "is not the primary of shard 1 any more" in failed[0] and len(failed) == 1
 
 
 @pytest.mark.parametrize(("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)])
