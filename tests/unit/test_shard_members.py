@@ -356,7 +356,8 @@ def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(t
     """It may have come to the primary of the later term."""
     told, failed = [], []
     first = PoolMap(MAP_FORMAT, "p", "p", 1, Settings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),))
-    member = ShardMember(MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET), first, None, ManualClock(), None, failed.append)
+    options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET)
+    member = ShardMember(options, first, None, ManualClock(), None, failed.append)
     member._kv, member._term, member._service = SimpleNamespace(), 2, SimpleNamespace(update_map=told.append, handle=None)
     second = replace(first, epoch=2)
     member.update_map(second)
