@@ -9,6 +9,7 @@ from typing import Any
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, DeadlineExceeded, Draining, Fenced, NvpoolError
+from nvpool.meta.spanning.holds import Held
 from nvpool.wire.transport import Call
 
 WAITING_MAX = 4096
@@ -24,7 +25,8 @@ class Waits:
         self.waited = 0
 
     def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False) -> None:
-        """Call `then` when `wait()` is over; where it fails or the deadline comes first, that is the answer.
+        """Call `then` when `wait()` is over, and again where it meets a record that is held; where one of them fails or the
+        deadline comes first, that is the answer.
         `may_be_applied`: the change is made. Busy where too many wait for changes that are not."""
         if len(self.tasks) >= WAITING_MAX and not may_be_applied:
             raise Busy(f"{WAITING_MAX} requests wait already")
@@ -37,6 +39,12 @@ class Waits:
         try:
             async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
                 await wait()
+                while True:
+                    try:
+                        then()
+                        break
+                    except Held as held:
+                        await held.wait()
         except TimeoutError:
             call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
         except asyncio.CancelledError:
@@ -48,5 +56,3 @@ class Waits:
             call.fail(error)
         except Exception as error:
             call.fail(error)
-        else:
-            then()

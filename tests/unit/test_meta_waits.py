@@ -1,0 +1,52 @@
+"""Requests that wait are answered, whatever comes when the wait is over."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from nvpool.base.clock import SYSTEM_CLOCK
+from nvpool.base.errors import DeadlineExceeded, WrongShard
+from nvpool.meta.spanning.holds import Held
+from nvpool.meta.waits import Waits
+from nvpool.testing.meta_shard import DirectCall
+
+
+async def waited(then, deadline_s: float = 1e9) -> DirectCall:
+    call, waits = DirectCall(0, b"", deadline_s=deadline_s), Waits(SYSTEM_CLOCK, "shard 1", lambda error: None)
+    waits.add(call, lambda: asyncio.sleep(0), lambda: then(call))
+    await asyncio.gather(*waits.tasks)
+    return call
+
+
+def test_what_meets_a_held_record_waits_for_that_too():
+    async def main():
+        hold, tries = SimpleNamespace(done=asyncio.get_running_loop().create_future()), []
+
+        def then(call):
+            tries.append(call)
+            if not hold.done.done():
+                asyncio.get_running_loop().call_soon(hold.done.set_result, None)
+                raise Held(hold)
+            call.reply(b"at last")
+
+        assert (await waited(then)).answer == (b"at last", b"") and len(tries) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", (WrongShard(), ValueError()))
+def test_what_fails_when_the_wait_is_over_is_the_answer(error):
+    def then(call):
+        raise error
+
+    assert asyncio.run(waited(then)).answer is error
+
+
+def test_a_record_that_stays_held_is_waited_for_until_the_deadline():
+    def then(call):
+        raise Held(SimpleNamespace(done=asyncio.get_running_loop().create_future()))
+
+    assert isinstance(asyncio.run(waited(then, SYSTEM_CLOCK.boottime_s() + 0.05)).answer, DeadlineExceeded)
