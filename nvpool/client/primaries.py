@@ -10,6 +10,8 @@ their slots; here nothing is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import Busy, StaleEpoch, Unavailable, Unreachable
@@ -38,9 +40,13 @@ class Primaries:
 
     async def connection(self, shard: Shard, deadline_s: float) -> Connection:
         """To the shard's primary. As Dialer.connect; Unreachable as well where another one takes its place meanwhile."""
-        if self._looking is None and not self._closed:
+        if (self._looking is None or self._looking.done()) and not self._closed:
             self._looking = asyncio.create_task(self._look())
-        return self._dialer.live(shard.endpoints) or await self._connect(shard.endpoints, deadline_s)
+        connection = self._dialer.live(shard.endpoints)
+        if connection is None:
+            with self._followed():
+                connection = await self._connect(shard.endpoints, deadline_s)
+        return connection
 
     async def _connect(self, endpoints: tuple[str, ...], deadline_s: float) -> Connection:
         """A daemon that is stopped lets us connect and never greets."""
@@ -60,8 +66,14 @@ class Primaries:
 
     async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float) -> Reply:
         """As Connection.call."""
-        try:
+        with self._followed():
             return await connection.call(method, message, deadline_s=deadline_s)
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """What fails makes us look out for a newer map: renewals and watches, too, for which nobody waits."""
+        try:
+            yield
         except Busy:
             raise  # it serves
         except (StaleEpoch, Unavailable):

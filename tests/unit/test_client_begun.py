@@ -16,6 +16,7 @@ from nvpool.base.ids import ROOT_INODE
 from nvpool.base.kept import KeptMemory, Word
 from nvpool.client import plainwrites
 from nvpool.client.options import ClientOptions
+from nvpool.client.poolview import FOLLOW_S
 from nvpool.client.vfs import Caller, DirHandle
 from nvpool.client.written import Turn
 from nvpool.testing.pool import LocalPool
@@ -291,6 +292,24 @@ def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(
                     assert (await answer)[0].inode and here.noted() == [UNIQUE]
                 else:
                     assert isinstance((await answer)[1], Disconnected)  # who submits asks then
+    asyncio.run(whole())
+
+
+def test_who_asks_nothing_finds_the_primary_that_follows_later_than_one_look_for_it_takes():
+    """Else the session ends there, and the locks with it."""
+    async def whole() -> None:
+        async with case(LocalPool(tells_map=True)) as here:
+            pool, view = here.pool, here.vfs.meta._view
+            service = pool.metas[1]
+            await pool._hang_up("meta", 1, 0.0)
+            await asyncio.sleep(FOLLOW_S + 1.0)
+            await pool._listen("meta", 9, service.handle)
+            new = await pool.change_map(lambda old: replace(old, epoch=old.epoch + 1, shards=(
+                replace(old.shards[0], endpoints=pool.new_shard(9).endpoints),)))
+            async with asyncio.timeout(20):
+                while view.map.epoch < new.epoch:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await pool._listen("meta", 1, service.handle)  # for who ends the pool
     asyncio.run(whole())
 
 
