@@ -19,6 +19,7 @@ SEEDS = range(1, 13)
 def test_nothing_is_violated(seed):
     problems, done = simulate(seed)
     assert not problems
+    # Chance shares the steps out: the least of one seed in forty is 16 or 17, with and without a change of the client.
     assert min(done["writes"], done["reads"], done["names"]) > 10 and done["deaths"] + done["cuts"] > 0
 
 
