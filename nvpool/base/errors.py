@@ -455,6 +455,13 @@ class Cancelled(Unavailable):
     may_be_applied = True
 
 
+class NotLeader(Unavailable):
+    """The node that was asked does not lead the pool, or no node does at the moment: ask again shortly."""
+
+    wire_code = 308
+    retry_after_s = 0.1
+
+
 # -- Damaged ---------------------------------------------------------------------------------------------------------
 
 

@@ -86,8 +86,7 @@ class Primaries:
             await asyncio.sleep(LOOK_S)
             silent_s = self._clock.boottime_s() - SILENT_S
             for endpoints in {shard.endpoints for shard in self._view.map.shards}:
-                connection = self._dialer.live(endpoints)
-                if connection is not None and connection.unanswered_since_s(_LONG) < silent_s:
+                if any(connection.unanswered_since_s(_LONG) < silent_s for connection in self._dialer.connections(endpoints)):
                     self._view.follow()
                     break
 
@@ -100,9 +99,8 @@ class Primaries:
             moved = self._moved.pop(known.endpoints, None)
             if moved is not None:
                 moved.set_result(None)
-            connection = self._dialer.live(known.endpoints)
             # A shard that has left the pool has given up its partitions: it says so itself of what is under way.
-            if shard is not None and connection is not None:
+            for connection in self._dialer.connections(known.endpoints) if shard is not None else ():
                 task = asyncio.ensure_future(connection.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

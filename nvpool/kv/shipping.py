@@ -23,7 +23,16 @@ from functools import partial
 from typing import Protocol
 
 from nvpool.base.clock import Clock
-from nvpool.base.errors import DeadlineExceeded, Fenced, NoSpace, NvpoolError, StaleTerm, Unavailable
+from nvpool.base.errors import (
+    DeadlineExceeded,
+    Fenced,
+    NoSpace,
+    NotLeader,
+    NvpoolError,
+    StaleTerm,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.base.units import MIB
 from nvpool.kv.contract import KEY_END
 from nvpool.kv.history import Position, Tail
@@ -39,6 +48,8 @@ class ShippingOptions:
     """A standby that counts and does not answer for so long is taken out of the map; until it is, changes wait."""
     heartbeat_s: float = 0.25
     retry_s: float = 0.1
+    call_up_s: float = 1.0
+    """Before a standby counts again that could not be called up: until then changes do not wait for it."""
     lag_max: int = 2000
     """Changes by which a standby may be behind when it begins to count: what the changes of that moment wait for."""
     in_flight_max: int = 8
@@ -66,7 +77,8 @@ class Standby(Protocol):
 
 
 Ask = Callable[[int, bool], Awaitable[None]]
-"""ask(member, up): returns when the map says so. Raises when it does not, or when that is not known."""
+"""ask(member, up): returns when the map says so. Raises when it does not, or when that is not known. NotLeader and Unreachable
+without `may_be_applied` say for certain that nobody was asked who could have changed the map."""
 
 
 class _Peer:
@@ -82,6 +94,7 @@ class _Peer:
         self.heard_s = now_s
         self.tasks: set[asyncio.Task] = set()
         self.asking: asyncio.Task | None = None
+        self.call_up_after_s = 0.0
         self.one_question = asyncio.Lock()
         self.syncing = False
         self.reason = ""
@@ -337,7 +350,7 @@ class Shipping:
             return
         history = self._history
         if not peer.counts:
-            if history.last.sequence - peer.acked > self._options.lag_max:
+            if history.last.sequence - peer.acked > self._options.lag_max or self._clock.boottime_s() < peer.call_up_after_s:
                 return
             peer.counts, peer.floor = True, history.committed
             self._settle()
@@ -351,7 +364,14 @@ class Shipping:
                 if not peer.counts or peer.may_be_up:
                     return
                 peer.may_be_up = True  # from before the question: its answer may be lost
-                await self._timed(self._ask(peer.number, True))
+                try:
+                    await self._timed(self._ask(peer.number, True))
+                except (NotLeader, Unreachable) as error:
+                    if error.may_be_applied:
+                        raise
+                    self._count_later(peer, error)
+                    return
+            peer.reason = ""
             log.info("member %d is up", peer.number)
         except StaleTerm:
             self._depose()
@@ -360,6 +380,19 @@ class Shipping:
             await self._take_out(peer)  # so that it is known again what the map says
         finally:
             peer.asking = None
+
+    def _count_later(self, peer: _Peer, error: NvpoolError) -> None:
+        """Have a standby count no more whose call-up was asked of nobody who could have changed the map.
+
+        The map has not called it up, so nothing has to be asked before changes go on without it: while no node leads, the
+        question whether it may be taken out would not be answered either. It is streamed to as before.
+        """
+        if str(error) != peer.reason:
+            log.info("member %d is not called up: %s", peer.number, error)
+        peer.reason = str(error)
+        peer.may_be_up = peer.counts = False
+        peer.call_up_after_s = self._clock.boottime_s() + self._options.call_up_s
+        self._settle()
 
     async def _watch(self, peer: _Peer) -> None:
         """Take a standby that counts and does not answer out of the map."""

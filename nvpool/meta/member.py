@@ -39,6 +39,7 @@ from nvpool.meta.service_right import ServiceRight
 from nvpool.meta.shipwire import PrimaryDoor, StandbyDoor, WireStandby
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
+from nvpool.wire.leasecalls import LeaseCalls
 from nvpool.wire.tally import Answers
 from nvpool.wire.transport import Call
 from nvpool.wire.v1 import meta_pb2 as pb
@@ -90,6 +91,7 @@ class ShardMember:
         self._options = options
         self._map = pool_map
         self._dialer = dialer
+        self._keeper_calls = LeaseCalls(dialer, clock)
         self._clock = clock
         self._make_service = make_service
         self._fail = fail
@@ -305,8 +307,8 @@ class ShardMember:
 
     async def _call_keeper(self, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
         request.shard, request.authority = self._options.shard, self._authority()
-        reply = await self._dialer.call(self._map.node_by_id[self._options.node].endpoints, method, request.SerializeToString(),
-                                        deadline_s=self._clock.boottime_s() + wait_s)
+        reply = await self._keeper_calls.call(self._map.node_by_id[self._options.node].endpoints, method,
+                                              request.SerializeToString(), deadline_s=self._clock.boottime_s() + wait_s)
         return decoded(reply_type, reply.message)
 
     async def _ask_to_begin(self) -> None:

@@ -20,6 +20,7 @@ from nvpool.base.errors import NvpoolError
 from nvpool.cluster.manager import BEAT_S, EQUAL
 from nvpool.store.service import StoreService
 from nvpool.wire.dial import Dialer
+from nvpool.wire.leasecalls import LeaseCalls
 from nvpool.wire.v1.pool_pb2 import AliveReply, AliveRequest
 from nvpool.wire.v1.wire_pb2 import POOL_ALIVE
 
@@ -37,7 +38,7 @@ class Beating:
                  clock: Clock = SYSTEM_CLOCK):
         """`endpoints`: where the manager is to be had at this moment."""
         self._service = service
-        self._dialer = dialer
+        self._calls = LeaseCalls(dialer, clock)
         self._endpoints = endpoints
         self._clock = clock
         self._news = asyncio.Event()
@@ -71,8 +72,8 @@ class Beating:
                                verifier=tenure.verifier)
         sent_s = self._clock.boottime_s()
         try:
-            reply = await self._dialer.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
-                                            deadline_s=sent_s + _ANSWER_S)
+            reply = await self._calls.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
+                                           deadline_s=sent_s + _ANSWER_S)
             answer = AliveReply.FromString(bytes(reply.message))
         except (NvpoolError, struct.error) as error:
             if not self._silent:

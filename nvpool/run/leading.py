@@ -15,20 +15,23 @@ from math import isinf
 from google.protobuf.message import DecodeError
 
 from nvpool.base.clock import SYSTEM_CLOCK, Clock
-from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NvpoolError, Unavailable
+from nvpool.base.errors import AccessDenied, Bug, Fenced, InvalidRequest, NotLeader, NvpoolError, Unavailable
 from nvpool.cluster.coordinator import LEASE_S_MIN, WATCH_S_MAX, Coordinator, Lease
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.logic.poolmap import PoolMap
 from nvpool.logic.transitions import died
 from nvpool.wire.dial import Dialer
 from nvpool.wire.transport import Call
-from nvpool.wire.v1.pool_pb2 import AliveRequest
+from nvpool.wire.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
 
 _LEAD_S = LEASE_S_MIN
 """Of a sign of life, one comes each fifth of it: so soon another node leads when this one is gone, which all wait for that lay
 on it. On two busy cores a sign takes up to half a second; the next ones do not wait for it."""
 _RETRY_S = 0.5
 _PASSED_ON_MAX = 1024
+_HOPS_MAX = 1
+"""A supervisor passes on what a process of its own node asks, and nothing that another supervisor has passed on: two nodes that
+each take the other for the leader would send it in a circle."""
 _SEEN_S = 0.1
 _NODE = "node/"
 """What the name of a node's certificate begins with."""
@@ -198,25 +201,31 @@ class Leading:
             log.warning("the map does not know yet that target %d has died: %s", target, error)
 
     def alive(self, call: Call) -> None:
-        """Answer a sign of life, or pass it on to who leads. AccessDenied for those that are neither ours nor passed on by a
-        node."""
+        """Answer a target's sign of life, or pass it on to the node that leads.
+
+        AccessDenied   neither from a process of this node nor passed on by the supervisor of the target's node
+        Fenced         another process serves the target by now
+        NotLeader      passed on already, or not about a target of this node, and this node does not lead
+        """
         try:
             request = AliveRequest.FromString(bytes(call.message))
         except DecodeError:
             raise InvalidRequest("not an AliveRequest") from None
+        hops = self._hops(call, request.forwarded)
+        known = self._coordinator.pool_map.target_by_id.get(request.target)
+        if request.forwarded.hops and call.peer.member and known is not None and known.node != request.forwarded.node:
+            raise AccessDenied(f"node {request.forwarded.node} speaks for target {request.target} of node {known.node}")
         pid = self._pid_of(request.target)
-        if call.peer.member and not call.peer.member.startswith(_NODE):
-            raise AccessDenied("only nodes tell of targets")
         if pid is not None and pid != request.pid:
             raise Fenced(f"process {request.pid} does not serve target {request.target} any more")
         if self.manager is not None:
             call.reply(self.manager.alive(request).SerializeToString())
-        elif pid is None:
-            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)  # passed on to us; never in a circle
+        elif pid is None or hops >= _HOPS_MAX:
+            raise NotLeader("this node does not lead the pool")
         elif len(self._passing) < _PASSED_ON_MAX:
             self._own(self._pass_on(call, request))
         else:
-            raise Unavailable("too many signs of life are on their way to who leads the pool")
+            raise Unavailable("too many signs of life are on their way to the node that leads the pool")
 
     async def _pass_on(self, call: Call, request: AliveRequest) -> None:
         try:
@@ -225,28 +234,63 @@ class Leading:
         except NvpoolError as error:
             call.fail(error)
 
+    def _hops(self, call: Call, forwarded: Forwarded) -> int:
+        """How many supervisors have passed the request on, by what it says itself. AccessDenied where its certificate says
+        otherwise.
+
+        The certificate alone does not tell: over TCP the processes of this node show the same one as its supervisor does.
+        """
+        member = call.peer.member
+        if not member:
+            return forwarded.hops
+        if not member.startswith(_NODE):
+            raise AccessDenied(f"{member} is no node, and only nodes speak for their daemons")
+        nodes = self._coordinator.pool_map.node_by_id
+        speaks = nodes.get(forwarded.node if forwarded.hops else self._node)
+        if speaks is not None and speaks.member == member:
+            return forwarded.hops
+        if forwarded.hops:
+            raise AccessDenied(f"{member} passes a request on in the name of node {forwarded.node}, which it is not")
+        return 1  # another node's supervisor of version 0.1.0 or before, which does not say that it has passed it on
+
     async def ask_leader(self, call: Call) -> bytes | None:
-        """What the node that leads answers to this call, which came from a process of ours; None where that has become this
-        one. Unavailable: nobody leads, or the call was passed on to us by another node."""
-        if call.peer.member:
-            raise Unavailable("this node does not lead the pool", retry_after_s=0.1)  # never in a circle
+        """The answer of the node that leads to this call of a process of this node; None where this node leads.
+
+        The request says itself whether it was passed on (`Forwarded`). AccessDenied: its certificate says otherwise. NotLeader:
+        no node leads, or the call was passed on already; `may_be_applied` where a node was asked that led until then.
+        """
+        message = bytes(call.message)
+        try:
+            hops = self._hops(call, Forwardable.FromString(message).forwarded)
+        except DecodeError:
+            raise InvalidRequest(f"the message of method {call.method} can not be read") from None
+        if self.manager is not None:
+            return None
+        if hops >= _HOPS_MAX:
+            raise NotLeader("this node does not lead the pool")
+        # Of two parts with the same field the later one counts, in whatever message it is.
+        message += Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
         until_s = min(call.deadline_s, self._clock.boottime_s() + LEASE_S / 3)
+        was_sent = False
         while True:
             leader, another = self._coordinator.leader(), self._another
             node = self._coordinator.pool_map.node_by_id.get(int(leader)) if leader is not None else None
             if self.manager is not None:
                 return None
             if node is None or node.id == self._node:
-                raise Unavailable("nobody leads the pool at the moment", retry_after_s=0.1)
-            asking = asyncio.ensure_future(self._dialer.call(node.endpoints, call.method, bytes(call.message),
-                                                             deadline_s=until_s))
+                raise NotLeader("no node leads the pool at the moment", may_be_applied=was_sent)
+            asking = asyncio.ensure_future(self._dialer.call(node.endpoints, call.method, message, deadline_s=until_s))
             try:
                 # One that is cut off answers nothing: who follows it is asked at once.
                 await asyncio.wait([asking, another], return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return bytes(asking.result().message)
+            except NvpoolError as error:
+                error.may_be_applied |= was_sent
+                raise
             finally:
                 asking.cancel()
+            was_sent = True
 
     def _own(self, work) -> None:
         task = asyncio.ensure_future(work)
@@ -254,5 +298,8 @@ class Leading:
         task.add_done_callback(self._passing.discard)
 
     async def close(self) -> None:
-        for task in list(self._passing):
+        passing = list(self._passing)
+        for task in passing:
             task.cancel()
+        if passing:
+            await asyncio.wait(passing, timeout=_RETRY_S)

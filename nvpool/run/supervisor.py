@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -27,6 +27,7 @@ from nvpool.base.errors import (
     AccessDenied,
     Bug,
     Busy,
+    Draining,
     InvalidRequest,
     NvpoolError,
     TooManyOpen,
@@ -96,6 +97,7 @@ class Supervisor:
         self._answers: set[asyncio.Task[None]] = set()
         self._failed = failed
         self._drain_s = config.supervisor.drain_s
+        self._closed = False
         self._begun: set[int] = set()
         self._since_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
@@ -185,8 +187,13 @@ class Supervisor:
                 await self._shards.remove_left(newest)
 
     async def close(self) -> None:
-        for task in list(self._answers):
+        """Answer nothing more. On return no task of an answer is left: it would be torn apart when its loop has been closed."""
+        self._closed = True
+        answers = list(self._answers)
+        for task in answers:
             task.cancel()
+        if answers:
+            await asyncio.wait(answers, timeout=_ANSWER_S)
         await self.leading.close()
         await self._dialer.close()
 
@@ -338,7 +345,10 @@ class Supervisor:
         if len(self._answers) >= _ANSWERS_MAX:
             call.fail(Unavailable("too many requests wait here", retry_after_s=1.0))
             return
-        task = asyncio.ensure_future(self._finish(call, answer(call)))
+        if self._closed:
+            call.fail(Draining("the supervisor stops"))
+            return
+        task = asyncio.ensure_future(self._finish(call, answer))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
         call.on_cancel(task.cancel)
@@ -359,9 +369,11 @@ class Supervisor:
             self.handle(call)
 
     @staticmethod
-    async def _finish(call: Call, answer: Awaitable[bytes]) -> None:
+    async def _finish(call: Call, answer: Callable[[Call], Awaitable[bytes]]) -> None:
+        """`answer` begins in here: a caller that has gone cancels this task before its first step, and a coroutine that was
+        made before would never be awaited."""
         try:
-            call.reply(await answer)
+            call.reply(await answer(call))
         except asyncio.CancelledError:
             call.fail(Unavailable("the supervisor stops", may_be_applied=True))
         except (OSError, TooManyOpen) as error:
@@ -396,7 +408,8 @@ class Supervisor:
             self._coordinator.pool_map, self._children.values()), self._dialer, wait_s)
 
     async def _answer_member(self, call: Call) -> bytes:
-        if self.leading.manager is None and (answer := await self.leading.ask_leader(call)) is not None:
+        answer = await self.leading.ask_leader(call)
+        if answer is not None:
             return answer
         try:
             return await self._keeper_of_shards.answer(call.method, bytes(call.message))

@@ -7,11 +7,13 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import StaleEpoch, Unavailable
+from nvpool.base.errors import AccessDenied, NotLeader, StaleEpoch, Unavailable, Unreachable
 from nvpool.logic.poolmap import changed
 from nvpool.run.leading import Leading
 from nvpool.testing.meta_shard import DirectCall
-from nvpool.wire.v1.wire_pb2 import META_ALIVE
+from nvpool.wire.v1.meta_pb2 import ShardAliveRequest
+from nvpool.wire.v1.pool_pb2 import AliveRequest, Forwardable, Forwarded
+from nvpool.wire.v1.wire_pb2 import META_ALIVE, POOL_ALIVE
 from tests.unit.test_placement import a_pool
 
 
@@ -20,8 +22,9 @@ class Others:
 
     def __init__(self):
         found = a_pool((4, 4, 4), 2, nodes=3)
-        self.pool_map = replace(found, nodes=tuple(replace(node, endpoints=(f"inproc://{node.id}",)) for node in found.nodes))
-        self.leads, self.silent, self.asked = "2", {2}, []
+        self.pool_map = replace(found, nodes=tuple(replace(node, endpoints=(f"inproc://{node.id}",), member=f"node/n{node.id}")
+                                                   for node in found.nodes))
+        self.leads, self.silent, self.asked, self.messages = "2", {2}, [], []
 
     async def newest(self):
         return self.pool_map
@@ -32,6 +35,7 @@ class Others:
     async def call(self, endpoints, method, message, *, deadline_s):
         node = int(endpoints[0].rpartition("/")[2])
         self.asked.append(node)
+        self.messages.append(message)
         if node in self.silent:
             await asyncio.get_running_loop().create_future()
         return SimpleNamespace(message=b"from %d" % node)
@@ -98,4 +102,121 @@ def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serv
 
     pids = {1: 7}
     before = Others().pool_map.epoch
+    asyncio.run(main())
+
+
+def passing(check, *, silent=(), member="", method=META_ALIVE, request=None):
+    """`check(others, leading, call)` on node 1, where `member` asks for `request`; its target 1 is served by process 7."""
+    async def main():
+        others = Others()
+        others.silent = set(silent)
+        leading = Leading(others, 1, others, {1: 7}.get)
+        asked = request if request is not None else ShardAliveRequest(shard=1, member=2, term=3)
+        call = DirectCall(method, asked.SerializeToString(), deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
+        call.peer = call.peer._replace(member=member)
+        try:
+            await asyncio.wait_for(check(others, leading, call), 120)
+        finally:
+            await leading.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("member", ["", "node/n1"])
+def test_own_process_is_passed_on_whatever_certificate_it_shows(member):
+    async def check(others, leading, call):
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2]
+        passed_on = ShardAliveRequest.FromString(others.messages[0])
+        assert (passed_on.forwarded.node, passed_on.forwarded.hops) == (1, 1)
+        assert (passed_on.shard, passed_on.member, passed_on.term) == (1, 2, 3)
+
+    passing(check, member=member)
+
+
+@pytest.mark.parametrize("member", ["", "node/n1"])
+def test_own_target_is_passed_on_whatever_certificate_it_shows(member):
+    async def check(others, leading, call):
+        leading.alive(call)
+        await asyncio.gather(*leading._passing)
+        assert call.answer == (b"from 2", b"")
+        passed_on = AliveRequest.FromString(others.messages[0])
+        assert (passed_on.forwarded.node, passed_on.forwarded.hops, passed_on.target, passed_on.pid) == (1, 1, 1, 7)
+
+    passing(check, member=member, method=POOL_ALIVE, request=AliveRequest(target=1, pid=7))
+
+
+@pytest.mark.parametrize("member, forwarded", [
+    ("node/n3", Forwarded(node=3, hops=1)), ("", Forwarded(node=3, hops=1)),  # plain text shows no certificate
+    ("node/n3", Forwarded()),                                                 # a supervisor that does not say so yet
+])
+def test_forwarded_request_is_not_passed_on_again(member, forwarded):
+    async def check(others, leading, call):
+        with pytest.raises(NotLeader) as caught:
+            await leading.ask_leader(call)
+        assert not others.asked and not caught.value.may_be_applied
+
+    passing(check, member=member, request=ShardAliveRequest(shard=1, forwarded=forwarded))
+
+
+@pytest.mark.parametrize("member, forwarded", [
+    ("client/c", Forwarded()), ("bridge/b", Forwarded(node=1, hops=1)),  # no node
+    ("node/n3", Forwarded(node=2, hops=1)),                              # in another node's name
+    ("node/n3", Forwarded(node=9, hops=1)),                              # in the name of none of the pool
+])
+@pytest.mark.parametrize("leads", [False, True])
+def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
+    async def check(others, leading, call):
+        leading.manager = object() if leads else None
+        with pytest.raises(AccessDenied):
+            await leading.ask_leader(call)
+        alive = DirectCall(POOL_ALIVE, AliveRequest(target=1, pid=7, forwarded=forwarded).SerializeToString())
+        alive.peer = call.peer
+        with pytest.raises(AccessDenied):
+            leading.alive(alive)
+
+    passing(check, member=member, request=ShardAliveRequest(shard=1, forwarded=forwarded))
+
+
+def test_node_speaks_for_its_own_targets_only():
+    async def check(others, leading, call):
+        assert others.pool_map.target_by_id[1].node == 1
+        leading.manager = object()
+        with pytest.raises(AccessDenied, match="target 1 of node 1"):
+            leading.alive(call)
+
+    passing(check, member="node/n3", method=POOL_ALIVE,
+            request=AliveRequest(target=1, pid=7, forwarded=Forwarded(node=3, hops=1)))
+
+
+def test_each_passed_on_request_has_the_field_with_one_number():
+    from nvpool.run.shardkeeper import ShardKeeper
+    from nvpool.wire.v1 import meta_pb2, moving_pb2, wire_pb2
+    kinds = {wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,
+             wire_pb2.META_MOVED: moving_pb2.MovedRequest}
+    assert set(kinds) == ShardKeeper.METHODS
+    for kind in (*kinds.values(), AliveRequest):
+        made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
+        assert Forwardable.FromString(made).forwarded == Forwarded(node=4, hops=2)
+
+
+def test_answer_after_a_change_of_leader_may_have_been_applied():
+    class Refusing(Others):
+        async def call(self, endpoints, method, message, *, deadline_s):
+            reply = await super().call(endpoints, method, message, deadline_s=deadline_s)
+            raise Unreachable(f"nobody there, {reply.message}")
+
+    async def main():
+        others = Refusing()
+        leading = Leading(others, 1, others, lambda target: None)
+        seeing = asyncio.ensure_future(leading._see())
+        call = DirectCall(META_ALIVE, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
+        question = asyncio.ensure_future(leading.ask_leader(call))
+        while not others.asked:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+        others.leads = "3"
+        with pytest.raises(Unreachable) as caught:
+            await question
+        assert others.asked == [2, 3] and caught.value.may_be_applied  # node 2 may have done it
+        seeing.cancel()
+
     asyncio.run(main())

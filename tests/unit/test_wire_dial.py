@@ -7,12 +7,24 @@ import pytest
 import uvloop
 
 from nvpool.base.clock import SYSTEM_CLOCK
-from nvpool.base.errors import DeadlineExceeded, Disconnected, InvalidRequest, NotFound, ProtocolMismatch, Unreachable
+from nvpool.base.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidRequest,
+    NotFound,
+    NotLeader,
+    ProtocolMismatch,
+    StaleTerm,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.testing.contracts.transport import Kept, echo, refused, soon, until
 from nvpool.wire import dial, registry
 from nvpool.wire.dial import Dialer
 from nvpool.wire.frame import CANCEL, HELLO, REPLY, REQUEST
 from nvpool.wire.inproc_transport import InprocTransport
+from nvpool.wire.leasecalls import LeaseCalls
 from nvpool.wire.transport import Greeting
 
 US, SERVER = Greeting("we", "pool-a"), Greeting("the server", "pool-a")
@@ -189,6 +201,155 @@ def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, c
         assert (await good.call(1, b"undisturbed", deadline_s=soon())).message == b"undisturbed"
         await good.close()
         await listener.close()
+    run(check())
+
+
+# -- returning to a better endpoint, and leaving a bad connection
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(dial, "RETURN_LOCAL_S", (0.05, 0.2))
+    monkeypatch.setattr(dial, "RETURN_S", (0.05, 0.2))
+    monkeypatch.setattr(dial, "RETIRED_LOOK_S", 0.02)
+
+
+def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
+    """A unix socket that was out of the way is used again soon, and what is under way on TCP is answered there."""
+    async def check():
+        kept = Kept()
+        stream = await registry.listen("stream://127.0.0.1:0", SERVER, kept)
+        endpoints = (f"stream+unix://{tmp_path}/s?host=here", stream.endpoint)
+        dialer = Dialer(US, host_id="here")
+        worse = await dialer.connect(endpoints, soon())
+        under_way = asyncio.ensure_future(dialer.call(endpoints, 1, b"under way", deadline_s=soon()))
+        call, = await kept.count(1)
+        unix = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
+        await until(lambda: dialer.live(endpoints).peer.local)
+        assert set(dialer.connections(endpoints)) == {dialer.live(endpoints), worse} and not worse.closed
+        assert (await dialer.call(endpoints, 1, b"new", deadline_s=soon())).message == b"new"
+        call.reply(b"answered there")
+        assert (await under_way).message == b"answered there"
+        await until(lambda: worse.closed)
+        assert list(dialer.connections(endpoints)) == [dialer.live(endpoints)]
+        await dialer.close()
+        for listener in (stream, unix):
+            await listener.close()
+    run(check())
+
+
+def test_better_endpoint_is_tried_with_growing_pauses(hasty):
+    async def check():
+        best, good = Recorder("best", 3, (Unreachable("not yet"), 0)), Recorder("good", 1)
+        for transport in (best, good):
+            await transport.listen("inproc://here", SERVER, echo)
+        dialer = Dialer(US, transports={"best": best, "good": good})
+        endpoints = ("best://x", "good://x")
+        worse = await dialer.connect(endpoints, soon())
+        await until(lambda: len(best.attempts) >= 4)
+        assert dialer.live(endpoints) is worse and len(good.attempts) == 1
+        best.failing = None
+        await until(lambda: worse.closed)
+        assert dialer.live(endpoints) is not worse and len(good.attempts) == 1
+        count = len(best.attempts)
+        await asyncio.sleep(0.3)
+        assert len(best.attempts) == count  # there is nothing better than the best
+        await dialer.close()
+    run(check())
+
+
+def test_connection_that_ended_is_returned_to_by_nobody(hasty):
+    async def check():
+        best, good = Recorder("best", 3, (Unreachable("not yet"), 0)), Recorder("good", 1)
+        listener = await good.listen("inproc://here", SERVER, echo)
+        dialer = Dialer(US, transports={"best": best, "good": good})
+        worse = await dialer.connect(("best://x", "good://x"), soon())
+        await worse.close()
+        await until(lambda: not dialer._returning)
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
+    async def check():
+        monkeypatch.setattr(dial, "ATTEMPT_S", 0.6)
+        with socket.socket(socket.AF_UNIX) as hole:  # accepts into its backlog, never greets, as a stopped daemon does
+            hole.bind(f"{tmp_path}/s")
+            hole.listen(8)
+            stream = await registry.listen("stream://127.0.0.1:0", SERVER, echo)
+            dialer = Dialer(US)
+            await dialer.connect((f"stream+unix://{tmp_path}/s", stream.endpoint), soon())
+            shunned, = dialer._shunned.values()
+            assert shunned <= SYSTEM_CLOCK.boottime_s() + dial.SHUN_LOCAL_S < SYSTEM_CLOCK.boottime_s() + dial.SHUN_S / 4
+        await dialer.close()
+        await stream.close()
+    run(check())
+
+
+def test_redialing_leaves_requests_under_way_alone(hasty):
+    async def check():
+        transport, kept = Recorder("a", 1), Kept()
+        listener = await transport.listen("inproc://here", SERVER, kept)
+        dialer = Dialer(US, transports={"a": transport})
+        first = await dialer.connect(("a://x",), soon())
+        under_way = asyncio.ensure_future(dialer.call(("a://x",), 1, b"", deadline_s=soon()))
+        call, = await kept.count(1)
+        dialer.redial(("a://x",))
+        dialer.redial(("a://x",))
+        assert dialer.live(("a://x",)) is None and not first.closed
+        second = await dialer.connect(("a://x",), soon())
+        assert second is not first and len(transport.attempts) == 2
+        call.reply(b"answered")
+        assert (await under_way).message == b"answered"
+        await until(lambda: first.closed)
+        assert not second.closed
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+@pytest.mark.parametrize("error, other", [
+    (Unavailable("it takes us for another"), True), (AccessDenied(), True), (DeadlineExceeded(), True),
+    (NotLeader(), False), (StaleTerm(), False),
+])
+def test_refused_lease_is_renewed_on_another_connection(hasty, error, other):
+    async def check():
+        transport = Recorder("a", 1)
+        answers = []
+
+        def handler(call):
+            answers.append(call)
+            call.fail(error) if len(answers) < 3 else call.reply(b"renewed")
+
+        listener = await transport.listen("inproc://here", SERVER, handler)
+        dialer = Dialer(US, transports={"a": transport})
+        calls = LeaseCalls(dialer, SYSTEM_CLOCK)
+        for _ in range(2):
+            await refused(type(error), calls.call(("a://x",), 1, b"", deadline_s=soon()))
+        assert (await calls.call(("a://x",), 1, b"", deadline_s=soon())).message == b"renewed"
+        assert len(transport.attempts) == (2 if other else 1)  # and not one for each refusal
+        await dialer.close()
+        await listener.close()
+    run(check())
+
+
+def test_errors_name_the_endpoints_that_were_tried(tmp_path):
+    async def check():
+        gone = f"stream+unix://{tmp_path}/gone"
+        with socket.create_server(("127.0.0.1", 0)) as closed, socket.socket(socket.AF_UNIX) as left:
+            port = closed.getsockname()[1]
+            left.bind(f"{tmp_path}/left")  # by a daemon that was killed
+        endpoints = (gone, f"stream+unix://{tmp_path}/left", f"stream://127.0.0.1:{port}")
+        dialer = Dialer(US)
+        said = str(await refused(Unreachable, dialer.connect(endpoints, soon())))
+        assert f"{tmp_path}/left: Connection refused" in said and f"127.0.0.1:{port}: " in said and gone not in said
+        await dialer.close()
+        first, second = Recorder("a", 2, (Unreachable("no route"), 0)), Recorder("b", 1, (Unreachable("late"), 0.5))
+        dialer = Dialer(US, transports={"a": first, "b": second})
+        error = await refused(DeadlineExceeded, dialer.connect(("a://x", "b://y"), SYSTEM_CLOCK.boottime_s() + 0.1))
+        assert "a://x: no route" in str(error) and "b://y has not answered yet" in str(error)
+        await dialer.close()
     run(check())
 
 

@@ -1,3 +1,4 @@
+from nvpool.wire.v1 import pool_pb2 as _pool_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -1091,18 +1092,20 @@ class FollowReply(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., stored_term: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[FollowRun, _Mapping]]] = ..., synced: _Optional[int] = ...) -> None: ...
 
 class ShardAliveRequest(_message.Message):
-    __slots__ = ("shard", "member", "term", "map_epoch", "authority")
+    __slots__ = ("shard", "member", "term", "map_epoch", "authority", "forwarded")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
     shard: int
     member: int
     term: int
     map_epoch: int
     authority: bytes
-    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., map_epoch: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+    forwarded: _pool_pb2.Forwarded
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., map_epoch: _Optional[int] = ..., authority: _Optional[bytes] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
 
 class ShardAliveReply(_message.Message):
     __slots__ = ("term", "lease_ms", "map")
@@ -1115,20 +1118,22 @@ class ShardAliveReply(_message.Message):
     def __init__(self, term: _Optional[int] = ..., lease_ms: _Optional[int] = ..., map: _Optional[bytes] = ...) -> None: ...
 
 class StandbyRequest(_message.Message):
-    __slots__ = ("shard", "member", "term", "up", "epoch", "authority")
+    __slots__ = ("shard", "member", "term", "up", "epoch", "authority", "forwarded")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     UP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
     shard: int
     member: int
     term: int
     up: bool
     epoch: int
     authority: bytes
-    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., up: _Optional[bool] = ..., epoch: _Optional[int] = ..., authority: _Optional[bytes] = ...) -> None: ...
+    forwarded: _pool_pb2.Forwarded
+    def __init__(self, shard: _Optional[int] = ..., member: _Optional[int] = ..., term: _Optional[int] = ..., up: _Optional[bool] = ..., epoch: _Optional[int] = ..., authority: _Optional[bytes] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
 
 class StandbyReply(_message.Message):
     __slots__ = ("map",)

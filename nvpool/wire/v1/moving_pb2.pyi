@@ -1,3 +1,4 @@
+from nvpool.wire.v1 import pool_pb2 as _pool_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -62,20 +63,22 @@ class MoveReply(_message.Message):
     def __init__(self, inodes: _Optional[int] = ...) -> None: ...
 
 class MovedRequest(_message.Message):
-    __slots__ = ("authority", "giver", "taker", "term", "partitions", "map_epoch")
+    __slots__ = ("authority", "giver", "taker", "term", "partitions", "map_epoch", "forwarded")
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     GIVER_FIELD_NUMBER: _ClassVar[int]
     TAKER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
     authority: bytes
     giver: int
     taker: int
     term: int
     partitions: bytes
     map_epoch: int
-    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ..., map_epoch: _Optional[int] = ...) -> None: ...
+    forwarded: _pool_pb2.Forwarded
+    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ..., map_epoch: _Optional[int] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
 
 class MovedReply(_message.Message):
     __slots__ = ("map",)

@@ -1,8 +1,8 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -120,8 +120,22 @@ class KeysReply(_message.Message):
     etcd_authority: bytes
     def __init__(self, authority: _Optional[bytes] = ..., etcd_authority: _Optional[bytes] = ...) -> None: ...
 
+class Forwarded(_message.Message):
+    __slots__ = ("node", "hops")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    HOPS_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    hops: int
+    def __init__(self, node: _Optional[int] = ..., hops: _Optional[int] = ...) -> None: ...
+
+class Forwardable(_message.Message):
+    __slots__ = ("forwarded",)
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
+    forwarded: Forwarded
+    def __init__(self, forwarded: _Optional[_Union[Forwarded, _Mapping]] = ...) -> None: ...
+
 class AliveRequest(_message.Message):
-    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier")
+    __slots__ = ("target", "pid", "epoch", "equal", "copied_bytes", "used_bytes", "verifier", "forwarded")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +143,7 @@ class AliveRequest(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_FIELD_NUMBER: _ClassVar[int]
     target: int
     pid: int
     epoch: int
@@ -136,7 +151,8 @@ class AliveRequest(_message.Message):
     copied_bytes: int
     used_bytes: int
     verifier: int
-    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., verifier: _Optional[int] = ...) -> None: ...
+    forwarded: Forwarded
+    def __init__(self, target: _Optional[int] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., equal: _Optional[bytes] = ..., copied_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., verifier: _Optional[int] = ..., forwarded: _Optional[_Union[Forwarded, _Mapping]] = ...) -> None: ...
 
 class AliveReply(_message.Message):
     __slots__ = ("lease_s", "epoch", "epoch_min")
