@@ -126,7 +126,8 @@ class Members:
         self.retain_bytes = retain_bytes
         self.members = [Member(number) for number in range(count)]
         self.cuts: set[tuple[int, int]] = set()
-        self.manager_away = False
+        self.manager_away: bool | NvpoolError = False
+        """Whether nobody changes the map; or the error that says so."""
         self.tasks: set[asyncio.Task] = set()
         node = Node(1, "n", "", ())
         shard = Shard(SHARD, 1, (), standbys=tuple(Standby(number, 1, ()) for number in range(1, count)))
@@ -174,7 +175,8 @@ class Members:
             epoch = self.shard.epoch
             await asyncio.sleep(0)
             if self.manager_away or not member.alive:
-                raise Unavailable("the manager does not answer")
+                raise self.manager_away if isinstance(self.manager_away, NvpoolError) else \
+                    Unavailable("the manager does not answer")
             if up:
                 self.pool_map = shards.standby_up(self.pool_map, SHARD, number, member.term, epoch)
             else:

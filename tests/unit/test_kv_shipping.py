@@ -1,12 +1,23 @@
 """A primary and its standbys, real engines in one process: cut off, killed, promoted in all orders, filled, brought back."""
 
 import asyncio
+import logging
 import random
 from dataclasses import replace
 
 import pytest
 
-from nvpool.base.errors import Busy, CorruptRecord, InvalidRequest, NoSpace, StaleTerm, Unavailable
+from nvpool.base.errors import (
+    Busy,
+    CorruptRecord,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoSpace,
+    NotLeader,
+    StaleTerm,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.kv.history import History, Position, Run, Tail, runs_of
 from nvpool.kv.journal import encode
 from nvpool.kv.member import MemberKv, peek, records_of
@@ -380,6 +391,45 @@ def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
         assert everything(standby.kv) == everything(members.primary.kv)
 
     with_members(tmp_path, check)
+
+
+@pytest.mark.parametrize("error, is_certain", [
+    (NotLeader(), True), (Unreachable(), True), (NotLeader(may_be_applied=True), False), (DeadlineExceeded(), False)])
+def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_certain):
+    """Where certainly nobody was asked who could have changed the map, nobody has to be asked to change it back."""
+    async def check(members):
+        await members.quiet()
+        members.cuts = {(0, 1)}
+        await members.acknowledged(of(1))
+        assert members.up == set()
+        shipping = members.primary.shipping
+        members.manager_away, members.cuts = error, set()
+        async with asyncio.timeout(20):
+            while not any("not called up" in line for line in logged):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.002)
+        assert shipping.may_be_replaced != is_certain
+        members.cuts = {(0, 1)}  # it dies before it could be called up
+        change = asyncio.ensure_future(members.acknowledged(of(2)))
+        await asyncio.wait([change], timeout=0.5)
+        assert change.done() or not is_certain  # else its answer may have been lost, and the map may call it up
+        members.manager_away = False
+        await change
+        members.cuts = set()
+        await members.quiet()
+        assert everything(members.members[1].standby.kv) == everything(members.primary.kv)
+
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    log = logging.getLogger("nvpool.kv.shipping")
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        with_members(tmp_path, check, shipping=replace(QUICK, call_up_s=0.05))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def test_a_sync_covers_the_standbys(tmp_path):
