@@ -1,11 +1,13 @@
 """What the supervisor decides and answers, with a coordinator in memory and programs of three lines."""
 
 import asyncio
+import gc
 import json
 import os
 import resource
 import signal
 import sys
+import warnings
 from functools import partial
 
 import msgspec
@@ -14,7 +16,7 @@ import pytest
 from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.config import Config
 from nvpool.base.directory import PoolDirectory
-from nvpool.base.errors import Bug, Busy, Fenced, InvalidRequest, NvpoolError, Refused
+from nvpool.base.errors import Bug, Busy, Draining, Fenced, InvalidRequest, NvpoolError, Refused, Unavailable
 from nvpool.base.host import identity_of
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.kv.memory import MemoryKv
@@ -171,6 +173,40 @@ def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answe
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
+    scenario(tmp_path, monkeypatch, run)
+
+
+def test_caller_that_has_gone_leaves_no_coroutine_behind(tmp_path, monkeypatch):
+    """Of one that ended in the same turn of the loop as its request came."""
+    class Gone(Asked):
+        def on_cancel(self, callback):
+            callback()
+
+    async def run(supervisor, stop, failed, directory, running):
+        gone = Gone(wire_pb2.META_ALIVE, b"")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            supervisor.handle(gone)
+            with pytest.raises(Unavailable):
+                await gone.answer
+            gc.collect()
+        assert not [str(warning.message) for warning in said if "never awaited" in str(warning.message)]
+
+    scenario(tmp_path, monkeypatch, run)
+
+
+def test_closed_supervisor_leaves_no_answers_behind(tmp_path, monkeypatch):
+    async def run(supervisor, stop, failed, directory, running):
+        waits = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=60.0).SerializeToString())
+        supervisor.handle(waits)
+        await asyncio.sleep(0)
+        stop.asked.set()
+        await running
+        await supervisor.close()
+        assert not supervisor._answers and isinstance(waits.answer.exception(), Unavailable)
+        with pytest.raises(Draining):
+            await ask(supervisor, wire_pb2.POOL_MAP, b"")
+
     scenario(tmp_path, monkeypatch, run)
 
 

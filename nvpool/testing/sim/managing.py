@@ -24,6 +24,7 @@ from nvpool.run.leading import Leading, Reign
 from nvpool.run.metashards import MetaShards
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.testing.sim.doors import KV_STEPS, Door, Killed, Process
+from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
 from nvpool.testing.sim.network import SimTransport
 from nvpool.testing.sim.truths import Truths
@@ -235,7 +236,7 @@ class Supervisors:
             self._pool.truths.map_is(self._newest[1])
 
     def endpoints(self, node: int) -> tuple[str, ...]:
-        return (f"inproc://supervisor-{node}",)
+        return supervisor_endpoints(self._pool.directory, node)
 
     async def begin(self, first_map: PoolMap) -> None:
         self._key = b"nvpool/" + first_map.pool_id.encode() + b"/map"
@@ -275,9 +276,11 @@ class Supervisors:
         shards = MetaShards(None, None, node, leading, dialer, start=lambda: None, clock=clock)
         for work in (leading.run(), keeper.run(), shards.run()):
             pool.own(process, work)
-        await SimTransport(pool.network, process.name, clock).listen(
-            self.endpoints(node)[0], Greeting(process.name, pool.first_map.fingerprint),
-            process.taking(partial(self._answer, supervisor)))
+        transports, greeting = transports_of(pool.network, process.name, clock), Greeting(process.name,
+                                                                                          pool.first_map.fingerprint)
+        for endpoint in self.endpoints(node):
+            await transports[endpoint.partition(":")[0]].listen(endpoint, greeting,
+                                                                process.taking(partial(self._answer, supervisor)))
         supervisor.ready.set()
 
     def _answer(self, supervisor: _Supervisor, call: Call) -> None:
@@ -294,7 +297,7 @@ class Supervisors:
     @staticmethod
     async def _answer_member(supervisor: _Supervisor, call: Call) -> None:
         try:
-            answer = await supervisor.leading.ask_leader(call) if supervisor.leading.manager is None else None
+            answer = await supervisor.leading.ask_leader(call)
             if answer is None:
                 answer = await supervisor.keeper.answer(call.method, bytes(call.message))
             call.reply(answer)

@@ -32,6 +32,8 @@ class Network:
         self.places: dict[str, str] = {}
         self.contexts: dict[str, Context] = {}
         """In which a process takes what comes."""
+        self.broken: dict[str, str] = {}
+        """Endpoint -> how it fails whoever connects; see sim/endpoints."""
         self.reset_share = 0.0
         """Of all frames, how many break their connection."""
         self.slow_share = 0.02
@@ -65,6 +67,12 @@ class Network:
             if process in (pipe.source, pipe.target):
                 pipe.break_off("the peer has ended")
 
+    def hang_up_at(self, endpoint: str) -> None:
+        """Every connection that was made to this endpoint ends."""
+        for pipe in list(self._pipes):
+            if pipe.endpoint == endpoint:
+                pipe.break_off("the connection was reset")
+
     # -- for the transport
 
     def delay_s(self) -> float:
@@ -85,6 +93,7 @@ class Pipe:
 
     def __init__(self, network: Network, source: str, target: str, connection: InprocConnection) -> None:
         self.source, self.target = source, target
+        self.endpoint = connection.peer.address
         self._network = network
         self._connection = connection
         self._last_s = 0.0

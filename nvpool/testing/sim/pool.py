@@ -44,12 +44,14 @@ from nvpool.store.memory import MemoryChunkStore
 from nvpool.store.service import StoreService
 from nvpool.store.tenure import Tenure
 from nvpool.testing.sim.doors import STORE_STEPS, Door, Killed, Process, is_death
+from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.managing import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import Network, SimTransport
 from nvpool.testing.sim.truths import Truths
 from nvpool.wire.dial import Dialer
+from nvpool.wire.leasecalls import LeaseCalls
 from nvpool.wire.transport import Greeting
 from nvpool.wire.v1 import pool_pb2, wire_pb2
 
@@ -117,8 +119,8 @@ class SimPool:
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
-        nodes = tuple(Node(number, f"node-{number}", f"host-{number}", self.managing.endpoints(number))
-                      for number in range(1, count + 1))
+        nodes = tuple(Node(number, f"node-{number}", f"host-{number}", self.managing.endpoints(number),
+                           member=member_of(f"node-{number}")) for number in range(1, count + 1))
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
         targets = tuple(Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
                         for number in range(1, count + 1))
@@ -131,6 +133,11 @@ class SimPool:
     @property
     def pool_map(self) -> PoolMap:
         return self.managing.pool_map
+
+    @property
+    def directory(self) -> Path:
+        """For the files of this pool, in memory."""
+        return self._directory
 
     def _went_wrong(self, loop, context: dict) -> None:
         error = context.get("exception")
@@ -149,9 +156,9 @@ class SimPool:
         old = self._dialers.pop(process.name, None)
         if old is not None:
             self._later(old.close())
-        transport = SimTransport(self.network, process.name, clock)
         self._dialers[process.name] = Dialer(Greeting(process.name, self.first_map.fingerprint), clock=clock,
-                                             transports={"inproc": transport})
+                                             host_id=host_of(process.node),
+                                             transports=transports_of(self.network, process.name, clock))
         return self._dialers[process.name]
 
     def process(self, name: str, node: str) -> Process:
@@ -238,14 +245,14 @@ class SimPool:
 
     async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int) -> None:
         """As run/beating does."""
-        endpoints = self.managing.endpoints(number)
+        endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()
             equal = service.upkeep.resync.equal
             request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch, verifier=tenure.verifier,
                                             equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]))
             try:
-                reply = await dialer.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
+                reply = await calls.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
                 tenure.renewed(sent_s, answer.lease_s, answer.epoch_min)
             except NvpoolError:

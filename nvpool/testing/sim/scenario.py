@@ -25,6 +25,7 @@ from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.logic import chainset
 from nvpool.sdk.checkup import Checkup, check_metadata
+from nvpool.testing.sim.endpoints import EndpointFaults
 from nvpool.testing.sim.faults import KINDS, KINDS_OF_ETCD, KINDS_OF_ROT, KINDS_WITH_FULL, KINDS_WITH_POWER, Faults
 from nvpool.testing.sim.listing import Listings
 from nvpool.testing.sim.loop import VirtualLoop
@@ -46,7 +47,7 @@ QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
 COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends", "locks", "unknown", "deaths", "stops",
-           "cuts", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed")
+           "cuts", "endpoints", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed")
 
 
 class Scenario:
@@ -77,6 +78,7 @@ class Scenario:
                              standbys=members if standbys is None else standbys,
                              shards=shards, etcd=etcd, durability="always" if "power" in kinds else "interval")
         self._aim = kinds, of
+        self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
         told = loop, self.done, self._pool.power_losses
@@ -106,10 +108,13 @@ class Scenario:
             breaking = self._loop.create_task(faults.run())
             wishes = Wishes(pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done)
             wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
+            endpoints = EndpointFaults(pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done)
+            misleading = self._loop.create_task(endpoints.run() if self._breaks_endpoints else asyncio.sleep(0))
             working = [self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)]
             await asyncio.sleep(self._seconds)
             self._over = True
             await breaking
+            await misleading
             await faults.mend()
             await wishing
             _, late = await asyncio.wait(working, timeout=300.0)
