@@ -16,6 +16,7 @@ from nvpool.logic import transitions
 from nvpool.meta import gate, parts, records
 from nvpool.meta.moving import giver, ranges, taker
 from nvpool.meta.spanning import holds, participant
+from nvpool.run import leading
 from nvpool.store import chain, resync, service, tenure
 from nvpool.store.memory import MemoryChunkStore
 from nvpool.testing.sim import listing, members, naming, works
@@ -184,3 +185,9 @@ def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
 def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
     monkeypatch.setattr(parts, "take_in", lambda directory, counts: None)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
+
+
+def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
+    """It takes every process that shows the certificate of a node for another node's supervisor."""
+    monkeypatch.setattr(leading.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops)
+    assert found(range(1, 21), seconds=15.0, etcd=True)
