@@ -7,7 +7,7 @@ arrives to a kv/standby, in the order of arrival. Every message carries the serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -146,7 +146,7 @@ class StandbyDoor:
     def _follow(self, call: Call) -> None:
         request = pb.FollowRequest.FromString(bytes(call.message))
         self._meant(request)
-        task = asyncio.ensure_future(self._finish(call, self._step(request)))
+        task = asyncio.ensure_future(self._finish(call, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -169,10 +169,10 @@ class StandbyDoor:
             raise InvalidRequest(f"a standby knows no step {request.step}")
         return reply
 
-    @staticmethod
-    async def _finish(call: Call, work: Coroutine[Any, Any, pb.FollowReply]) -> None:
+    async def _finish(self, call: Call, request: pb.FollowRequest) -> None:
+        """The step begins in here: `close` may cancel this task before it has begun."""
         try:
-            call.reply((await work).SerializeToString())
+            call.reply((await self._step(request)).SerializeToString())
         except asyncio.CancelledError:
             call.fail(Disconnected("this member ends, or becomes the primary"))
             raise
