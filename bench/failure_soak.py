@@ -12,13 +12,14 @@ the number of a round decide all choices. A daemon that was killed is restarted 
 
 Measured of each round, and its bound:
 
-* change: the longest time that a create, rename or unlink took, counted from the latest fault (kill, begin of a condition): 5 s.
-  While the client's own link to the primary's node is cut, counted from the end of the cut.
+* change: the longest time that a create, rename or unlink took, counted from the latest fault (kill, begin of a condition):
+  5 s. While the client's own link to the primary's node is cut, counted from the end of the cut.
 * whole: from the end of the fault until the pool map has all copies of all chains and a standby that has everything, nothing
   moves, and `nvpool status --check` ends with 0: 60 s.
 * drain: `drive drain --wait` ends with 0 within 60 s of the end of the fault, and `--cancel --wait` within 60 s.
 * status: never 0 while the map has been without copies for 5 s or more; on an untouched node never 10 s without an answer.
-* data: no error at the load, no wrong byte, all names there; `nvpool fsck` every 25 rounds and after a round that missed a bound.
+* data: no error at the load, no wrong byte, all names there; `nvpool fsck` finds nothing (every 25 rounds and after a round
+  that missed a bound).
 
 Ends with 1 when a round missed a bound. Without --keep-going that round is the last. Writes below --results: each round as a
 line of failure-soak.jsonl, failure-soak.json and the table failure-soak.md at the end, and the logs of at most 20 rounds that
@@ -33,8 +34,10 @@ import json
 import os
 import random
 import re
+import select
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +48,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import commit, machine, put_into_readme  # noqa: E402
-from subjects.contract import MARK  # noqa: E402
+from subjects.contract import MARK, Failed  # noqa: E402
 from workspace import minutes, say, workspace  # noqa: E402
 
 from nvpool.testing import machines, real_etcd  # noqa: E402
@@ -190,6 +193,68 @@ def asked(node: Node) -> tuple[int, dict, str]:
     return done.returncode, {}, (done.stdout + done.stderr).strip()
 
 
+def load(place: Path, seed: int) -> None:
+    """The process of the load: says what it has seen since each moment that it is sent, and at the end what is wrong.
+
+    It must start no process: before its exec a child flushes the files that are open here, and all threads wait for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the program, which ends this
+    (place / "names").mkdir(parents=True)
+    changing = CheckingLoad(place, threads=2, seed=seed, file_bytes_max=1 << 20, rest_s=0.05)
+    names = Pauses(place / "names", ("change",))
+    with changing, names:
+        print(json.dumps({}), flush=True)
+        for line in sys.stdin:
+            waits = [wait for wait in names.waits_since(float(line))]
+            print(json.dumps({"waits": waits, "errors": changing.errors + names.errors}), flush=True)
+    found = []
+    for one in (names, changing):
+        try:
+            one.verify()
+        except (AssertionError, OSError) as error:
+            found.append(f"data: {error}"[:600])
+    if not found:
+        shutil.rmtree(place)
+    print(json.dumps({"wrong": found}), flush=True)
+
+
+class Load:
+    """The load, a process on the client's machine."""
+
+    def __init__(self, client: Node, name: str, seed: int) -> None:
+        words = (sys.executable, "-P", str(HERE / "failure_soak.py"), "--load", str(client.machine.place / "mount" / name),
+                 "--seed", str(seed))
+        self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         text=True)
+        self._hear()
+
+    def _hear(self) -> dict:
+        if not select.select([self._process.stdout], [], [], GIVEN_UP_S)[0]:
+            raise Failed(f"the load says nothing for {GIVEN_UP_S:.0f} s")
+        return json.loads(self._process.stdout.readline() or '{"waits": [], "errors": ["the load has ended"], "wrong": []}')
+
+    def seen(self, since: float) -> dict:
+        """`waits` for changes of names that ended after that moment of the monotonic clock, and `errors` of all of it."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{since}\n")
+            self._process.stdin.flush()
+        return self._hear()
+
+    def end(self) -> list[str]:
+        """What is not as it must be; a load that found nothing has removed its files."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            return self._hear()["wrong"]
+        except Failed as error:
+            return [f"data: {error}"]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 class Soak:
     """One pool under its load, and the rounds on it."""
 
@@ -219,8 +284,7 @@ class Soak:
                     try:
                         yield
                     finally:
-                        with contextlib.suppress(AssertionError):
-                            self._end_load(verify=False)
+                        self._load.kill()
             finally:
                 for manager in managers:
                     manager.stop()
@@ -232,30 +296,11 @@ class Soak:
 
     def _begin_load(self) -> None:
         self._loads += 1
-        self._place = self._pool.mount / f"load-{self._loads}"
-        (self._place / "names").mkdir(parents=True)
-        self._load = CheckingLoad(self._place, threads=2, seed=self._seed + self._loads, file_bytes_max=1 << 20, rest_s=0.05)
-        self._names = Pauses(self._place / "names", ("change",))
-        self._load.__enter__()
-        self._names.__enter__()
-
-    def _end_load(self, *, verify: bool = True) -> list[str]:
-        """What it found wrong; the directory is removed when nothing is."""
-        found = []
-        for load in (self._names, self._load):
-            try:
-                load.finish(GIVEN_UP_S)
-                if verify:
-                    load.verify()
-            except (AssertionError, OSError) as error:
-                found.append(f"data: {error}"[:600])
-        if verify and not found:
-            shutil.rmtree(self._place)
-        return found
+        self._load = Load(self._pool.client_node, f"load-{self._loads}", self._seed * 100 + self._loads)
 
     def check(self) -> list[str]:
         """What the load and fsck find wrong; a new load runs afterwards."""
-        found = self._end_load()
+        found = self._load.end()
         try:
             self._pool.check(moved=True)
         except (AssertionError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
@@ -312,8 +357,7 @@ class Soak:
         row["change_s"], row["changed"] = round(change[0], 2), change[1]
         if "skipped" not in row and change[0] > CHANGE_S:
             missed.append(f"change: {change[1]} took {change[0]:.1f} s")
-        errors = self._load.errors + self._names.errors
-        missed += [f"data: {error}"[:400] for error in errors]
+        missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
         row["took_s"] = round(time.monotonic() - began, 1)
         row["load"] = round(os.getloadavg()[0], 1)
         return row
@@ -321,7 +365,7 @@ class Soak:
     def _change(self, began: float, moments: list[float]) -> tuple[float, str]:
         """The longest wait for a change of a name, from the latest fault before its end, and which it was."""
         longest = (0.0, "")
-        for start, end, what in self._names.waits_since(began):
+        for start, end, what in self._load.seen(began)["waits"]:
             fault = max((moment for moment in moments if moment < end), default=None)
             if fault is not None and end - max(start, fault) > longest[0]:
                 longest = end - max(start, fault), what
@@ -441,8 +485,9 @@ def markdown(results: dict) -> str:
                      f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest).")
     failed = sum(bool(one["missed"]) for one in results["each"])
     return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}; seed {results['seed']}, {len(rounds)} "
-            f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} missed a "
-            f"bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n" + "\n".join(lines) + "\n")
+            f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} "
+            f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
+            + "\n".join(lines) + "\n")
 
 
 LINKS = ("nothing else", "link cut", "link one way", "link slow or late", "process stopped", "connected over TCP",
@@ -540,9 +585,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
     parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     words = sys.argv[1:] if words is None else words
     options = parser.parse_args(words)
+    if options.load:
+        load(options.load, options.seed)
+        return 0
     if missing := machines.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
     options.results.mkdir(parents=True, exist_ok=True)
