@@ -544,11 +544,11 @@ def told(row: dict) -> str:
             f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}")
 
 
-def shared(options: argparse.Namespace, words: list[str]) -> Iterator[dict]:
-    """The rounds of as many processes as there are pools, as they come."""
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), *words]
+def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
+    """The rounds of as many processes as there are pools, as they come. Their directories lie below `directory`."""
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), *words, "--directory", str(directory)]
     workers = [subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True) for share in
-               range(options.pools)]
+               range(pools)]
     try:
         with selectors.DefaultSelector() as selector:
             for worker in workers:
@@ -601,7 +601,7 @@ def main(words: list[str] | None = None) -> int:
     options.share = options.share or 0
     with workspace(options.directory) as (directory, _):
         os.environ[MARK] = str(directory)
-        found = shared(options, words) if options.pools > 1 and not worker else rounds_of(options, directory)
+        found = shared(words, options.pools, directory) if options.pools > 1 and not worker else rounds_of(options, directory)
         with contextlib.closing(found), open(os.devnull if worker else options.results / "failure-soak.jsonl", "w") as file:
             for row in found:
                 if worker:
@@ -616,7 +616,7 @@ def main(words: list[str] | None = None) -> int:
     results["took_s"] = round(time.monotonic() - began)
     if not worker and results["each"]:
         (options.results / "failure-soak.md").write_text(markdown(results))
-        (options.results / "failure-soak.json").write_text(json.dumps(results | {"each": results["each"]}, indent=1) + "\n")
+        (options.results / "failure-soak.json").write_text(json.dumps(results) + "\n")
         print(markdown(results))
         if options.write:
             put_into_readme("failure-soak", markdown(results))
