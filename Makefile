@@ -8,9 +8,11 @@ SOURCE ?=
 ROUNDS ?= 3
 KEEP ?= build/scale
 SEEDS ?= 100
+FAILURES ?= 1000
+POOLS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test soak sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
+.PHONY: help setup quickstart demo-docker test soak soak-failures sim bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -19,7 +21,8 @@ help:
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make demo-docker            volumes in containers of a real Docker Engine: shared, bounded, alive under kill -9 (root)'
 	@echo '  make test                   set up and run the whole suite, real mount included (WORKERS=2)'
-	@echo '  make soak                   the long versions: millions of entries, hundreds of kills'
+	@echo '  make soak                   the long versions: millions of entries, hundreds of kills, 1,000 failures of three nodes'
+	@echo '  make soak-failures          those failures alone, and their table in bench/README.md (FAILURES=1000 POOLS=1; root)'
 	@echo '  make sim                    simulated pools: deaths between any two steps, stops, cut networks, in counted time (SEEDS=100)'
 	@echo '  make csi-report             what the CSI plugin answers to every row of the specification'"'"'s tables of errors (root)'
 	@echo '  make bench                  nvpool beside the drive, FUSE alone and the peers, into bench/results (ROUNDS=3; root)'
@@ -48,6 +51,9 @@ test: setup
 
 soak: setup
 	@$(PYTEST) -n 1 -m soak --timeout 14400
+
+soak-failures: setup
+	@$(PYTHON_IN_VENV) bench/failure_soak.py --rounds $(FAILURES) --pools $(POOLS) --keep-going --results bench/results --write
 
 sim: setup
 	@$(PYTHON_IN_VENV) tools/simulate.py --seeds $(SEEDS) --workers $(WORKERS)

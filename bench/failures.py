@@ -7,7 +7,7 @@
 Three nodes in network namespaces, each with two drives, two replicas of each chunk, a standby of the metadata; a client with a
 mount on a fourth, in which one thread reads blocks at random (O_DIRECT), one writes and flushes blocks, one makes files, with
 short rests; each compares what it reads, and all is compared at the end. A case is caused, waited for until the pool is whole
-again, and caused again. A pause is the longest step of a thread from the failure on, its rest of 5 ms included. Detection: from
+again, and caused again. A pause is the longest step of a thread from the failure on. Detection: from
 the failure until the pool map names what failed no more, or another node leads. "nothing": the same watch while nothing fails,
 the floor.
 

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.directory import Flock, PoolDirectory
 from nvpool.base.errors import BadConfiguration, Bug, Damaged, InUse, NvpoolError, Refused, Unavailable, from_os_error
 from nvpool.base.version import VERSION
@@ -199,6 +200,18 @@ def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
     threading.Thread(target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True).start()
 
 
+def _is_restarted(directory: PoolDirectory, pause: threading.Event, wait_s: float) -> bool:
+    """Whether another supervisor announces itself within `wait_s`; returns as soon as one does.
+
+    Its next death is an end of its own, after which systemd has the whole time again."""
+    end_s = SYSTEM_CLOCK.boottime_s() + wait_s
+    while "supervisor" not in directory.states("supervisor"):
+        if SYSTEM_CLOCK.boottime_s() > end_s:
+            return False
+        pause.wait(0.25)
+    return True
+
+
 def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
     pause = threading.Event()
     delay = 0.0
@@ -208,8 +221,7 @@ def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
             lock = Flock.take(directory.lock, "the pool", wait=not left_to_systemd)
             if os.environ.get("NOTIFY_SOCKET") and not left_to_systemd:
                 lock.release()
-                left_to_systemd = True
-                pause.wait(_SYSTEMD_S)
+                left_to_systemd = not _is_restarted(directory, pause, _SYSTEMD_S)
                 continue
         except InUse:
             left_to_systemd = False

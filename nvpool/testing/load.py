@@ -16,6 +16,7 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +31,10 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 class _Worker(threading.Thread):
     """Steps again and again until it is told to stop or one fails."""
 
+    WAIT_S = 0.1
+    rest_s = 0.0
+    """After each step."""
+
     def __init__(self, name: str, seed: int, stop: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
         self.chance, self.stop = random.Random(seed), stop
@@ -39,6 +44,9 @@ class _Worker(threading.Thread):
         self.longest = ""
         """What it was."""
         self.began = 0.0
+        """When the step under way began; 0: none is."""
+        self.waits: deque[tuple[float, float, str]] = deque(maxlen=1000)
+        """Begin and end, by the monotonic clock, of each step that took longer than WAIT_S, and its name."""
         self.error: str | None = None
         self.doing = ""
 
@@ -48,13 +56,17 @@ class _Worker(threading.Thread):
             while not self.stop.is_set():
                 self.began = time.monotonic()
                 self.step()
-                took_s = time.monotonic() - self.began
-                if took_s > self.longest_s:
-                    self.longest_s, self.longest = took_s, self.doing
+                began, now, self.began = self.began, time.monotonic(), 0.0
+                if now - began > self.longest_s:
+                    self.longest_s, self.longest = now - began, self.doing
+                if now - began > self.WAIT_S:
+                    self.waits.append((began, now, self.doing))
                 self.operations += 1
+                if self.rest_s:
+                    self.stop.wait(self.rest_s)
             self.end()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
-            self.error = f"{self.name}: {self.doing}: {error!r}"
+            self.error, self.began = f"{self.name}: {self.doing}: {error!r}", 0.0
 
     def begin(self) -> None:
         """Before the first step."""
@@ -95,6 +107,17 @@ class _Load:
     def longest(self) -> str:
         """What it was that took so long."""
         return max(self.workers, key=lambda worker: worker.longest_s).longest
+
+    def waits_since(self, moment: float) -> list[tuple[float, float, str]]:
+        """Begin, end and name of each step of more than 0.1 s that ended after `moment` of the monotonic clock; those under way
+        end now."""
+        found = []
+        for worker in self.workers:
+            began, now = worker.began, time.monotonic()
+            found += [wait for wait in tuple(worker.waits) if wait[1] > moment]
+            if began and now - began > worker.WAIT_S:
+                found.append((began, now, f"{worker.doing}, not ended yet"))
+        return found
 
     @property
     def errors(self) -> list[str]:
@@ -265,14 +288,17 @@ class _Changing(_Worker):
 
 class CheckingLoad(_Load):
     """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `directories`: of each thread, which moves files
-    from one to another, as a rule from shard to shard; 0: its files have no directory of their own."""
+    from one to another, as a rule from shard to shard; 0: its files have no directory of their own. `rest_s`: of each thread,
+    after each step."""
 
     def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
-                 directories: int = 0) -> None:
+                 directories: int = 0, rest_s: float = 0.0) -> None:
         stop = threading.Event()
         top = Path(directory)
         super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
                           for number in range(threads)], stop)
+        for worker in self.workers:
+            worker.rest_s = rest_s
 
 
 class _Filling(_Worker):
@@ -453,30 +479,43 @@ class ClientLoad(_Load):
 class _Resting(_Worker):
     """Rests between its steps, so that what it waits for is seen and not what it costs."""
 
-    REST_S = 0.005
+    rest_s = 0.005
 
     def __init__(self, name: str, directory: Path, stop: threading.Event) -> None:
         super().__init__(name, 1, stop)
         self.directory = directory
 
-    def step(self) -> None:
-        self.act()
-        self.stop.wait(self.REST_S)
-
-    def act(self) -> None:
-        raise NotImplementedError
-
 
 class _Creating(_Resting):
     """Makes empty files, one after the other."""
 
-    def act(self) -> None:
+    def step(self) -> None:
         self.doing = f"create {self.operations}"
         (self.directory / f"pause-{self.operations}").touch()
 
     def verify(self) -> None:
         there = {name for name in os.listdir(self.directory) if name.startswith("pause-")}
         assert there == {f"pause-{number}" for number in range(self.operations)}
+
+
+class _Renaming(_Resting):
+    """Makes a file, renames it and removes it: a change of a name with each step."""
+
+    rest_s = 0.02
+
+    def step(self) -> None:
+        turn, number = self.operations % 3, self.operations // 3
+        made, renamed = self.directory / f"made-{number}", self.directory / f"renamed-{number}"
+        self.doing = f"{('create', 'rename', 'unlink')[turn]} {number}"
+        if turn == 0:
+            made.touch()
+        elif turn == 1:
+            made.rename(renamed)
+        else:
+            renamed.unlink()
+
+    def verify(self) -> None:
+        assert len(os.listdir(self.directory)) == bool(self.operations % 3), self.directory
 
 
 class _Blocks(_Resting):
@@ -516,14 +555,14 @@ class _Blocks(_Resting):
 class _Reading(_Blocks):
     """Reads blocks at random, past the kernel's memory."""
 
-    def act(self) -> None:
+    def step(self) -> None:
         self.compare(self.chance.randrange(self.COUNT))
 
 
 class _Writing(_Blocks):
     """Writes blocks at random and flushes each."""
 
-    def act(self) -> None:
+    def step(self) -> None:
         place = self.chance.randrange(self.COUNT)
         self.numbers[place] += 1
         self.doing = f"write of block {place}"
@@ -536,7 +575,7 @@ class Pauses(_Load):
     """One thread of each kind (create, read, write) in this directory, and the longest time that a step of one took:
     `longest_s` of all, `taken` of each since it was asked last."""
 
-    KINDS: ClassVar = {"create": _Creating, "read": _Reading, "write": _Writing}
+    KINDS: ClassVar = {"create": _Creating, "read": _Reading, "write": _Writing, "change": _Renaming}
 
     def __init__(self, directory: Path, kinds: tuple[str, ...] = ("create",)) -> None:
         stop = threading.Event()
@@ -546,6 +585,7 @@ class Pauses(_Load):
         """kind -> seconds of its longest step since the last call, that which it is in included."""
         found = {}
         for worker in self.workers:
-            found[worker.name] = max(worker.longest_s, time.monotonic() - worker.began if worker.began else 0.0)
+            began = worker.began
+            found[worker.name] = max(worker.longest_s, time.monotonic() - began if began else 0.0)
             worker.longest_s = 0.0
         return found

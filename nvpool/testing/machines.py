@@ -15,6 +15,9 @@ from pathlib import Path
 
 from nvpool.base.clock import SYSTEM_CLOCK
 
+NOBODY = "02:00:00:00:00:01"
+"""An Ethernet address of no machine."""
+
 
 def missing() -> str | None:
     """Why there can be none here."""
@@ -103,8 +106,21 @@ class Machines:
         """Take the machine's cable out, or put it in again; from 1."""
         self._switch.run("ip", "link", "set", f"to{number}", "up" if restore else "down")
 
+    def lose(self, number: int, to: int, *, restore: bool = False) -> None:
+        """Lose every IP packet that machine `number` sends to machine `to`, from 1; the sender is not told. The other direction
+        and all other machines are as before. Packets go to an Ethernet address that no machine has, so iproute2 is enough."""
+        sender, address = self._machines[number - 1], self._machines[to - 1].address
+        if restore:
+            sender.run("ip", "neigh", "del", address, "dev", "eth0")
+        else:
+            sender.run("ip", "neigh", "replace", address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+
     def limit(self, number: int, mib_s: float) -> None:
-        """Let the machine's cable carry so much in each direction and no more; from 1."""
+        """Let the machine's cable carry so much in each direction and no more; 0: all that it can again. From 1."""
+        if not mib_s:
+            self._machines[number - 1].run("tc", "qdisc", "del", "dev", "eth0", "root")
+            self._switch.run("tc", "qdisc", "del", "dev", f"to{number}", "root")
+            return
         rate = f"{round(mib_s * 8 * 1.048576 * 1000)}kbit"
         bucket = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
         self._machines[number - 1].run("tc", "qdisc", "replace", "dev", "eth0", *bucket)

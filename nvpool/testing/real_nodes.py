@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -79,8 +80,9 @@ class Node:
             words += ["--drive", f"{place}:{capacity}"]
         return words
 
-    def serve(self) -> None:
-        self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file")
+    def serve(self, environment: dict[str, str] | None = None) -> subprocess.Popen:
+        return self.machine.popen(sys.executable, "-P", "-m", "nvpool.run.nvpoold", str(self.path), "--log", "file",
+                                  env=environment)
 
     def until_all_serve(self, wait_s: float = 240.0) -> dict:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s

@@ -112,6 +112,21 @@ def test_a_supervisor_that_dies_is_begun_again_by_systemd_and_takes_over_what_se
         write_and_read(pool)
 
 
+def test_second_death_of_a_supervisor_is_left_to_systemd_too(tmp_path, told):
+    with RealPool(tmp_path / "pool") as pool:
+        pool.make()
+        pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        first = time.monotonic()
+        os.kill(pool.pid("supervisor"), signal.SIGKILL)
+        pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        time.sleep(max(0.0, first + 12.0 - time.monotonic()))
+        os.kill(pool.pid("supervisor"), signal.SIGKILL)
+        time.sleep(6.0)  # children that give systemd 15 s from the first death on would start one that is not the unit's
+        assert "starting another one" not in pool.said(lines=200)
+        pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
+
+
 def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
     with RealPool(tmp_path / "pool", config=JSON_LOG) as pool:
         pool.make()

@@ -1,0 +1,628 @@
+"""Many failures of a pool of three nodes, one after the other, each measured against bounds.
+
+    python bench/failure_soak.py --rounds 1000 --results bench/results        (root; about an hour and a half on two cores)
+    python bench/failure_soak.py --rounds 20 --seed 7 --keep-going            a first look
+    python bench/failure_soak.py --first 312 --rounds 1 --seed 7              round 312 of seed 7 again
+
+Three nodes in network namespaces with TLS between them, two drives each, two replicas of each chunk, a standby of the
+metadata; a client with a mount on a fourth. A checking load writes, truncates, renames and reads on the mount all the time, and
+compares. A round kills processes, or has for some seconds a link cut, one way only, slow or late or a process stopped, or both;
+every seventh round does so in the middle of the drain of a drive. nvpool/testing/node_faults.py lists the faults. The seed and
+the number of a round decide all choices. A daemon that was killed is restarted as systemd does it.
+
+Measured of each round, and its bound:
+
+* change: the longest time that a create, rename or unlink took, counted from the latest fault (kill, begin of a condition):
+  5 s. While the client's own link to the primary's node is cut, counted from the end of the cut.
+* whole: from the end of the fault until the pool map has all copies of all chains and a standby that has everything, nothing
+  moves, and `nvpool status --check` ends with 0: 60 s.
+* drain: `drive drain --wait` ends with 0 within 60 s of the end of the fault, and `--cancel --wait` within 60 s.
+* status: never 0 while the map has been without copies for 5 s or more; on an untouched node never 10 s without an answer.
+* data: no error at the load, no wrong byte, all names there; `nvpool fsck` finds nothing (every 25 rounds and after a round
+  that missed a bound).
+
+Ends with 1 when a round missed a bound. Without --keep-going that round is the last. Writes below --results: each round as a
+line of failure-soak.jsonl, failure-soak.json and the table failure-soak.md at the end, and the logs of at most 20 rounds that
+missed a bound to round-N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import commit, machine, put_into_readme  # noqa: E402
+from subjects.contract import MARK, Failed  # noqa: E402
+from workspace import minutes, say, workspace  # noqa: E402
+
+from nvpool.testing import machines, real_etcd  # noqa: E402
+from nvpool.testing.load import CheckingLoad, Pauses  # noqa: E402
+from nvpool.testing.machines import Machines  # noqa: E402
+from nvpool.testing.node_faults import CONDITIONS, VICTIMS, Faults, NotNow, is_settled, missing_copies, newest_map  # noqa: E402
+from nvpool.testing.nodes_in_use import PoolInUse  # noqa: E402
+from nvpool.testing.real_nodes import NVPOOL, Node  # noqa: E402
+from nvpool.testing.service_manager import ServiceManager  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
+NOTICED_S = 5.0
+"""After it `status` has to know of what the map says."""
+UNANSWERED_S = 10.0
+GIVEN_UP_S = 180.0
+"""Longer than any bound: a pool that is not whole then is replaced by another one."""
+HELD_S = (4.0, 7.0)
+"""Of a condition: longer than any lease."""
+CHECKED_ROUNDS = 25
+LOGS_KEPT, LOG_BYTES = 20, 256 << 10
+
+KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its supervisor": 3, "supervisor": 3,
+         "all supervisors": 2, "standby": 2, "standby and its supervisor": 2, "store": 2, "etcd": 1, "leader and its etcd": 2,
+         "node of the primary": 1}
+"""How often each is chosen, against the others."""
+ALONE, BOTH = 0.3, 0.55
+"""Shares of rounds with a kill alone, and with a kill during a condition; the rest is a condition alone."""
+DRAINS = 1 / 7
+CLIENT_CUT = "client cut from primary"
+
+
+def chosen(seed: int, number: int) -> tuple[random.Random, str, str, bool]:
+    """The choices of a round: what is killed ("nobody"), what lasts meanwhile, and whether a drive is drained."""
+    chance = random.Random(f"{seed}-{number}")
+    kind, drains = chance.random(), chance.random() < DRAINS
+    victim = chance.choices(list(KILLS), list(KILLS.values()))[0]
+    condition = chance.choice([name for name in CONDITIONS if name != "nothing else"])
+    if kind < ALONE:
+        condition = "nothing else"
+    elif kind > ALONE + BOTH:
+        victim = "nobody"
+    return chance, victim, condition, drains
+
+
+class Sampled(threading.Thread):
+    """Calls `look` again and again until it is stopped. `look` must have a deadline of its own."""
+
+    def __init__(self, look, rest_s: float) -> None:
+        super().__init__(daemon=True)
+        self._look, self._rest_s, self._end = look, rest_s, threading.Event()
+
+    def run(self) -> None:
+        while not self._end.is_set():
+            self._look()
+            self._end.wait(self._rest_s)
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join(60)
+
+
+class Truth:
+    """What the pool map says, with the times since when it has said it, read from the disks of the nodes."""
+
+    def __init__(self, pool: PoolInUse) -> None:
+        self._pool = pool
+        self.missing_since: float | None = None
+        """None while no copy is missing."""
+        self.missing = ""
+        self.settled = False
+        self._sampled = Sampled(self._look, 0.1)
+
+    def __enter__(self) -> Truth:
+        self._look()
+        self._sampled.start()
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._sampled.stop()
+
+    def _look(self) -> None:
+        try:
+            seen = newest_map(self._pool)
+        except (OSError, ValueError):
+            return
+        self.missing = missing_copies(seen)
+        self.settled = is_settled(seen)
+        if not self.missing:
+            self.missing_since = None
+        elif self.missing_since is None:
+            self.missing_since = time.monotonic()
+
+
+class Watch:
+    """`nvpool status --check` of one node, again and again, compared with the truth."""
+
+    def __init__(self, truth: Truth, node: Node) -> None:
+        self._truth, self._node = truth, node
+        self.wrong: list[str] = []
+        self.words: set[str] = set()
+        self.codes: set[int] = set()
+        self._answered_s = time.monotonic()
+        self.unanswered_s = 0.0
+        self._sampled = Sampled(self._look, 1.0)
+
+    def __enter__(self) -> Watch:
+        self._sampled.start()
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._sampled.stop()
+
+    def _look(self) -> None:
+        since = self._truth.missing_since
+        code, seen, said = asked(self._node)
+        if not seen:
+            self.unanswered_s = max(self.unanswered_s, time.monotonic() - self._answered_s)
+            self.words.add(f"no answer: {said[-200:]}")
+            return
+        self._answered_s = time.monotonic()
+        self.codes.add(code)
+        self.words.update(map(in_general, seen["problems"]))
+        if (not code or not seen["problems"]) and since is not None and self._truth.missing_since == since and (
+                time.monotonic() - since > NOTICED_S):
+            self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
+                              f"{time.monotonic() - since:.1f} s the map has been without: {self._truth.missing}")
+
+
+def in_general(problem: str) -> str:
+    """The sentence without its numbers of chains."""
+    return re.sub(r"\b\d+ (?=chains|of|are)", "N ", problem)[:200]
+
+
+def asked(node: Node) -> tuple[int, dict, str]:
+    """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
+    done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+    with contextlib.suppress(ValueError):
+        seen = json.loads(done.stdout)
+        if isinstance(seen, dict) and "problems" in seen:
+            return done.returncode, seen, ""
+    return done.returncode, {}, (done.stdout + done.stderr).strip()
+
+
+def load(place: Path, seed: int) -> None:
+    """The process of the load: says what it has seen since each moment that it is sent, and at the end what is wrong.
+
+    It must start no process: before its exec a child flushes the files that are open here, and all threads wait for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the program, which ends this
+    (place / "names").mkdir(parents=True)
+    changing = CheckingLoad(place, threads=2, seed=seed, file_bytes_max=1 << 20, rest_s=0.05)
+    names = Pauses(place / "names", ("change",))
+    with changing, names:
+        print(json.dumps({}), flush=True)
+        for line in sys.stdin:
+            waits = [wait for wait in names.waits_since(float(line))]
+            print(json.dumps({"waits": waits, "errors": changing.errors + names.errors}), flush=True)
+    found = []
+    for one in (names, changing):
+        try:
+            one.verify()
+        except (AssertionError, OSError) as error:
+            found.append(f"data: {error}"[:600])
+    if not found:
+        shutil.rmtree(place)
+    print(json.dumps({"wrong": found}), flush=True)
+
+
+class Load:
+    """The load, a process on the client's machine."""
+
+    def __init__(self, client: Node, name: str, seed: int) -> None:
+        words = (sys.executable, "-P", str(HERE / "failure_soak.py"), "--load", str(client.machine.place / "mount" / name),
+                 "--seed", str(seed))
+        self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         text=True)
+        self._hear()
+
+    def _hear(self) -> dict:
+        if not select.select([self._process.stdout], [], [], GIVEN_UP_S)[0]:
+            raise Failed(f"the load says nothing for {GIVEN_UP_S:.0f} s")
+        return json.loads(self._process.stdout.readline() or '{"waits": [], "errors": ["the load has ended"], "wrong": []}')
+
+    def seen(self, since: float) -> dict:
+        """`waits` for changes of names that ended after that moment of the monotonic clock, and `errors` of all of it."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{since}\n")
+            self._process.stdin.flush()
+        return self._hear()
+
+    def end(self) -> list[str]:
+        """What is not as it must be; a load that found nothing has removed its files."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            return self._hear()["wrong"]
+        except Failed as error:
+            return [f"data: {error}"]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Soak:
+    """One pool under its load, and the rounds on it."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self._directory, self._seed = directory, seed
+        self._loads = self._leads = 0
+        self._why = ""
+
+    @contextlib.contextmanager
+    def pool(self) -> Iterator[None]:
+        switch = Machines(4, self._directory)
+        with switch as hosts:
+            self._pool = PoolInUse(switch, hosts)
+            managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
+            try:
+                first, second, third, _ = self._pool.nodes
+                self._pool.join(second, self._pool.found("--chunk-size", "256KiB"))
+                self._pool.join(third, first.json("node", "token", str(first.path)))
+                self._pool.until_whole()
+                for manager in managers:
+                    manager.take_over()
+                self._pool.until_whole()
+                self._pool.mount_client()
+                with Truth(self._pool) as self._truth:
+                    assert self._until_whole(time.monotonic()) is not None, f"not whole: {self._why}"
+                    self._begin_load()
+                    try:
+                        yield
+                    finally:
+                        self._load.kill()
+            finally:
+                for manager in managers:
+                    manager.stop()
+                self._pool.end()
+                for manager in managers:
+                    manager.close()
+
+    # -- load --------------------------------------------------------------------------------------------------------------
+
+    def _begin_load(self) -> None:
+        self._loads += 1
+        self._load = Load(self._pool.client_node, f"load-{self._loads}", self._seed * 100 + self._loads)
+
+    def check(self) -> list[str]:
+        """What the load and fsck find wrong; a new load runs afterwards."""
+        found = self._load.end()
+        try:
+            self._pool.check(moved=True)
+        except (AssertionError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+            found.append(f"fsck: {error!r}"[:600])
+        self._begin_load()
+        return found
+
+    # -- rounds ------------------------------------------------------------------------------------------------------------
+
+    def round(self, number: int, chance: random.Random, victim: str, condition: str, drains: bool) -> dict:
+        """Cause the faults of a round and measure it. `missed` of the result names the bounds that it missed, `whole_s` is None
+        when the pool was not whole after GIVEN_UP_S."""
+        faults = Faults(self._pool, chance, self._leads)
+        row: dict = {"round": number, "seed": self._seed, "victim": victim, "condition": condition, "drain": drains,
+                     "at": time.strftime("%H:%M:%S"), "missed": [], "notes": faults.notes}
+        missed, moments = row["missed"], []
+        draining = Draining(self._pool, chance) if drains else None
+        began = ended = time.monotonic()
+        with contextlib.ExitStack() as watching:
+            watch = None
+            try:
+                if draining is not None:
+                    draining.begin()
+                    time.sleep(chance.uniform(0.2, 1.5))
+                held = chance.uniform(*HELD_S)
+                lasts = condition != "nothing else" and "over TCP" not in condition
+                moments.append(time.monotonic())
+                with CONDITIONS[condition](faults):
+                    watched = self._pool.nodes[chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1]
+                    watch = watching.enter_context(Watch(self._truth, watched))
+                    if victim != "nobody":
+                        time.sleep(chance.uniform(0.0, held * 0.6) if lasts else 0.0)
+                        moments.append(time.monotonic())
+                        faults.kill(victim)
+                    time.sleep(max(0.0, moments[0] + held - time.monotonic()) if lasts else 1.0)
+                ended = time.monotonic()
+                if condition == CLIENT_CUT:
+                    moments = [ended]
+            except NotNow as error:
+                row["skipped"], ended = str(error), time.monotonic()
+            whole = self._until_whole(ended)
+        row["whole_s"] = whole
+        if whole is None or whole > WHOLE_S:
+            missed.append(f"whole: not within {WHOLE_S:.0f} s: {self._why}")
+        if whole is not None and draining is not None:
+            missed += draining.end(row, ended)
+            self._until_whole(time.monotonic())
+        if watch is not None:
+            row["status"] = {"codes": sorted(watch.codes), "words": sorted(watch.words)[:8]}
+            missed += [f"status: {text}" for text in watch.wrong[:3]]
+            if watch.unanswered_s > UNANSWERED_S:
+                missed.append(f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}")
+        change = self._change(began, moments)
+        row["change_s"], row["changed"] = round(change[0], 2), change[1]
+        if "skipped" not in row and change[0] > CHANGE_S:
+            missed.append(f"change: {change[1]} took {change[0]:.1f} s")
+        missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
+        row["took_s"] = round(time.monotonic() - began, 1)
+        row["load"] = round(os.getloadavg()[0], 1)
+        return row
+
+    def _change(self, began: float, moments: list[float]) -> tuple[float, str]:
+        """The longest wait for a change of a name, from the latest fault before its end, and which it was."""
+        longest = (0.0, "")
+        for start, end, what in self._load.seen(began)["waits"]:
+            fault = max((moment for moment in moments if moment < end), default=None)
+            if fault is not None and end - max(start, fault) > longest[0]:
+                longest = end - max(start, fault), what
+        return longest
+
+    def _until_whole(self, since: float) -> float | None:
+        """Seconds from `since` until all is whole and `status` says so; None where it is not within GIVEN_UP_S."""
+        while time.monotonic() - since < GIVEN_UP_S:
+            if self._truth.settled and not self._truth.missing:
+                code, seen, said = asked(self._pool.nodes[1])
+                leads = next((one["node"] for one in seen.get("nodes", ()) if one["leads"]), 0)
+                if not code and seen and not seen["problems"] and leads:
+                    self._leads = leads
+                    return round(time.monotonic() - since, 2)
+                self._why = f"status ended with {code}: {seen.get('problems') or said[-300:] or 'no node leads'}"
+                time.sleep(0.3)
+            else:
+                self._why = self._truth.missing or "chains are being filled or moved"
+                time.sleep(0.1)
+        return None
+
+    def keep_logs(self, to: Path) -> None:
+        """The ends of all logs of the nodes and of the client."""
+        for node in self._pool.nodes:
+            for path in node.directory.log.glob("*.log"):
+                place = to / node.machine.name
+                place.mkdir(parents=True, exist_ok=True)
+                with open(path, "rb") as file:
+                    file.seek(max(0, path.stat().st_size - LOG_BYTES))
+                    (place / path.name).write_bytes(file.read())
+        for node in self._pool.nodes[:3]:
+            with contextlib.suppress(OSError):
+                shutil.copy(node.directory.poolmap, to / node.machine.name / "poolmap.json")
+
+
+class Draining:
+    """A drive that is drained during a round and filled again afterwards."""
+
+    def __init__(self, pool: PoolInUse, chance: random.Random) -> None:
+        self._node = pool.nodes[chance.choice([1, 2, 3]) - 1]
+        drives = [target.drive for target in newest_map(pool).targets if not target.is_over]
+        self._words = ("drive", "drain", str(self._node.path), str(chance.choice(drives)))
+        self._command: subprocess.Popen | None = None
+
+    def _start(self, *more: str) -> subprocess.Popen:
+        return self._node.machine.popen(*NVPOOL, *self._words, *more, "--wait", stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True)
+
+    def begin(self) -> None:
+        self._command = self._start()
+
+    def end(self, row: dict, since: float) -> list[str]:
+        """Wait for the drain, then fill the drive again; the bounds that were missed."""
+        missed = []
+        for verb, more in (("drain", ()), ("undrain", ("--cancel",))):
+            if verb == "undrain":
+                since, self._command = time.monotonic(), self._start(*more)
+            said, again = "", 0
+            while True:
+                try:
+                    said = self._command.communicate(timeout=max(0.1, since + GIVEN_UP_S - time.monotonic()))[0]
+                except subprocess.TimeoutExpired:
+                    self._command.kill()
+                    said = f"killed after {GIVEN_UP_S:.0f} s: " + self._command.communicate()[0]
+                    missed.append(f"drain: {verb} did not end: {said[-300:]}")
+                    break
+                if not self._command.returncode:
+                    break
+                again += 1
+                row.setdefault("drain_said", []).append(said[-300:])
+                if again > 3 or time.monotonic() - since > GIVEN_UP_S:
+                    missed.append(f"drain: {verb} ended with {self._command.returncode}: {said[-300:]}")
+                    break
+                time.sleep(1.0)
+                self._command = self._start(*more)
+            took = row[f"{verb}_s"] = round(time.monotonic() - since, 2)
+            row["drain_again"] = row.get("drain_again", 0) + again
+            if not missed and took > DRAIN_S:
+                missed.append(f"drain: {verb} took {took:.1f} s")
+        return missed
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> str:
+    """Median, 95th percentile and largest."""
+    if not values:
+        return "–"
+    ordered = sorted(values)
+    picked = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95)]
+    return " · ".join(f"{value:.1f}" for value in (*picked, ordered[-1]))
+
+
+def markdown(results: dict) -> str:
+    rounds = [one for one in results["each"] if "skipped" not in one]
+    head = ("| killed | meanwhile | rounds | change, s: median · 95 % · longest | whole again, s | missed a bound |\n"
+            "|---|---|---:|---:|---:|---:|")
+    lines = [head]
+
+    def line(victim: str, condition: str, ones: list[dict]) -> str:
+        return (f"| {victim} | {condition} | {len(ones)} | {spread([one['change_s'] for one in ones])} | "
+                f"{spread([one['whole_s'] for one in ones if one['whole_s'] is not None])} | "
+                f"{sum(bool(one['missed']) for one in ones) or ''} |")
+
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for one in rounds:
+        groups.setdefault((one["victim"], link_of(one["condition"])), []).append(one)
+    order = [*VICTIMS, "nobody"]
+    for victim, condition in sorted(groups, key=lambda pair: (order.index(pair[0]), LINKS.index(pair[1]))):
+        lines.append(line(victim, condition, groups[victim, condition]))
+    lines.append(line("**all**", "", rounds))
+    drains = [one for one in rounds if one["drain"]]
+    if drains:
+        lines.append(f"\n{len(drains)} of them during a drain: drained after "
+                     f"{spread([one['drain_s'] for one in drains if 'drain_s' in one])} s, filled again after "
+                     f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest).")
+    failed = sum(bool(one["missed"]) for one in results["each"])
+    return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}; seed {results['seed']}, {len(rounds)} "
+            f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} "
+            f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
+            + "\n".join(lines) + "\n")
+
+
+LINKS = ("nothing else", "link cut", "link one way", "link slow or late", "process stopped", "connected over TCP",
+         "client's link cut")
+
+
+def link_of(condition: str) -> str:
+    """The kind of a condition, a row of the table."""
+    if condition == CLIENT_CUT:
+        return "client's link cut"
+    for word, kind in (("one way", "link one way"), ("deaf", "link one way"), ("mute", "link one way"), ("cut", "link cut"),
+                       ("slow", "link slow or late"), ("late", "link slow or late"), ("stopped", "process stopped"),
+                       ("TCP", "connected over TCP")):
+        if word in condition:
+            return kind
+    return condition
+
+
+# -- the program ---------------------------------------------------------------------------------------------------------------
+
+
+def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
+    """Every --pools-th round, from --first + --share on. A pool that is not whole again is replaced."""
+    numbers = list(range(options.first + options.share, options.first + options.rounds, options.pools))
+    kept = 0
+    while numbers:
+        soak = Soak(directory, options.seed)
+        with soak.pool():
+            while numbers:
+                number = numbers.pop(0)
+                chance, victim, condition, drains = chosen(options.seed, number)
+                try:
+                    row = soak.round(number, chance, options.victim or victim, options.condition or condition,
+                                     options.drain or drains)
+                    last = not numbers or row["whole_s"] is None
+                    if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
+                        row["missed"] += soak.check()
+                except Exception:  # whatever it is, the round is kept with its logs
+                    row = {"round": number, "seed": options.seed, "victim": victim, "condition": condition, "drain": drains,
+                           "whole_s": None, "change_s": 0.0, "missed": [f"program: {traceback.format_exc()[-1500:]}"]}
+                if row["missed"] and kept < LOGS_KEPT:
+                    kept += 1
+                    soak.keep_logs(options.results / f"round-{number}")
+                yield row
+                if row["whole_s"] is None or any(one.startswith("data") for one in row["missed"]):
+                    break  # another pool
+
+
+def told(row: dict) -> str:
+    whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
+    measured = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
+    drained = f", drained {row['drain_s']:.1f} s, filled {row.get('undrain_s', 0):.1f} s" if "drain_s" in row else ""
+    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or measured + drained}"
+            f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}")
+
+
+def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
+    """The rounds of as many processes as there are pools, as they come. Their directories lie below `directory`."""
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), *words, "--directory", str(directory)]
+    workers = [subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True) for share in
+               range(pools)]
+    try:
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                selector.register(worker.stdout, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    line = key.fileobj.readline()
+                    if not line:
+                        selector.unregister(key.fileobj)
+                    elif line.startswith("{"):
+                        yield json.loads(line)
+        for worker in workers:
+            if worker.wait() not in (0, 1):
+                yield {"round": -1, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None,
+                       "change_s": 0.0, "skipped": f"a process of the program ended with {worker.returncode}",
+                       "missed": [f"program: a process ended with {worker.returncode}"]}
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--first", type=int, default=1, help="number of the first round [1]")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pools", type=int, default=1, help="so many pools side by side, each in a process of its own [1]")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a round that missed a bound")
+    parser.add_argument("--victim", choices=[*VICTIMS, "nobody"], help="kill this in every round")
+    parser.add_argument("--condition", choices=CONDITIONS, help="and have this meanwhile")
+    parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
+    parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
+    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="of the pools [build]")
+    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    words = sys.argv[1:] if words is None else words
+    options = parser.parse_args(words)
+    if options.load:
+        load(options.load, options.seed)
+        return 0
+    if missing := machines.missing() or real_etcd.missing():
+        raise SystemExit(f"this can not run here: {missing}")
+    options.results.mkdir(parents=True, exist_ok=True)
+    results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "seed": options.seed,
+                     "pools": options.pools, "each": []}
+    worker, began, whole = options.share is not None, time.monotonic(), False
+    options.share = options.share or 0
+    with workspace(options.directory) as (directory, _):
+        os.environ[MARK] = str(directory)
+        found = shared(words, options.pools, directory) if options.pools > 1 and not worker else rounds_of(options, directory)
+        with contextlib.closing(found), open(os.devnull if worker else options.results / "failure-soak.jsonl", "w") as file:
+            for row in found:
+                if worker:
+                    print(json.dumps(row), flush=True)
+                else:
+                    print(json.dumps(row), file=file, flush=True)
+                    say(told(row))
+                results["each"].append(row)
+                if row["missed"] and not options.keep_going:
+                    break
+            whole = True
+    results["took_s"] = round(time.monotonic() - began)
+    if not worker and results["each"]:
+        (options.results / "failure-soak.md").write_text(markdown(results))
+        (options.results / "failure-soak.json").write_text(json.dumps(results) + "\n")
+        print(markdown(results))
+        if options.write:
+            put_into_readme("failure-soak", markdown(results))
+    return 0 if whole and not any(row["missed"] for row in results["each"]) else 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

@@ -1,0 +1,116 @@
+"""The soak of failures on a pool of three nodes: a few rounds of it on each run, all of them with `make soak`."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvpool.logic.poolmap import Chain, ChainTable, PoolMap, Settings, Shard, Standby
+from nvpool.testing import machines, real_etcd
+from nvpool.testing.node_faults import CONDITIONS, VICTIMS, is_settled, missing_copies
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+contract, soak = (importlib.import_module(name) for name in ("subjects.contract", "failure_soak"))
+sys.path.remove(str(ROOT / "bench"))
+
+needs_nodes = [pytest.mark.mount, pytest.mark.skipif(bool(machines.missing()), reason=machines.missing() or ""),
+               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+               pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+ROUNDS = int(os.environ.get("NVPOOL_FAILURES", "1000"))
+
+
+def program(place, *words):
+    command = [sys.executable, ROOT / "bench" / "failure_soak.py", "--directory", place / "pools", "--results", place / "found",
+               *words]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(place, *words, timeout_s):
+    """The rounds of a whole run. It leaves nothing behind."""
+    process = program(place, *words)
+    try:
+        said, told = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, f"{told}\n{said}"
+    assert list((place / "pools").iterdir()) == [] and contract.marked(place / "pools") == []
+    assert "| **all** |" in (place / "found" / "failure-soak.md").read_text()
+    return [json.loads(line) for line in (place / "found" / "failure-soak.jsonl").read_text().splitlines()]
+
+
+def smoke(victim, condition, *words):
+    return pytest.param(["--victim", victim, "--condition", condition, *words], marks=needs_nodes, id=f"{victim}, {condition}")
+
+
+@pytest.mark.parametrize("words", [smoke("primary and leader", "primary's node mute"),
+                                   smoke("leader", "store stopped", "--drain")])
+def test_failure_soak_round_misses_no_bound(tmp_path, words):
+    row, = finished(tmp_path, "--rounds", 1, *words, timeout_s=400)
+    assert row["missed"] == [] and "skipped" not in row and row["change_s"] <= 5 and row["whole_s"] <= 60, row
+
+
+@pytest.mark.soak
+@pytest.mark.mount
+@pytest.mark.timeout(4 * 3600)
+def test_failure_soak_rounds_miss_no_bound(tmp_path):
+    rows = finished(tmp_path, "--rounds", ROUNDS, "--keep-going", timeout_s=4 * 3600)
+    assert len(rows) == ROUNDS and sum("skipped" in row for row in rows) < ROUNDS / 20
+
+
+@pytest.mark.parametrize("pools", [pytest.param(2, marks=needs_nodes)])
+def test_failure_soak_interrupted_leaves_nothing(tmp_path, pools):
+    process = program(tmp_path, "--rounds", 50, "--pools", pools, "--keep-going")
+    try:
+        while not (line := process.stderr.readline()).startswith("round"):
+            assert line, "it ended before its first round"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # of someone who thinks it does not end
+        assert "interrupted" in process.communicate(timeout=240)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert list((tmp_path / "pools").iterdir()) == []
+    assert contract.marked(tmp_path / "pools") == [] and contract.mounted_below(tmp_path / "pools") == []
+
+
+def test_failure_soak_choices_depend_on_seed_and_round():
+    def choices(seed):
+        return [soak.chosen(seed, number)[1:] for number in range(300)]
+    assert choices(1) == choices(1) != choices(2)
+    victims, conditions, drains = zip(*choices(1), strict=True)
+    assert set(victims) == {*VICTIMS, "nobody"} and set(conditions) == set(CONDITIONS) and 20 < sum(drains) < 70
+    assert not any(victim == "nobody" and condition == "nothing else" for victim, condition, _ in choices(1))
+    assert {soak.link_of(condition) for condition in CONDITIONS} == set(soak.LINKS)
+
+
+def test_failure_soak_table_counts_missed_bounds():
+    measured = (("nothing else", 0.2, 1.0, []), ("nothing else", 0.4, 2.0, []), ("two nodes cut", 7.5, None, ["change: 7.5 s"]))
+    rows = [{"round": number, "victim": "primary", "condition": condition, "drain": False, "change_s": change, "whole_s": whole,
+             "missed": missed} for number, (condition, change, whole, missed) in enumerate(measured)]
+    skipped = {"round": 3, "victim": "store", "condition": "nothing else", "drain": False, "skipped": "no store", "missed": []}
+    text = soak.markdown({"date": "today", "machine": "m", "commit": "c", "seed": 1, "pools": 1, "took_s": 30,
+                          "each": [*rows, skipped]})
+    assert "3 rounds on 1 pool" in text and "1 missed a bound" in text
+    assert "| primary | nothing else | 2 | 0.4 · 0.4 · 0.4 | 2.0 · 2.0 · 2.0 |  |" in text
+    assert "| primary | link cut | 1 | 7.5 · 7.5 · 7.5 | – | 1 |" in text and "| store |" not in text
+
+
+def test_missing_copies_names_short_chains_and_standbys():
+    def pool_map(chain, state="up"):
+        standby = Standby(member=2, node=2, endpoints=(), state=state)
+        return PoolMap(format=2, pool_id="p", name="p", epoch=1, settings=Settings(), tables=(ChainTable(2, (chain,)),),
+                       shards=(Shard(id=1, node=1, endpoints=(), standbys=(standby,)),))
+    whole = pool_map(Chain(1, (1, 2)))
+    assert missing_copies(whole) == "" and is_settled(whole)
+    assert missing_copies(pool_map(Chain(1, (1,), joining=(2,)))) == "1 chains"
+    assert missing_copies(pool_map(Chain(1, (1, 2)), "syncing")) == "shard 1 has no standby"
+    moving = pool_map(Chain(1, (1, 2), joining=(3,)))
+    assert missing_copies(moving) == "" and not is_settled(moving)
