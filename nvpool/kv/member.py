@@ -162,12 +162,17 @@ class MemberKv(LmdbKv):
             super()._finish_directory()
 
 
+def is_whole(path: Path) -> bool:
+    """Whether the directory holds records that were made completely."""
+    return (path / "FORMAT").exists() and (path / "data.mdb").exists()
+
+
 def peek(path: Path) -> Tail:
     """What the member in this directory has, without changing anything; nothing where there is none, or not a whole one.
 
     InUse while it is open; CorruptRecord, WrongFormat and what the drive says, as opening it would.
     """
-    if not (path / "FORMAT").exists() or not (path / "data.mdb").exists():
+    if not is_whole(path):
         return NOTHING
     directory = EngineDirectory(path)
     tree = journal = None

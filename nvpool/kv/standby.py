@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from nvpool.base.errors import Busy, NvpoolError, StaleTerm, Unavailable
+from nvpool.base.errors import Busy, CorruptRecord, NvpoolError, StaleTerm, Unavailable
 from nvpool.kv.history import Position, Tail, tail_of
-from nvpool.kv.member import MemberKv, peek, records_of, with_term
+from nvpool.kv.member import NOTHING, MemberKv, is_whole, peek, records_of, with_term
 from nvpool.kv.options import LmdbOptions
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class StandbyKv:
         self._working: asyncio.Task[None] | None = None
         self._ready = False  # between begin and keep or install nothing is taken
         self._closed = False
+        self._damage = ""
+        self._looked_at = False
 
     @property
     def last(self) -> Position | None:
@@ -86,10 +88,37 @@ class StandbyKv:
             await self._quiet()
             if self.filling:
                 return Tail(Position(0, 0))
-            found = peek(self.path) if self.kv is None else tail_of(self.kv.stored, self.kv.history)
+            found = self._peek() if self.kv is None else tail_of(self.kv.stored, self.kv.history)
             if found.last.term > term:
                 raise StaleTerm(f"here are changes of term {found.last.term}, {term} is over")
             return found
+
+    def _peek(self) -> Tail:
+        """What is in the directory; nothing where it is damaged, since the primary that asks has everything."""
+        try:
+            return peek(self.path)
+        except CorruptRecord as error:
+            if str(error) != self._damage:
+                log.error("the records in %s are damaged and will be replaced by the primary's: %s", self.path, error)
+            self._damage = str(error)
+            return NOTHING
+
+    def state(self) -> tuple[str, str]:
+        """`standby`, `filling`, `empty`, `lost` (damaged) or `away` (can not be read), and the reason of the last two. Only a
+        `standby` may be promoted."""
+        if self.filling:
+            return "filling", ""
+        if self.kv is not None or self._one.locked():
+            return "standby", ""
+        if not is_whole(self.path):
+            return "empty", ""
+        if not self._looked_at:
+            try:
+                self._peek()
+            except NvpoolError as error:
+                return "away", f"its records can not be read: {error}"
+            self._looked_at = True
+        return ("lost", f"its records are damaged: {self._damage}") if self._damage else ("standby", "")
 
     async def keep(self, term: int, sequence: int) -> None:
         """Forget what is behind the change `sequence`; go on there. InvalidRequest: it is not here, or LMDB has more."""
@@ -112,7 +141,7 @@ class StandbyKv:
             self.hear(term)
             await self._quiet()
             await self._close_engine()
-            self.filling = True
+            self.filling, self._damage = True, ""
             self.kv = await MemberKv.open_member(self.path, with_term(self._options, term), begin=position,
                                                  on_fence=self._on_fence, **self._more)
             self._ready = True
@@ -160,7 +189,8 @@ class StandbyKv:
     async def promote(self, term: int) -> MemberKv:
         """Become the primary of `term`: the engine, which is not ours any more. What was not taken yet never will be.
 
-        Unavailable: this member is being filled, and does not know what was acknowledged. StaleTerm.
+        Unavailable: this member is being filled, and does not know what was acknowledged. CorruptRecord: it has no whole
+        records; nothing is made in their place. StaleTerm.
         """
         self.hear(term)
         async with self._one:
@@ -171,6 +201,8 @@ class StandbyKv:
                 raise Unavailable("this member was being filled by the primary that has gone")
             if self.kv is None or self.kv.fenced:
                 await self._close_engine()
+                if not is_whole(self.path):
+                    raise CorruptRecord(f"{self.path} holds no whole records, so this member can not become the primary")
                 self.kv = await MemberKv.open_member(self.path, with_term(self._options, term), on_fence=self._on_fence,
                                                      **self._more)
             self.kv.begin_term(term)

@@ -37,6 +37,14 @@ def place_of(pool_map: PoolMap, shard: Shard, member: int) -> Place:
     return Place(node, 0)
 
 
+def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
+    """Path of the store beside which a member's records lie; empty: they are in the pool's directory."""
+    drive = place_of(pool_map, shard, member).drive
+    path = node_and_path(shard, member)[1]
+    found = _drive(pool_map, drive).path if drive else ""
+    return found if found and os.path.dirname(found) == os.path.dirname(path) else ""
+
+
 def beside(pool_map: PoolMap, drive: int) -> list[int]:
     """Shards of which a member lies on the drive."""
     return [shard.id for shard in pool_map.shards
@@ -100,19 +108,22 @@ def _to_spread(pool_map: PoolMap) -> int:
     return 0
 
 
-def next_step(pool_map: PoolMap, serving: Collection[int] | None = None) -> PoolMap:
+def next_step(pool_map: PoolMap, serving: Collection[int] | None = None,
+              stuck: Collection[tuple[int, int]] = ()) -> PoolMap:
     """The map in which one shard is a step nearer to what it shall have; the same where all are, or have to wait. `serving`:
-    targets that are known to."""
+    targets that are known to. `stuck`: (shard, member) of standbys that can not be filled where they are; each is replaced like
+    one on a drive that is lost, as long as there is another place."""
     places = good_places(pool_map, serving)
     for shard in pool_map.shards:
-        new = _step(pool_map, shard, places)
+        new = _step(pool_map, shard, places, {standby.member for standby in shard.standbys if standby.state == "syncing"
+                                              and (shard.id, standby.member) in stuck})
         if new is not pool_map:
             return shards.standbys_wanted(new, shard.id, wanted(shard))  # before the first step: as many as there were
     return pool_map
 
 
-def _step(pool_map: PoolMap, shard: Shard, places: list[Place]) -> PoolMap:
-    bad = misplaced(pool_map, shard)
+def _step(pool_map: PoolMap, shard: Shard, places: list[Place], stuck: Collection[int] = ()) -> PoolMap:
+    bad = {*misplaced(pool_map, shard), *stuck}
     staying = [standby for standby in shard.standbys if standby.member not in bad]
     leaving = [standby for standby in shard.standbys if standby.member in bad]
     need = max(wanted(shard), int(shard.member in bad))

@@ -8,6 +8,8 @@ acknowledge a change, and every member that is called up has all that were.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from nvpool.base.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
@@ -107,12 +109,24 @@ def standby_out(pool_map: PoolMap, shard_id: int, member: int, term: int) -> Poo
     return _with_state(pool_map, _in_term(pool_map, shard_id, term), member, "syncing")
 
 
-def primary_lost(pool_map: PoolMap, shard_id: int) -> PoolMap | None:
+def up_standbys(shard: Shard) -> frozenset[int]:
+    """Standbys that have every acknowledged change by the map."""
+    return frozenset(standby.member for standby in shard.standbys if standby.state == "up")
+
+
+def records_lost(pool_map: PoolMap, shard_id: int, lost: Collection[int]) -> PoolMap:
+    """Demote standbys that have no records any more: they must never be promoted, and are filled like new ones."""
+    for member in up_standbys(shard_of(pool_map, shard_id)) & set(lost):
+        pool_map = _with_state(pool_map, shard_of(pool_map, shard_id), member, "syncing")
+    return pool_map
+
+
+def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None = None) -> PoolMap | None:
     """The primary is dead, or has been silent for its whole lease: the first standby that is up, of those on nodes that are to
     stay where there is one, becomes primary of the next term, the old one a standby that has to catch up. None where no standby
-    is up: only the old primary has everything."""
+    is up: only the old primary has everything. `heirs`: standbys that were found to have their records; None: all."""
     shard = shard_of(pool_map, shard_id)
-    up = [standby for standby in shard.standbys if standby.state == "up"]
+    up = [standby for standby in shard.standbys if standby.state == "up" and (heirs is None or standby.member in heirs)]
     heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
     if heir is None:
         return None
@@ -121,13 +135,27 @@ def primary_lost(pool_map: PoolMap, shard_id: int) -> PoolMap | None:
                  path=heir.path, standbys=(*(other for other in shard.standbys if other is not heir), former))
 
 
-def primary_began(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
+def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collection[int] | None = None,
+                  lost: Collection[int] = ()) -> PoolMap:
     """A new process of the primary wants to serve. Its drive may have lost what was not synced: a standby that is up has that,
-    and is promoted; where none is, the same member begins another term. StaleTerm: it is not the primary."""
+    and is promoted; where none is, the same member begins another term.
+
+    `heirs` are standbys that were found to have their records (None: all that are up), `lost` those found without.
+    StaleTerm: it is not the primary. Unavailable: a standby that is up may have more, and was not found.
+    """
     shard = shard_of(pool_map, shard_id)
     if member != shard.member:
         raise StaleTerm(f"member {shard.member} is the primary of shard {shard_id}, {member} is not")
-    return primary_lost(pool_map, shard_id) or _with(pool_map, shard, term=shard.term + 1)
+    pool_map = records_lost(pool_map, shard_id, lost)
+    shard = shard_of(pool_map, shard_id)
+    if (new := primary_lost(pool_map, shard_id, heirs)) is not None:
+        return new
+    if missing := [standby for standby in shard.standbys if standby.state == "up"]:
+        told = " and ".join(f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing)
+        raise Unavailable(f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
+                          f"start it, or go on without what it has: nvpool shard standbys POOL {shard_id} "
+                          f"{len(shard.standbys) - len(missing)}", retry_after_s=0.5)
+    return _with(pool_map, shard, term=shard.term + 1)
 
 
 def shard_of(pool_map: PoolMap, shard_id: int) -> Shard:

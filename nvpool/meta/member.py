@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,9 @@ from nvpool.kv.member import MemberKv, with_term
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.shipping import Shipping, ShippingOptions
 from nvpool.kv.standby import StandbyKv
+from nvpool.logic.metaplaces import store_beside
 from nvpool.logic.poolmap import PoolMap, Shard, decode_map
-from nvpool.logic.shards import endpoints_of
+from nvpool.logic.shards import endpoints_of, up_standbys
 from nvpool.meta.atonce import IS_COMPILED
 from nvpool.meta.gate import Gate
 from nvpool.meta.service import MetaService
@@ -55,6 +57,9 @@ ASK_S = 1.0
 LEASE_SHARE = 0.95
 """Of the lease, by our clock: clocks may differ in speed by less than the rest."""
 BEGIN_S = 60.0
+_LOOK_S = 1.0
+_LOOKS = 3
+"""Times in a row that the records are missed before this process acts on it."""
 LEAVE_S = 5.0
 
 
@@ -106,6 +111,12 @@ class ShardMember:
         self._tasks: set[asyncio.Task] = set()
         self._promoting = False
         self._closed = self._left = False
+        self._lost = ""
+        """Why this standby has no records; empty: it has, or is to be filled."""
+        self._unrenewed = ""
+        """Why the lease was not renewed the last time."""
+        self._removed = ""
+        """Why the records of this process will not be found by the next one."""
         self.handle: Callable[[Call], None] = self._not_yet
         self.at_once = _AtOnce(self) if IS_COMPILED else None
 
@@ -122,21 +133,69 @@ class ShardMember:
     async def start(self) -> None:
         """On return requests are taken: as primary, or as a standby that waits for its primary.
 
+        A standby without records stays until its directory is made again, and says so in its status.
+
         NotFound, CorruptRecord: the primary's records are not where they were; an empty shard is never made in their place.
         Unavailable: who keeps the map does not answer.
         """
-        if not self._options.path.is_dir():
-            raise NotFound(f"{self._options.path} is missing: is its file system mounted? It is never made anew here")
-        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1):
+        path = self._options.path
+        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1) \
+                and (path.is_dir() or up_standbys(self._shard)):
             await self._ask_to_begin()
         if self._is_primary:
-            if not (self._options.path / "FORMAT").exists():
-                raise CorruptRecord(f"{self._options.path} holds no whole records; restore it, or another member of the shard")
-            kv = await MemberKv.open_member(self._options.path, with_term(self._options.engine, self._shard.term),
+            if not path.is_dir():
+                raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
+            if not (path / "FORMAT").exists():
+                raise CorruptRecord(f"{path} holds no whole records; restore it, or another member of the shard")
+            kv = await MemberKv.open_member(path, with_term(self._options.engine, self._shard.term),
                                             on_fence=self._fail)
             await self._serve(kv)
-        else:
+        elif path.is_dir():
             self._stand_by()
+        else:
+            self._lost = f"its records are gone: {path} is missing"
+            log.error("member %d of shard %d: %s", self._options.member, self._options.shard, self._lost)
+            self._own(self._await_directory())
+        self._own(self._watch_records())
+
+    async def _await_directory(self) -> None:
+        """Become a standby when the directory for the records is there again."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._options.path.is_dir():
+                break
+        self._lost = ""
+        self._stand_by()
+
+    async def _watch_records(self) -> None:
+        """Notice when the directory is removed while it is in use: the next process would begin without records.
+
+        This process still has them, so a primary ends only where a standby can follow it, and a standby only when the map does
+        not count on it."""
+        mark, seen, missing = self._options.path / "FORMAT", False, 0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if mark.exists():
+                seen, missing, self._removed = True, 0, ""
+                continue
+            if not seen or (self._standby is not None and self._standby.filling):
+                continue
+            missing += 1
+            if missing < _LOOKS:
+                continue
+            self._removed = f"{self._options.path} was removed while it was in use"
+            if self._service is not None:
+                self._service.reason = f"{self._removed}: only this process still has the records"
+            if not self._is_primary and self._standby is not None:
+                if self._options.member in up_standbys(self._shard):
+                    try:
+                        await self._ask_for_standby(self._options.member, False, self._shard.term)
+                    except NvpoolError as error:
+                        log.info("the map still counts on this member: %s", error)
+                        continue
+                self._fail(f"{self._removed}; it is filled again")
+            elif self._is_primary and up_standbys(self._shard):
+                self._fail(f"{self._removed}; a standby follows")
 
     def update_map(self, pool_map: PoolMap) -> None:
         """Take a newer map; an older one is ignored."""
@@ -153,7 +212,9 @@ class ShardMember:
             self._service.update_map(pool_map)
         if self._shard.id != self._options.shard or self._closed:
             return
-        if self._standby is not None:
+        if self._lost and self._is_primary:
+            self._fail(f"this member can not become the primary: {self._lost}")
+        elif self._standby is not None:
             if self._is_primary and not self._promoting:
                 self._promoting = True
                 self._own(self._promote())
@@ -204,6 +265,8 @@ class ShardMember:
             self._service.measure(page)
         else:
             page.set(metrics.META_SERVING, 0, shard=self._options.shard)
+        if self._gate is not None and not self._gate.open():
+            page.set(metrics.META_SERVING, 0, shard=self._options.shard)
         for member, state in (self._shipping.states() if self._shipping is not None else {}).items():
             page.set(metrics.META_BEHIND, state["behind"], shard=self._options.shard, member=member)
             page.set(metrics.META_STANDBY_COUNTS, state["counts"], shard=self._options.shard, member=member)
@@ -217,13 +280,33 @@ class ShardMember:
             call.fail(Draining(f"shard {self._options.shard} changes its primary"))
 
     def _tell_status(self, call: Call) -> None:
-        state = "promoting" if self._promoting else "standby"
+        standby, reason = self._standby, self._lost or self._removed
         counters: dict[str, float] = {"term": self._shard.term}
-        standby = self._standby
         if standby is not None and standby.kv is not None:
-            state = "filling" if standby.filling else state
             counters.update((f"kv_{name}", value) for name, value in standby.kv.statistics().items())
-        call.reply(pb.MetaStatusReply(shard=self._options.shard, state=state, counters=counters).SerializeToString())
+        if self._promoting:
+            state = "promoting"
+        elif self._lost:
+            state = "lost" if self._is_drive_here() else "away"
+        elif standby is not None:
+            state, damage = standby.state()
+            reason = damage or reason
+        else:
+            state = "starting"
+        call.reply(pb.MetaStatusReply(shard=self._options.shard, state=state, counters=counters,
+                                      reason=reason).SerializeToString())
+
+    def _is_drive_here(self) -> bool:
+        """Whether the drive beside whose store the records lie is mounted."""
+        beside = store_beside(self._map, self._shard, self._options.member)
+        return not beside or os.path.exists(beside)
+
+    def _tell_primary_status(self, call: Call) -> None:
+        reply, gate = self._service.status_reply(), self._gate
+        if gate is not None and not gate.open() and reply.state == "serving":
+            reply.state = "waiting"
+            reply.reason = "it is the primary and has no lease" + (f": {self._unrenewed}" if self._unrenewed else "")
+        call.reply(reply.SerializeToString())
 
     # -- standby -----------------------------------------------------------------------------------------------------
 
@@ -288,7 +371,7 @@ class ShardMember:
 
     def _handle_behind_gate(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
-            self._service.handle(call)
+            self._tell_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
             PrimaryDoor(shard=self._options.shard, member=self._options.member, term=self._term, clock=self._clock,
                         secret=self._options.secret, on_later=self._depose).handle(call)
@@ -342,17 +425,17 @@ class ShardMember:
                 return
             except NvpoolError as error:
                 log.info("the lease is not renewed: %s", error)
-                pause_s = AGAIN_S
+                pause_s, self._unrenewed = AGAIN_S, str(error)
             else:
-                lease_s = reply.lease_ms / 1000
+                lease_s, self._unrenewed = reply.lease_ms / 1000, "" if reply.lease_ms else "the leader gives none"
                 if reply.map:
                     self.update_map(decode_map(reply.map))
                 if reply.term == self._term and self._clock.boottime_s() - sent_s < lease_s / 2:
                     gate.lease_until_s = sent_s + lease_s * LEASE_SHARE
             await asyncio.sleep(max(0.05, sent_s + pause_s - self._clock.boottime_s()))
 
-    async def _ask_for_standby(self, member: int, up: bool) -> None:
+    async def _ask_for_standby(self, member: int, up: bool, term: int = 0) -> None:
         epoch = self._shard.epoch
-        request = pb.StandbyRequest(member=member, term=self._term, up=up, epoch=epoch)
+        request = pb.StandbyRequest(member=member, term=term or self._term, up=up, epoch=epoch)
         reply = await self._call_keeper(wire.META_STANDBY, request, pb.StandbyReply, 5.0)
         self.update_map(decode_map(reply.map))

@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 class Answers:
+    reason = ""
+    """Why an operator has to look after this service though it serves; told with its status."""
+
     def _list(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.ListDirRequest.FromString(call.message)
@@ -203,7 +206,11 @@ class Answers:
         return Answer(pb.LoadReply(records=load.records))
 
     def _status(self, call: Call) -> None:
-        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid())
+        call.reply(self.status_reply().SerializeToString())
+
+    def status_reply(self) -> pb.MetaStatusReply:
+        """State and figures of the service, as META_STATUS answers them."""
+        reply = pb.MetaStatusReply(shard=self._shard, state=self._state, pid=os.getpid(), reason=self.reason)
         if self._incarnation:
             reply.inodes = self._view.inode_count
             reply.sessions = len(self._sessions.by_number)
@@ -211,7 +218,7 @@ class Answers:
             reply.orphans = len(self._collector.orphans)
             reply.to_collect = self._collector.queue_length
             reply.counters.update(self.figures())
-        call.reply(reply.SerializeToString())
+        return reply
 
     def figures(self) -> dict[str, float]:
         """What the service counts, for its status and its metrics."""

@@ -6,6 +6,9 @@ whole lease, or whose process on this node has ended, is followed by a standby t
 here that a standby be up, or be not (META_STANDBY), and that partitions be another shard's (META_MOVED). What changes is
 decided by logic/shards and logic/moves. Used by run/supervisor.
 
+A standby is asked for its records before it is promoted, and is demoted where it has lost them: an empty member never follows,
+and a shard waits rather than be served without changes that were acknowledged.
+
 No lease is given for longer than the leader's own lease at the coordinator lives for certain (`Lease.left_s`). So when another
 one leads, all that was given before has ended, and nothing has to be waited for once more: who has seen the former leader for a
 whole lease gives primaries only the time to be heard, and those on the former leader's node, which is likely to be gone as a
@@ -18,6 +21,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from nvpool.base.clock import Clock
 from nvpool.base.errors import InvalidRequest, NvpoolError, StaleEpoch, StaleTerm
@@ -38,16 +42,27 @@ HEARD_S = 1.5
 log = logging.getLogger(__name__)
 
 Change = Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]]
+HasRecords = Callable[[Shard, int], Awaitable[bool | None]]
+
+
+class _Lost(NamedTuple):
+    """A primary that has to be replaced."""
+
+    shard: Shard
+    ended: bool
+    heard: tuple[int, float]
+    """Term and time of its last sign of life, as of this decision."""
 
 
 class ShardKeeper:
     def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
                  secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
-                 change_anywhere: Change | None = None) -> None:
+                 change_anywhere: Change | None = None, has_records: HasRecords | None = None) -> None:
         """`change(decide)` replaces the map by what `decide` makes of the newest, and returns the new one; `secret` is the
         pool's key of grants, asked for with the first message. `leads`: our reign, where primaries tell us that they live, and
         not another node's supervisor; nothing is decided else, but for the processes of this node that have ended
-        (`change_anywhere`)."""
+        (`change_anywhere`). `has_records(shard, member)` asks a standby, before it is promoted, whether it still has its
+        records; None: it does not answer, or its drive is away. Without the function, a standby that is up has them."""
         self._newest = pool_map
         self._change = change
         self._clock = clock
@@ -55,12 +70,14 @@ class ShardKeeper:
         self._checking: AuthorityCheck | None = None
         self._leads = leads
         self._change_anywhere = change_anywhere or change
+        self._has_records = has_records
         self._lease_s = lease_s
         self._reign: Reign | None = None
         self._replacing: dict[int, tuple[int, int]] = {}
         """Shard -> term in which its primary is being replaced, and the epoch of the map that would say so."""
         self._heard: dict[int, tuple[int, float]] = {}  # shard -> term, when
         self._ended: dict[int, int] = {}  # shard -> term in which the primary's process has ended
+        self._said: dict[int, int] = {}  # shard -> term in which no standby answered
         self._woken = asyncio.Event()
 
     METHODS = frozenset((wire.META_ALIVE, wire.META_STANDBY, wire.META_MOVED))
@@ -111,7 +128,9 @@ class ShardKeeper:
         pool_map = self._newest()
         shard = shards.shard_of(pool_map, request.shard)
         if request.term == 0 and request.member == shard.member:
-            pool_map = await self._change(lambda newest: shards.primary_began(newest, request.shard, request.member))
+            heirs, lost = await self._look_at_standbys(shard)
+            pool_map = await self._change(lambda newest: shards.primary_began(newest, request.shard, request.member, heirs,
+                                                                              lost))
             shard = pool_map.shard_by_id[request.shard]
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
@@ -178,35 +197,66 @@ class ShardKeeper:
         elif reign is not self._reign:
             self._begin(reign, now_s)
         self._reign = reign
+        lost = []
         for shard in self._newest().shards:
             if not shard.standbys:
                 continue
             ended = self._ended.get(shard.id) == shard.term
+            heard = self._heard.get(shard.id, (0, 0.0))
             if not ended:
                 if reign is None:
                     continue
-                term, heard_s = self._heard.get(shard.id, (0, 0.0))
-                if term != shard.term:
-                    self._heard[shard.id] = shard.term, now_s  # a new primary: it has a whole lease to be heard
-                    heard_s = now_s
-                if now_s - heard_s <= self._lease_s:
+                if heard[0] != shard.term:
+                    self._heard[shard.id] = heard = shard.term, now_s  # a new primary: it has a whole lease to be heard
+                if now_s - heard[1] <= self._lease_s:
                     continue
-            if not any(standby.state == "up" for standby in shard.standbys):
-                continue
+            if shards.up_standbys(shard):
+                lost.append(_Lost(shard, ended, heard))
+        found = await asyncio.gather(*(self._look_at_standbys(one.shard) for one in lost))
+        for one, (heirs, without) in zip(lost, found, strict=True):
+            if heirs or without:
+                await self._replace(one, reign, heirs, without)
+            elif self._said.get(one.shard.id) != one.shard.term:
+                self._said[one.shard.id] = one.shard.term
+                log.warning("shard %d has no primary: its standbys that have everything do not answer", one.shard.id)
 
-            def decide(newest: PoolMap, lost=shard) -> PoolMap:
-                known = newest.shard_by_id.get(lost.id)
-                if known is None or known.term != lost.term:
-                    raise StaleTerm("another has been named, or the shard has left the pool")
-                self._replacing[lost.id] = lost.term, newest.epoch + 1
-                return shards.primary_lost(newest, lost.id) or newest
+    async def _look_at_standbys(self, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
+        """Of the standbys that are up: those that have their records, and those that have lost them."""
+        up = shards.up_standbys(shard)
+        if self._has_records is None or not up:
+            return up, frozenset()
+        answers = dict(zip(up, await asyncio.gather(*(self._has_records(shard, member) for member in up)), strict=True))
+        return (frozenset(member for member, has in answers.items() if has),
+                frozenset(member for member, has in answers.items() if has is False))
 
-            try:
-                new = await (self._change_anywhere if reign is None else self._change)(decide)
-            except StaleTerm:
+    async def _replace(self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]) -> None:
+        """Name one of the heirs; demote standbys without records."""
+        shard = lost.shard
+
+        def decide(newest: PoolMap) -> PoolMap:
+            known = newest.shard_by_id.get(shard.id)
+            if known is None or known.term != shard.term:
+                raise StaleTerm("another has been named, or the shard has left the pool")
+            still = self._ended.get(shard.id) == shard.term if lost.ended else self._heard.get(shard.id) == lost.heard
+            if not still:
+                raise StaleTerm("the primary was heard while its standbys were asked")
+            new = shards.records_lost(newest, shard.id, without)
+            new = shards.primary_lost(new, shard.id, heirs) or new
+            if new is not newest:
+                self._replacing[shard.id] = shard.term, newest.epoch + 1
+            return new
+
+        try:
+            new = await (self._change_anywhere if reign is None else self._change)(decide)
+        except StaleTerm:
+            if lost.ended and self._newest().shard_by_id.get(shard.id, shard).term != shard.term:
                 self._ended.pop(shard.id, None)
-                continue
-            self._heard[shard.id] = new.shard_by_id[shard.id].term, self._clock.boottime_s()
-            log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,
-                        "has ended" if ended else "was silent for its whole lease", new.shard_by_id[shard.id].member,
-                        new.shard_by_id[shard.id].term)
+            return
+        after = new.shard_by_id[shard.id]
+        if without:
+            log.error("standby %s of shard %d has lost its records", ", ".join(map(str, sorted(without))), shard.id)
+        if after.term == shard.term:
+            return
+        self._heard[shard.id] = after.term, self._clock.boottime_s()
+        log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,
+                    "has ended" if lost.ended else "was silent for its whole lease", after.member, after.term)

@@ -25,7 +25,10 @@ from nvpool.logic.shards import endpoints_of, members, node_and_path, process_na
 from nvpool.run.keeping import used_ports
 from nvpool.run.leading import Leading
 from nvpool.run.making import endpoints_for, free_ports, make_standby_place
+from nvpool.run.standbys import StuckStandbys
 
+MADE_AGAIN_S = 5.0
+"""Before a directory that is missing is made again: whoever moves it has put it back by then."""
 HANDED_OVER_S = 10.0
 """Before a primary is asked again to end: the standby that was up may not be so any more."""
 
@@ -34,9 +37,10 @@ log = logging.getLogger("nvpool.run.shardplaces")
 
 class ShardPlaces:
     def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *, start: Callable[[], None],
-                 end: Callable[[str], Awaitable[None]], again: Callable[[str], None]) -> None:
+                 end: Callable[[str], Awaitable[None]], again: Callable[[str], None],
+                 stuck: StuckStandbys | None = None) -> None:
         """`start` starts the members that the map wants here; `end` ends a process for good, `again` lets it end and start
-        anew."""
+        anew. `stuck` finds standbys that can not be filled where they are; None: none is looked for."""
         self._directory = directory
         self._config = config
         self._node = node
@@ -47,6 +51,9 @@ class ShardPlaces:
         self._here: dict[tuple[int, int], str] = {}
         """(shard, member) -> path of those that the map had here."""
         self._handed_over_s: dict[int, float] = {}
+        self._stuck = stuck
+        self._missing_since_s: dict[tuple[int, int], float] = {}
+        """(shard, member) -> since when the directory of a standby here has been missing."""
         self.verbs = {"shard-standbys": self._wish_standbys}
 
     async def run_once(self) -> None:
@@ -61,13 +68,17 @@ class ShardPlaces:
                         await self._make(shard, standby)
                     except NvpoolError as error:
                         failed = error
+        await self._make_again(self._leading.pool_map)
         self._start()
         self._hand_over(self._leading.pool_map)
         manager = self._leading.manager
         if manager is not None:
             serving = manager.serving()
-            if metaplaces.next_step(self._leading.pool_map, serving) is not self._leading.pool_map:
-                await self._leading.change_as_leader(lambda newest: metaplaces.next_step(newest, serving))
+            stuck = await self._stuck.look(self._leading.pool_map) if self._stuck is not None else frozenset()
+            if metaplaces.next_step(self._leading.pool_map, serving, stuck) is not self._leading.pool_map:
+                await self._leading.change_as_leader(lambda newest: metaplaces.next_step(newest, serving, stuck))
+        elif self._stuck is not None:
+            self._stuck.forget()
         if failed is not None:
             raise failed
 
@@ -95,6 +106,25 @@ class ShardPlaces:
 
         await self._leading.change(decide)
         log.info("standby %d of shard %d has its place here, at %s", standby.member, shard.id, path)
+
+    async def _make_again(self, pool_map: PoolMap) -> None:
+        """An empty directory for each standby here whose own was removed; its primary fills it. Only where the map does not
+        count on the standby, and the store beside it shows that the drive is there."""
+        now_s, missing = asyncio.get_running_loop().time(), {}
+        for shard in pool_map.shards:
+            for standby in shard.standbys:
+                name = shard.id, standby.member
+                if standby.node != self._node or standby.state != "syncing" or not standby.endpoints:
+                    continue
+                place = Path(standby.path) if standby.path else self._directory.shard(shard.id)
+                store = metaplaces.store_beside(pool_map, shard, standby.member)
+                if await asyncio.to_thread(_is_removed, place, store):
+                    missing[name] = self._missing_since_s.get(name, now_s)
+                    if now_s - missing[name] >= MADE_AGAIN_S:
+                        log.warning("the records of %s are gone; %s is made again and filled by the primary",
+                                    process_name(*name), place)
+                        await asyncio.to_thread(_make_directory, place)
+        self._missing_since_s = missing
 
     async def _leave(self, pool_map: PoolMap) -> None:
         """End the processes of members that are not here any more, and remove what they had. Not of a shard that is gone: the
@@ -139,6 +169,20 @@ class ShardPlaces:
 
         new = await self._leading.change(decide)
         return {"shard": number, "standbys": count, "epoch": new.epoch}
+
+
+def _is_removed(place: Path, store: str) -> bool:
+    """Whether a directory is missing though its drive, which has this store, is mounted."""
+    return not place.exists() and (not store or os.path.exists(store))
+
+
+def _make_directory(place: Path) -> None:
+    try:
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        place.mkdir(mode=0o700)
+        sync_directory(place.parent)
+    except OSError as error:
+        raise from_os_error(error, f"make {place}") from error
 
 
 def members_told(pool_map: PoolMap, shard: Shard) -> dict:

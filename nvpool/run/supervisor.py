@@ -61,6 +61,7 @@ from nvpool.run.scrubbing import told as scrub_told
 from nvpool.run.served import follow_members, read_grant_key
 from nvpool.run.shardkeeper import ShardKeeper
 from nvpool.run.shardplaces import ShardPlaces
+from nvpool.run.standbys import StuckStandbys, has_records
 from nvpool.run.tokens import address_of
 from nvpool.wire.codec import decoded
 from nvpool.wire.dial import Dialer
@@ -108,11 +109,13 @@ class Supervisor:
         self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
         self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
                                              lambda: read_grant_key(directory), lambda: self.leading.reign,
-                                             change_anywhere=self.leading.change)
+                                             change_anywhere=self.leading.change,
+                                             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK))
         self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._used_bytes, answers=self._node_answers,
                             stop=stop.ask)
         self._places = ShardPlaces(directory, config, node, self.leading, start=partial(self._start_missing, targets=False),
-                                   end=self._end_child, again=self._begin_again)
+                                   end=self._end_child, again=self._begin_again,
+                                   stuck=StuckStandbys(self._dialer, config.supervisor.replace_after_s))
         self._drives = Drives(directory, config, node, self.leading, used=self._used_bytes, start=self._start_missing,
                               end=self._end_target)
         self._scrubbing = Scrubbing(node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))

@@ -23,6 +23,7 @@ from nvpool.logic.poolmap import PoolMap, decode_map, encode_map
 from nvpool.run.leading import Leading, Reign
 from nvpool.run.metashards import MetaShards
 from nvpool.run.shardkeeper import ShardKeeper
+from nvpool.run.standbys import has_records
 from nvpool.testing.sim.doors import KV_STEPS, Door, Killed, Process
 from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
@@ -146,9 +147,11 @@ class OneManager:
         assert lease is not None
         reign = Reign(lease)
         self._manager = manager = Manager(coordinator, clock=clock)
+        dialer = pool.new_dialer(process, clock)
         self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
-                                            lambda: pool.secret, lambda: reign)
-        shards = MetaShards(None, None, 0, _Leads(coordinator, manager), pool.new_dialer(process, clock), start=lambda: None,
+                                            lambda: pool.secret, lambda: reign,
+                                            has_records=partial(has_records, dialer, clock))
+        shards = MetaShards(None, None, 0, _Leads(coordinator, manager), dialer, start=lambda: None,
                             clock=clock)
         for work in (manager.run(), keeper.run(), shards.run(), self._look(coordinator, manager)):
             pool.own(process, work)
@@ -272,7 +275,8 @@ class Supervisors:
         supervisor.coordinator = coordinator
         supervisor.leading = leading = Leading(coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock)
         supervisor.keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, leading.change_as_leader, clock,
-                                                 lambda: pool.secret, lambda: leading.reign, change_anywhere=leading.change)
+                                                 lambda: pool.secret, lambda: leading.reign, change_anywhere=leading.change,
+                                                 has_records=partial(has_records, dialer, clock))
         shards = MetaShards(None, None, node, leading, dialer, start=lambda: None, clock=clock)
         for work in (leading.run(), keeper.run(), shards.run()):
             pool.own(process, work)

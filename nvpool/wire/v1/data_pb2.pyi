@@ -559,7 +559,7 @@ class DataStatusRequest(_message.Message):
     def __init__(self, target: _Optional[int] = ...) -> None: ...
 
 class DataStatusReply(_message.Message):
-    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full", "scrubbing", "lacks_room")
+    __slots__ = ("target", "state", "capacity_bytes", "used_bytes", "chunks", "device", "kind", "read_path", "bad", "counters", "pid", "fenced_because", "direct", "writes", "host_full", "scrubbing", "lacks_room", "refused")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -584,6 +584,7 @@ class DataStatusReply(_message.Message):
     HOST_FULL_FIELD_NUMBER: _ClassVar[int]
     SCRUBBING_FIELD_NUMBER: _ClassVar[int]
     LACKS_ROOM_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     target: int
     state: str
     capacity_bytes: int
@@ -601,7 +602,8 @@ class DataStatusReply(_message.Message):
     host_full: str
     scrubbing: Scrubbing
     lacks_room: bool
-    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ..., lacks_room: _Optional[bool] = ...) -> None: ...
+    refused: str
+    def __init__(self, target: _Optional[int] = ..., state: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[str] = ..., read_path: _Optional[str] = ..., bad: _Optional[_Iterable[_Union[BadBlock, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., fenced_because: _Optional[str] = ..., direct: _Optional[bool] = ..., writes: _Optional[str] = ..., host_full: _Optional[str] = ..., scrubbing: _Optional[_Union[Scrubbing, _Mapping]] = ..., lacks_room: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class UseRequest(_message.Message):
     __slots__ = ("target", "for_s")

@@ -937,7 +937,7 @@ class MetaStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MetaStatusReply(_message.Message):
-    __slots__ = ("shard", "state", "pid", "inodes", "sessions", "orphans", "to_collect", "counters", "next_counter")
+    __slots__ = ("shard", "state", "pid", "inodes", "sessions", "orphans", "to_collect", "counters", "next_counter", "reason")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -954,6 +954,7 @@ class MetaStatusReply(_message.Message):
     TO_COLLECT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     shard: int
     state: str
     pid: int
@@ -963,7 +964,8 @@ class MetaStatusReply(_message.Message):
     to_collect: int
     counters: _containers.ScalarMap[str, float]
     next_counter: int
-    def __init__(self, shard: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., inodes: _Optional[int] = ..., sessions: _Optional[int] = ..., orphans: _Optional[int] = ..., to_collect: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., next_counter: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, shard: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., inodes: _Optional[int] = ..., sessions: _Optional[int] = ..., orphans: _Optional[int] = ..., to_collect: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., next_counter: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
     __slots__ = ()
