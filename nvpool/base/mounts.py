@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ LOOK_S = 3.0
 """How long a mounted file system may take to answer `stat` of its root before it counts as hung."""
 
 OUR_TYPE = "fuse.nvpool"
+_SERVING = {"nvpool.run.mount_daemon", "nvpool.run.mount_holder"}
 _LINKS_MAX = 40
 
 
@@ -70,6 +72,37 @@ def mount_at(path: str | os.PathLike) -> Mount | None:
     """What is mounted exactly at `path` (the uppermost), or None."""
     place = place_of(path)
     return next((mount for mount in reversed(mounts()) if mount.point == place), None)
+
+
+def mount_over(path: str | os.PathLike) -> Mount | None:
+    """The mount that `path` lies in, found without touching what is mounted there."""
+    place = place_of(path)
+    over = [mount for mount in mounts() if place.is_relative_to(mount.point)]
+    return max(reversed(over), key=lambda mount: len(mount.point.parts), default=None)
+
+
+def pool_of(mount: Mount) -> tuple[str, str] | None:
+    """The pool that is mounted (its directory or address) and the directory of it that is shown, "/" for all of it.
+
+    Told by the command line of the process that serves the mount. None where no such process can be seen, as in a container.
+    """
+    if mount.root != Path("/"):
+        return None  # a bind mount of something in it
+    for place in (mount.point, *(other.point for other in mounts() if other.device == mount.device)):
+        for words in serving(str(place)):
+            shown = [word.removeprefix("--subtree=") for word in words if word.startswith("--subtree=")]
+            return words[-2], "/" + shown[-1].strip("/") if shown else "/"
+    return None
+
+
+def serving(place: str) -> Iterator[list[str]]:
+    """The command lines of the mount daemons and holders of the mount point `place`."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                words = [os.fsdecode(word) for word in Path("/proc", entry, "cmdline").read_bytes().split(b"\0")[:-1]]
+                if len(words) > 3 and words[-1] == place and not _SERVING.isdisjoint(words):
+                    yield words
 
 
 def mounts_below(path: str | os.PathLike) -> list[Mount]:

@@ -1,25 +1,29 @@
 """The SDK for asyncio programs: a pool as a file system of paths.
 
 Guarantees what the client does (close-to-open between clients, read-your-writes in one). Errors are OSError with the usual
-subclasses; nvpool's own error, which says more, is their cause. One object belongs to one event loop and one process.
-`sdk/filesystem` is the synchronous face of this.
+subclasses, the path that the caller gave as `filename`, and nvpool's own error, which says more, as their cause. One object
+belongs to one event loop and one process. A pickled one connects anew with the first call that is awaited where it is
+unpickled. `sdk/filesystem` is the synchronous face of this.
 """
 
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import stat
-from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NamedTuple
 
-from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotADirectory, NotFound, NvpoolError
+from nvpool.base.errors import AlreadyExists, InvalidRequest, IsADirectory, NotADirectory, NotFound, NvpoolError, Unreachable
 from nvpool.base.units import MIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.session import Client
 from nvpool.client.vfs import KEEP_SIZE, NOW, PUNCH_HOLE, Caller, FileHandle, StatFs
-from nvpool.sdk.batch import Batches, contiguous
-from nvpool.sdk.paths import Path, as_os_error, find, locate, stat_result, write_all
+from nvpool.sdk.batch import Batches
+from nvpool.sdk.origin import Origin, origin_of
+from nvpool.sdk.paths import Path, as_os_error, as_told, find, locate, name_bytes, stat_result, write_all
+from nvpool.sdk.reads import Read, bytes_of, check_on_error, contiguous, reads_of
 from nvpool.sdk.volumes import AsyncVolumes
 
 _COPY_BYTES = 4 * MIB
@@ -29,7 +33,11 @@ _MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.
 
 
 def flags_of(mode: str) -> int:
-    """Flags of open(2) for a mode of Python's open, whose letters b and t are of no interest here. ValueError."""
+    """Flags of open(2) for a mode of Python's open, whose letters b and t are of no interest here. TypeError, ValueError."""
+    if not isinstance(mode, str):
+        raise TypeError(f"the mode of open has to be a string like 'rb', not {type(mode).__name__}")
+    if mode.count("b") + mode.count("t") > 1:
+        raise ValueError(f"{mode!r} is no mode of open: b and t stand once, and not together")
     kind = mode.replace("b", "").replace("t", "")
     flags = _MODES.get(kind.replace("+", ""))
     if flags is None or kind.count("+") > 1:
@@ -81,10 +89,10 @@ class AsyncFile:
         """Take all of `buffer`; it is stored by flush or close at the latest, where what went wrong is raised. EDQUOT: it does
         not fit into the volume; as much as fits was taken."""
         with as_os_error(self.path):
-            view = memoryview(buffer)
-            return await write_all(self._vfs, self.handle, offset, buffer if type(buffer) is bytes else view.cast("B"))
+            return await write_all(self._vfs, self.handle, offset, bytes_of(buffer))
 
     async def truncate(self, size: int) -> None:
+        size = size_of(size)
         with as_os_error(self.path):
             await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
 
@@ -117,6 +125,9 @@ class AsyncFile:
             finally:
                 await self._vfs.release(self.handle)
 
+    def __reduce__(self):
+        raise TypeError(f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again")
+
     async def __aenter__(self) -> AsyncFile:
         return self
 
@@ -127,18 +138,25 @@ class AsyncFile:
 class AsyncFileSystem:
     """Made by `await nvpool.connect_async(where)`. Use `async with`, or close it."""
 
-    def __init__(self, client: Client, caller: Caller):
+    def __init__(self, client: Client, caller: Caller, origin: Origin | None = None):
         self.client = client
         self.vfs = client.vfs
         self.caller = caller
+        self.origin = origin
+        """How to connect again; None where the client was made by hand."""
         self._batches = Batches(client.vfs, caller)
         self.volumes = AsyncVolumes(self)
 
     @classmethod
     async def connect(cls, where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
-        with as_os_error():
-            client = await Client.open(where, name or f"sdk pid {os.getpid()}", options)
-        return cls(client, Caller(os.getuid(), os.getgid(), os.getpid()))
+        """As connect_async."""
+        return cls(*await connected(origin_of(where, name, options)))
+
+    def __reduce__(self):
+        if self.origin is None:
+            raise TypeError("cannot pickle a file system that was made of a client; make it with connect_async")
+        from nvpool.sdk.unpickled import Unconnected
+        return Unconnected, (self.origin,)
 
     async def close(self, timeout_s: float = 10.0) -> None:
         try:
@@ -188,31 +206,36 @@ class AsyncFileSystem:
         with as_os_error(path):
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
-    async def read_many(self, reads: Sequence[tuple[Path | AsyncFile | FileHandle, int, int] | Path], into=None):
-        """Each (path or open file, offset, length), all in one message per target. Or paths alone, each a whole file: a list of
-        memoryviews. OSError for the first path that leads to no file. Files that are not open yet are looked up and opened in
-        one message per metadata shard; directories on the way that are not known take one per shard and level, however many
-        they are; a symbolic link takes one of its own.
+    async def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
+        """Many reads at once, in one message per target. A read is a path or an open file (all of it), or (path or open file,
+        offset, length), where a length of None reaches to the end of the file; they may be mixed.
 
-        With `into` (any writable buffer) the bytes lie there, each read's at the sum of the lengths before it, and a list of
-        lengths is returned: shorter than asked for only at the end of a file. Without, a list of memoryviews. On an error
-        `into` holds nothing that may be relied on; it must not be used while this waits.
+        Without `into` the result is a list of memoryviews. With `into` (any writable buffer) the bytes lie there, each read's
+        at the sum of the lengths before it (asked for; of a whole file its size), and the result is a list of lengths. A read
+        is shorter than asked for only at the end of its file. `into` must not be used while this waits.
+
+        Files that are not open yet are looked up and opened in one message per metadata shard; directories on the way that are
+        not known take one per shard and level, however many they are; a symbolic link takes one of its own.
+
+        TypeError, ValueError   a read makes no sense (its index and the reason are named), or `into` is too small or read-only;
+                                nothing was read
+        OSError   of the first read that failed, whose path is its `filename`; `into` holds nothing that may be relied on. With
+                  on_error="return" the error takes the place of that read's result, and all others are whole
         """
-        if reads and type(reads[0]) is not tuple:
-            if into is not None:
-                raise TypeError("whole files are read into memory of their own")
-            return await self._batches.read_whole(reads)
-        with as_os_error():
-            plan = [(what.handle if type(what) is AsyncFile else what, offset, length) for what, offset, length in reads]
-            if into is not None:
-                return await self._batches.read_many(plan, contiguous(into))
-            whole = memoryview(bytearray(sum(read[2] for read in plan)))
-            lengths = await self._batches.read_many(plan, whole)
-        found, place = [], 0
-        for (_, _, asked), length in zip(plan, lengths, strict=True):
-            found.append(whole[place:place + length])
-            place += asked
-        return found
+        returns_errors = check_on_error(on_error)
+        plan, given = reads_of(reads, self._handle_of)
+        return await self.read_planned(plan, given, None if into is None else contiguous(into), returns_errors)
+
+    async def read_planned(self, plan: list[Read], given, into: memoryview | None, returns_errors: bool) -> list:
+        """read_many of reads that are checked."""
+        return await self._batches.read_many(plan, given, into, returns_errors)
+
+    def _handle_of(self, what: Any) -> FileHandle | None:
+        if not isinstance(what, AsyncFile):
+            return None
+        if what._vfs is not self.vfs:
+            raise ValueError(f"the file {what.path!r} was opened through another connection")
+        return what.handle
 
     async def read_bytes(self, path: Path) -> bytes:
         async with await self.open(path) as file:
@@ -224,6 +247,9 @@ class AsyncFileSystem:
             return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
     async def write_bytes(self, path: Path, content) -> int:
+        """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
+        TypeError before the file is touched."""
+        content = bytes_of(content)
         async with await self.open(path, "wb") as file:
             return await file.write(0, content)
 
@@ -234,20 +260,26 @@ class AsyncFileSystem:
             attr = await find(self.vfs, source)
         if stat.S_ISDIR(attr.mode):
             raise IsADirectoryError(errno.EISDIR, "copy takes files", os.fspath(source))
-        beside = os.fsencode(target) + b".nvpool-copy-%x" % attr.inode
+        # In the same directory, for the rename; of this call alone, so that two copies to one target do not share it.
+        name = b".nvpool-copy-" + self.client.clock.secret(8).hex().encode()
+        beside = os.path.join(os.path.dirname(name_bytes(target)), name)
         count = 0
-        try:
-            async with await self.open(source) as reading, await self.open(beside, "wb", stat.S_IMODE(attr.mode)) as writing:
-                with as_os_error(source):
-                    while copied := await self.vfs.copy_range(reading.handle, count, writing.handle, count, 1 << 62):
-                        count += copied
-            await self.rename(beside, target)
-        except BaseException:
+        async with await self.open(source) as reading:
+            with as_os_error(target):
+                writing = AsyncFile(self, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode)))
             try:
-                await self.remove(beside)
-            except OSError:
-                pass  # it was not made, or is renamed
-            raise
+                async with writing:
+                    with as_os_error(source, target):
+                        while copied := await self.vfs.copy_range(reading.handle, count, writing.handle, count, 1 << 62):
+                            count += copied
+                with as_os_error(target):
+                    await self._rename(beside, target)
+            except BaseException:
+                try:
+                    await self.remove(beside)
+                except OSError:
+                    pass  # renamed, or the pool does not answer: then it stays, under a name that says what it is
+                raise
         return count
 
     # -- names -----------------------------------------------------------------------------------------------------------
@@ -312,7 +344,7 @@ class AsyncFileSystem:
             except NotFound:
                 if not parents:
                     raise
-                await self.mkdir(os.path.dirname(os.fsencode(path).rstrip(b"/")), parents=True, exist_ok=True)
+                await self.mkdir(os.path.dirname(os.fsencode(path).rstrip(b"/")) or b"/", parents=True, exist_ok=True)
                 place = await locate(self.vfs, path)
             if place.attr is None:
                 try:
@@ -354,16 +386,19 @@ class AsyncFileSystem:
 
     async def rename(self, source: Path, target: Path) -> None:
         """What `target` stood for, if anything, is replaced; also after a loss of power it shows the old bytes or the new."""
-        with as_os_error(source):
-            old = await locate(self.vfs, source, follow=False)
-            new = await locate(self.vfs, target, follow=False)
-            if old.attr is None:
-                raise NotFound
-            await self._batches.forget()
-            await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
+        with as_os_error(source, target):
+            await self._rename(source, target)
+
+    async def _rename(self, source: Path, target: Path) -> None:
+        old = await locate(self.vfs, source, follow=False)
+        new = await locate(self.vfs, target, follow=False)
+        if old.attr is None:
+            raise NotFound
+        await self._batches.forget()
+        await self.vfs.rename(old.parent, old.name, new.parent, new.name, 0, self.caller)
 
     async def link(self, source: Path, target: Path) -> None:
-        with as_os_error(source):
+        with as_os_error(source, target):
             attr = await find(self.vfs, source, follow=False)
             new = await locate(self.vfs, target, follow=False)
             await self.vfs.link(attr.inode, new.parent, new.name, self.caller)
@@ -371,6 +406,8 @@ class AsyncFileSystem:
     async def symlink(self, target: Path, path: Path) -> None:
         """`path` becomes a symbolic link to `target`."""
         with as_os_error(path):
+            if not name_bytes(target):
+                raise NotFound
             place = await locate(self.vfs, path, follow=False)
             if place.attr is not None:
                 raise AlreadyExists
@@ -412,6 +449,7 @@ class AsyncFileSystem:
             await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
 
     async def truncate(self, path: Path, size: int) -> None:
+        size = size_of(size)
         with as_os_error(path):
             await self.vfs.setattr((await find(self.vfs, path)).inode, size=size, caller=self.caller)
 
@@ -437,10 +475,33 @@ class AsyncFileSystem:
             return await self.vfs.statfs((await find(self.vfs, path)).inode)
 
 
-async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
-    """The pool that `where` names (its directory on this host, or "host:port" of any node), on the running event loop. Without
-    `options` the client behaves as [client] of the directory's node.toml says.
+def size_of(size: Any) -> int:
+    """The size that a file is to get. TypeError, ValueError."""
+    try:
+        exact = operator.index(size)
+    except TypeError:
+        raise TypeError(f"the size of a file has to be an integer from 0 on, not {type(size).__name__}") from None
+    if exact < 0:
+        raise ValueError(f"the size of a file has to be an integer from 0 on, not {exact}")
+    return exact
 
-    OSError: FileNotFoundError where there is no pool, ConnectionError's like where nobody answers.
+
+async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
+    """A client of that pool, for this process."""
+    with as_told(origin.where or None):
+        try:
+            client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
+        except Unreachable as error:
+            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls` on a node of the pool shows the "
+                              f"addresses") from error
+    return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
+
+
+async def connect_async(where, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    """The pool that `where` names (its directory on this host, a mount point of it, or "host:port" of any node), on the running
+    event loop. Without `options` the client behaves as [client] of the directory's node.toml says.
+
+    OSError: FileNotFoundError where there is no pool, ConnectionRefusedError where nobody answers, TimeoutError where no answer
+    comes.
     """
     return await AsyncFileSystem.connect(where, name=name, options=options)

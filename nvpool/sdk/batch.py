@@ -7,18 +7,26 @@ once a read. Bounded; what was not used for longest is closed first. Called by t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import stat
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from nvpool.base.errors import InvalidRequest, IsADirectory, NvpoolError
+from nvpool.base.errors import InvalidRequest, IsADirectory, NotFound, NvpoolError, Unavailable
 from nvpool.client.vfs import Caller, FileHandle, Vfs
-from nvpool.sdk.paths import Path, as_os_error, names_of
+from nvpool.sdk.paths import Path, as_os_error, names_of, os_error
+from nvpool.sdk.reads import Read, name_of
 from nvpool.sdk.ways import Way, read_links, walk_together
 
 KEPT_OPEN = 1024
 """Files; each costs 2 KiB here and a number at the shard."""
+_READS_AT_ONCE = 64
+"""Of a batch of which a part failed."""
+
+_Piece = tuple[FileHandle, int, int]
 
 
 class _Wanted:
@@ -26,13 +34,17 @@ class _Wanted:
 
     __slots__ = ("way", "name", "link", "handle", "error")
 
-    def __init__(self, names: list[bytes], ways: dict[bytes, Way]) -> None:
+    def __init__(self, path: Path, ways: dict[bytes, Way]) -> None:
+        names = names_of(path)
         self.handle: FileHandle | None = None
         self.error: NvpoolError | None = None
         self.link = 0
         self.name = names.pop() if names and names[-1] != b".." else b""
         directory = b"/".join(names)
         self.way = ways.get(directory) or ways.setdefault(directory, Way(names))
+        if not self.name and not os.fspath(path):
+            self.way = Way(())
+            self.way.error = NotFound()
 
     def follow(self, target: bytes | NvpoolError) -> None:
         """The name stands for a symbolic link."""
@@ -51,45 +63,129 @@ class Batches:
         self._left: deque[tuple[int, FileHandle]] = deque()
         """Not kept any more, with the last batch that may be reading by it."""
 
-    async def read_many(self, reads: Sequence[tuple[Path | FileHandle, int, int]], into: memoryview) -> list[int]:
-        """Each (path or handle, offset, length) into `into`, one behind the other; how many bytes each got: fewer than asked
-        for only at the end of its file. One message per target. On an error `into` holds nothing that may be relied on."""
+    async def read_many(self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None,
+                        returns_errors: bool) -> list[int | OSError] | list[memoryview | OSError]:
+        """Each read in `into`, at the sum of the lengths before it, or in memory of its own; one message per target.
+
+        With `into` the length of each, else a view of each: fewer bytes than asked for only at the end of the file. A read
+        that fails raises, or takes the place of its result. On a raised error `into` holds nothing that may be relied on.
+        ValueError, and nothing read: `into` is too small. `given`: the reads as the caller wrote them, for errors.
+        """
         paths: dict[Path, None] = {}
-        for what, offset, length in reads:
-            if offset < 0 or length < 0:
-                raise InvalidRequest(f"{length} bytes at {offset}")
+        whole: dict[Path, None] = {}
+        for what, _, length in reads:
             if type(what) is not FileHandle:
-                paths[what] = None
+                (paths if length is not None else whole)[what] = None
         self._begun += 1
         me = self._begun
         self._running[me] = None
+        opened: dict[Path, FileHandle] = {}
         try:
-            plan = reads
-            if paths:
-                handles = await self._opened(paths)
-                plan = [(what if type(what) is FileHandle else handles[what], offset, length) for what, offset, length in reads]
-            return await self._vfs.read_many(plan, into)
+            failed: dict[Path, NvpoolError] = {}
+            found = await self._opened(paths, failed) if paths else {}
+            if whole:
+                opened = await self._open_whole(whole, failed)
+            if failed and not returns_errors:
+                number = next(at for at, read in enumerate(reads) if read[0] in failed)
+                with as_os_error(name_of(given[number])):
+                    raise failed[reads[number][0]]
+            if into is None and not failed and len(opened) == len(reads) and not any(read[1] for read in reads):
+                try:
+                    return await self._vfs.read_whole([opened[read[0]] for read in reads])
+                except Unavailable as error:
+                    if not returns_errors:
+                        raise _of_batch(error, given) from error
+                except NvpoolError:
+                    pass  # which of them it was shows below
+            pieces: list[_Piece | None] = []
+            for what, offset, length in reads:
+                handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
+                pieces.append(None if handle is None else
+                              (handle, offset, max(0, handle.size - offset) if length is None else length))
+            return await self._read(reads, pieces, failed, given, into, returns_errors)
         finally:
+            for handle in opened.values():
+                await self._vfs.release(handle)
             del self._running[me]
             await self._trim(KEPT_OPEN)
 
-    async def read_whole(self, paths: Sequence[Path]) -> list[memoryview]:
-        """All bytes of each file. OSError for the first path that leads to none."""
+    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[Path, NvpoolError],
+                    given: Sequence[Any], into: memoryview | None, returns_errors: bool) -> list:
+        spans = [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)]
+        total = sum(spans)
+        if into is not None and total > len(into):
+            raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
+        buffer = into if into is not None else memoryview(bytearray(total))
+        if failed or returns_errors:
+            done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
+        else:
+            try:
+                done = await self._vfs.read_many(pieces, buffer)
+            except Unavailable as error:  # to find out which one it was would take as long again
+                raise _of_batch(error, given) from error
+            except NvpoolError:
+                done = await self._read_apart(reads, pieces, spans, failed, given, buffer)
+                for one in done:
+                    if isinstance(one, OSError):
+                        raise one from one.__cause__
+        if into is not None:
+            return done
+        views, place = [], 0
+        for one, span in zip(done, spans, strict=True):
+            views.append(one if isinstance(one, OSError) else buffer[place:place + one])
+            place += span
+        return views
+
+    async def _read_apart(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], spans: Sequence[int],
+                          failed: Mapping[Path, NvpoolError], given: Sequence[Any], buffer: memoryview) -> list[int | OSError]:
+        """As many together as can be; where that fails, each by itself, so that each has a result or an error of its own."""
+        done: list[int | OSError] = [0] * len(reads)
+        runs: list[tuple[int, int, int, int]] = []  # numbers from, to, and bytes from, to
+        place = 0
+        for number, (piece, span) in enumerate(zip(pieces, spans, strict=True)):
+            if piece is None:
+                error = failed[reads[number][0]]
+                done[number] = _caused(os_error(error, name_of(given[number])), error)
+            elif runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1, runs[-1][2], place + span)
+            else:
+                runs.append((number, number + 1, place, place + span))
+            place += span
+
+        async def read(first: int, last: int, begin: int, end: int) -> bool:
+            try:
+                done[first:last] = await self._vfs.read_many(pieces[first:last], buffer[begin:end])
+            except NvpoolError as error:
+                done[first:last] = [_caused(os_error(error, name_of(one)), error) for one in given[first:last]]
+                return last - first == 1
+            return True
+
+        alone = []
+        for (first, last, begin, _), is_known in zip(runs, await _some(read, runs), strict=True):
+            for number in () if is_known else range(first, last):
+                alone.append((number, number + 1, begin, begin + spans[number]))
+                begin += spans[number]
+        if alone:
+            with contextlib.suppress(TimeoutError):  # then the others keep the error of their run
+                async with asyncio.timeout(self._vfs.options.deadline_s):
+                    await _some(read, alone)
+        return done
+
+    async def _open_whole(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+        """Opened anew, together, for their sizes are those of now; to be released. Errors go to `failed`."""
         ways: dict[bytes, Way] = {}
-        wanted = [_Wanted(names_of(path), ways) for path in paths]
+        wanted = {path: _Wanted(path, ways) for path in paths}
         try:
-            with as_os_error():
-                await self._open_all(wanted)
-            for one, path in zip(wanted, paths, strict=True):
-                if one.error is not None:
-                    with as_os_error(path):
-                        raise one.error
-            with as_os_error():
-                return await self._vfs.read_whole([one.handle for one in wanted])
-        finally:
-            for one in wanted:
+            await self._open_all(list(wanted.values()))
+        except BaseException as error:
+            for one in wanted.values():
                 if one.handle is not None:
                     await self._vfs.release(one.handle)
+            if isinstance(error, NvpoolError):
+                raise os_error(error) from error
+            raise
+        failed.update((path, one.error) for path, one in wanted.items() if one.error is not None)
+        return {path: one.handle for path, one in wanted.items() if one.handle is not None}
 
     async def _open_all(self, wanted: list[_Wanted]) -> None:
         """Each has a handle after this, or an error. Symbolic links at the ends are followed together, too."""
@@ -116,8 +212,8 @@ class Batches:
             for one in wanted:
                 one.follow(targets[one.link])
 
-    async def _opened(self, paths: Iterable[Path]) -> dict[Path, FileHandle]:
-        """Those that are not open, or were for long enough, are opened together. OSError for one that leads to no file."""
+    async def _opened(self, paths: Iterable[Path], failed: dict[Path, NvpoolError]) -> dict[Path, FileHandle]:
+        """Those that are not open, or were for long enough, are opened together. Errors go to `failed`."""
         found: dict[Path, FileHandle] = {}
         ways: dict[bytes, Way] = {}
         wanted: dict[Path, _Wanted] = {}
@@ -129,20 +225,19 @@ class Batches:
                 self._kept.move_to_end(key)
                 found[path] = kept[0]
             else:
-                wanted[path] = _Wanted(names_of(path), ways)
+                wanted[path] = _Wanted(path, ways)
         if not wanted:
             return found
         try:
             await self._open_all(list(wanted.values()))
+        except NvpoolError as error:
+            raise os_error(error, next(iter(wanted)) if len(wanted) == 1 else None) from error
         finally:
             for path, one in wanted.items():
                 if one.handle is not None:
                     found[path] = one.handle
                     self._keep(os.fsencode(path), one.handle, now_s + self._vfs.options.attr_s)
-        for path, one in wanted.items():
-            if one.error is not None:
-                with as_os_error(path):
-                    raise one.error
+        failed.update((path, one.error) for path, one in wanted.items() if one.error is not None)
         return found
 
     def _keep(self, key: bytes, handle: FileHandle, until_s: float) -> None:
@@ -171,9 +266,19 @@ class Batches:
         await self._trim(KEPT_OPEN)
 
 
-def contiguous(into) -> memoryview:
-    """`into` as writable bytes. TypeError for a buffer that is read-only or has gaps."""
-    view = memoryview(into)
-    if view.readonly:
-        raise TypeError("the buffer to read into is read-only")
-    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+async def _some(read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]) -> list[bool]:
+    found: list[bool] = []
+    for first in range(0, len(runs), _READS_AT_ONCE):
+        found += await asyncio.gather(*[read(*run) for run in runs[first:first + _READS_AT_ONCE]])
+    return found
+
+
+def _of_batch(error: NvpoolError, given: Sequence[Any]) -> OSError:
+    """With the name of the file, where all reads are of one."""
+    names = {name_of(one) for one in given}
+    return os_error(error, names.pop() if len(names) == 1 else None)
+
+
+def _caused(error: OSError, cause: NvpoolError) -> OSError:
+    error.__cause__ = cause
+    return error

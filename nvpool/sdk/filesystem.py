@@ -7,28 +7,33 @@ calling thread can do by itself (client/threadreads). So:
   is not; `pread`, `pwrite` and `read_many` need none.
 * fork: a child process (a DataLoader's worker) connects anew at its first call, as a client of its own. Files that were
   open are opened again there by inode number; what the parent had not stored at the fork stays the parent's alone.
+* pickle: what is pickled is how to connect, and no connection. The copy connects at its first call, as a client of its own; so
+  a FileSystem can be part of what multiprocessing hands to a process, however that is started. Open files can not be pickled.
 * at exit, what is still open is stored and closed.
 
-Errors are OSError with the usual subclasses; nvpool's own error, which says more, is their cause.
+Errors are OSError with the usual subclasses, the path that the caller gave as `filename`, and nvpool's own error, which says
+more, as their cause.
 """
 
 from __future__ import annotations
 
 import atexit
+import codecs
 import io
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from nvpool.base.errors import BadHandle
 from nvpool.base.units import KIB
 from nvpool.client.options import ClientOptions
 from nvpool.client.vfs import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
-from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of
-from nvpool.sdk.batch import contiguous
+from nvpool.sdk.asynchronous import Entry, HandedDown, flags_of, size_of
 from nvpool.sdk.loop import Runtime
-from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
+from nvpool.sdk.origin import Origin, origin_of
+from nvpool.sdk.paths import Path, as_os_error, name_bytes, stat_result, write_all
+from nvpool.sdk.reads import bytes_of, check_on_error, contiguous, reads_of
 from nvpool.sdk.volumes import Volumes
 
 BUFFER_BYTES = 128 * KIB
@@ -53,6 +58,9 @@ class File(io.RawIOBase):
             self._handle: FileHandle = runtime.call(runtime.pool.open_handle(path, flags, permissions))
         self._runtime = runtime
         self._place = 0
+
+    def __reduce__(self):
+        raise TypeError(f"cannot pickle the open file {self.name!r}; pickle the FileSystem and the path, and open it again")
 
     def _opened(self) -> tuple[Runtime, FileHandle]:
         """Where the file is open, in this process."""
@@ -91,8 +99,7 @@ class File(io.RawIOBase):
         """Take all of `buffer` as bytes from `offset`. Leaves the position alone. EDQUOT as of AsyncFile.write."""
         runtime, handle = self._opened()
         with as_os_error(self.name):
-            view = buffer if type(buffer) is bytes else memoryview(buffer).cast("B")
-            return runtime.call(write_all(runtime.pool.vfs, handle, offset, view))
+            return runtime.call(write_all(runtime.pool.vfs, handle, offset, bytes_of(buffer)))
 
     def readinto(self, buffer) -> int:
         self._opened()
@@ -148,7 +155,7 @@ class File(io.RawIOBase):
         runtime, handle = self._opened()
         if not self.writable():
             raise io.UnsupportedOperation("not open for writing")
-        size = self._place if size is None else size
+        size = self._place if size is None else size_of(size)
         with as_os_error(self.name):
             runtime.call(runtime.pool.vfs.setattr(handle.inode, size=size, caller=runtime.pool.caller, handle=handle))
         return size
@@ -189,15 +196,24 @@ class FileSystem:
     """Made by `nvpool.connect(where)`. A context manager; close it, or leave that to the end of the program."""
 
     def __init__(self, where, *, name: str = "", options: ClientOptions | None = None):
-        self._where = where
-        self._name = name
-        self._options = options
+        self._begin(origin_of(where, name, options))
+        self._running()
+
+    def _begin(self, origin: Origin) -> None:
+        self._origin = origin
         self._lock = threading.Lock()
         self._closed = False
         self._runtime: Runtime | None = None
         self.volumes = Volumes(self)
-        self._running()
         _all.add(self)
+
+    def __getstate__(self) -> Origin:
+        if self._closed:
+            raise ValueError("the connection to the pool is closed")
+        return self._origin
+
+    def __setstate__(self, origin: Origin) -> None:
+        self._begin(origin)
 
     def _running(self) -> Runtime:
         runtime = self._runtime
@@ -207,7 +223,7 @@ class FileSystem:
             if self._closed:
                 raise ValueError("the connection to the pool is closed")
             if self._runtime is None:
-                self._runtime = Runtime(self._where, self._name, self._options)
+                self._runtime = Runtime(self._origin)
             return self._runtime
 
     def _call(self, method: str, *arguments, **named):
@@ -235,10 +251,12 @@ class FileSystem:
 
     def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
              newline: str | None = None, permissions: int = 0o644):
-        """As Python's open. Binary modes give a buffered file over a File, or with buffering=0 the File itself."""
+        """As Python's open. Binary modes give a buffered file over a File, or with buffering=0 the File itself.
+
+        All arguments are checked first: where one is wrong, no file was made and none was emptied.
+        """
         flags = flags_of(mode)
-        if buffering == 0 and "b" not in mode:
-            raise ValueError("a text file can not be unbuffered")
+        _check_opening(path, mode, buffering, encoding, errors, newline, permissions)
         raw = File(self, path, flags, permissions)
         if buffering == 0:
             return raw
@@ -250,21 +268,35 @@ class FileSystem:
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
                                                              line_buffering=buffering == 1)
 
-    def read_many(self, reads: Sequence[tuple | Path], into=None):
-        """Each (path or open file, offset, length), all in one message per target; or paths, each a whole file: see
-        AsyncFileSystem.read_many.
+    def read_many(self, reads: Iterable[Any], into=None, *, on_error: str = "raise"):
+        """Many reads at once, in one message per target: whole files by path or open file, and parts as (path or open file,
+        offset, length), mixed as you like. A list of memoryviews, or of lengths with `into`; with on_error="return" an OSError
+        in the place of each that failed. See AsyncFileSystem.read_many, also for what is refused.
 
         Does not touch the files' positions, and what a buffered file has not flushed is not seen.
         """
+        returns_errors = check_on_error(on_error)
+        plan, given = reads_of(reads, self._handle_of)
+        buffer = None if into is None else contiguous(into)
         runtime = self._running()
-        if reads and type(reads[0]) is not tuple:
-            return runtime.call(runtime.pool.read_many(reads, into))
-        return runtime.call(runtime.pool.read_many([(_plain(what), offset, length) for what, offset, length in reads], into))
+        return runtime.call(runtime.pool.read_planned(plan, given, buffer, returns_errors))
+
+    def _handle_of(self, what: Any) -> FileHandle | None:
+        if isinstance(what, str | bytes | os.PathLike):
+            return None
+        raw = what if isinstance(what, File) else getattr(getattr(what, "buffer", what), "raw", what)
+        if not isinstance(raw, File):
+            return None
+        if raw._pool is not self:
+            raise ValueError(f"the file {raw.name!r} was opened through another connection")
+        return raw._opened()[1]
 
     def read_bytes(self, path: Path) -> bytes:
         return self._call("read_bytes", path)
 
     def write_bytes(self, path: Path, content) -> int:
+        """Make `content` (bytes or another buffer) all that the file has; its length. What is no buffer is refused with
+        TypeError before the file is touched."""
         return self._call("write_bytes", path, content)
 
     def copy(self, source: Path, target: Path) -> int:
@@ -377,24 +409,36 @@ class FileSystem:
         return self._call("statfs", path)
 
 
-def _plain(what):
-    """The handle or path that read_many of the client takes."""
-    if isinstance(what, (str, bytes, FileHandle)):
-        return what
-    raw = what if isinstance(what, File) else getattr(getattr(what, "buffer", what), "raw", what)
-    if isinstance(raw, File):
-        return raw._opened()[1]
-    if isinstance(raw, os.PathLike):
-        return raw
-    with as_os_error():
-        raise BadHandle(f"{what!r} is neither a path nor an open file of a pool")
+def _check_opening(path: Path, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None,
+                   permissions: int) -> None:
+    """TypeError, ValueError and LookupError as io.open raises them, but before the file is opened, which may empty it."""
+    name_bytes(path)
+    for name, value in (("buffering", buffering), ("permissions", permissions)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} has to be an integer, not {type(value).__name__}")
+    for name, value in (("encoding", encoding), ("errors", errors), ("newline", newline)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name} has to be a string or None, not {type(value).__name__}")
+        if value is not None and "b" in mode:
+            raise ValueError(f"a binary file takes no {name}")
+    if "b" in mode:
+        return
+    if buffering == 0:
+        raise ValueError("a text file can not be unbuffered")
+    if encoding not in (None, "locale"):
+        codecs.lookup(encoding)
+    if errors is not None:
+        codecs.lookup_error(errors)
+    if newline not in (None, "", "\n", "\r", "\r\n"):
+        raise ValueError(f"{newline!r} is no newline; it is None, '', '\\n', '\\r' or '\\r\\n'")
 
 
 def connect(where, *, name: str = "", options: ClientOptions | None = None) -> FileSystem:
-    """The pool that `where` names: its directory on this host, or "host:port" of any of its nodes. Without `options` the client
-    behaves as [client] of the directory's node.toml says.
+    """The pool that `where` names: its directory on this host, a mount point of it, or "host:port" of any of its nodes. Without
+    `options` the client behaves as [client] of the directory's node.toml says.
 
-    OSError: FileNotFoundError where there is no pool, otherwise as the reason says.
+    OSError: FileNotFoundError where there is no pool, ConnectionRefusedError where nobody answers, TimeoutError where no answer
+    comes.
     """
     return FileSystem(where, name=name, options=options)
 

@@ -11,9 +11,9 @@ import threading
 from concurrent.futures import CancelledError
 from typing import Any
 
-from nvpool.client.options import ClientOptions
 from nvpool.client.threadreads import ThreadReads
-from nvpool.sdk.asynchronous import AsyncFileSystem
+from nvpool.sdk.asynchronous import AsyncFileSystem, connected
+from nvpool.sdk.origin import Origin
 
 
 class _Call:
@@ -61,14 +61,14 @@ class _Call:
 class Runtime:
     """An event loop in a thread, and the client that lives on it."""
 
-    def __init__(self, where, name: str, options: ClientOptions | None):
+    def __init__(self, origin: Origin):
         self.pid = os.getpid()
         self.loop = _new_loop()
         self.thread = threading.Thread(target=self._run, name="nvpool", daemon=True)
         self.thread.start()
         self.reads: ThreadReads | None = None
         try:
-            self.pool: AsyncFileSystem = self.call(AsyncFileSystem.connect(where, name=name, options=options))
+            self.pool: AsyncFileSystem = self.call(_connected(origin))
             self.reads = ThreadReads(self.pool.vfs, self.pool.client.dialer)
         except BaseException:
             self.stop()
@@ -95,6 +95,10 @@ class Runtime:
             self.reads.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(5.0)
+
+
+async def _connected(origin: Origin) -> AsyncFileSystem:
+    return AsyncFileSystem(*await connected(origin))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

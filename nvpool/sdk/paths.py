@@ -6,11 +6,23 @@ SDK's file systems. Believes directories for the client's `attr_s`; what a file'
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import NamedTuple
 
-from nvpool.base.errors import NotADirectory, NotFound, NvpoolError, TooManySymlinks
+from nvpool.base.errors import (
+    AlreadyExists,
+    DirectoryNotEmpty,
+    Disconnected,
+    IsADirectory,
+    NameTooLong,
+    NotADirectory,
+    NotFound,
+    NvpoolError,
+    TooManySymlinks,
+    Unreachable,
+)
 from nvpool.base.ids import ROOT_INODE
 from nvpool.client.vfs import FileHandle, Vfs
 from nvpool.wire.v1.meta_pb2 import Attr
@@ -30,25 +42,61 @@ class Place(NamedTuple):
 
 
 def names_of(path: Path) -> list[bytes]:
-    return [name for name in os.fsencode(path).split(b"/") if name and name != b"."]
+    return [name for name in name_bytes(path).split(b"/") if name and name != b"."]
+
+
+def name_bytes(path: Path) -> bytes:
+    """`path` as bytes. TypeError and ValueError say what is wrong with it, as open() does."""
+    raw = os.fsencode(path)
+    if b"\0" in raw:
+        raise ValueError(f"the path {path!r} has a null character in it")
+    return raw
+
+
+_NAMED = (NotFound, AlreadyExists, NotADirectory, IsADirectory, DirectoryNotEmpty, NameTooLong, TooManySymlinks)
+"""Errors that the name of the file explains; their texts are about inode numbers, for logs."""
+
+_ERRNO_OF_CONNECTIONS = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
+"""Python programs know these as ConnectionError, which a call on a mount can not return (there it is EIO)."""
+
+
+def os_error(error: NvpoolError, path: Path | None = None, other: Path | None = None, *, as_said: bool = False) -> OSError:
+    """The OSError for an error of nvpool: errno, message, and the paths that the caller gave.
+
+    The message is that of the operating system where the path says the rest, else nvpool's own. `as_said`: always nvpool's.
+    """
+    number = _ERRNO_OF_CONNECTIONS.get(type(error), error.errno)
+    text = os.strerror(number) if path is not None and not as_said and isinstance(error, _NAMED) else str(error)
+    if path is None:
+        return OSError(number, text)
+    if other is None:
+        return OSError(number, text, os.fspath(path))
+    return OSError(number, text, os.fspath(path), None, os.fspath(other))
 
 
 class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 µs to each read)
-    """nvpool's errors leave as OSError (FileNotFoundError and its like), with the reason as their cause."""
+    """Raise errors of nvpool as OSError (FileNotFoundError and the like) of this path, with the reason as their cause."""
 
-    __slots__ = ("_path",)
+    __slots__ = ("_path", "_other")
+    _as_said = False
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, other: Path | None = None) -> None:
         self._path = path
+        self._other = other
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, NvpoolError):
-            if self._path is None:
-                raise OSError(error.errno, str(error)) from error
-            raise OSError(error.errno, str(error), os.fspath(self._path)) from error
+            raise os_error(error, self._path, self._other, as_said=self._as_said) from error
+
+
+class as_told(as_os_error):  # noqa: N801
+    """The same with nvpool's own message, where that names more than the path: what differs, and the remedy."""
+
+    __slots__ = ()
+    _as_said = True
 
 
 async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
@@ -61,8 +109,11 @@ async def find(vfs: Vfs, path: Path, *, follow: bool = True) -> Attr:
 
 async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = False) -> Place:
     """Where the path leads; its last name need not exist. A symbolic link there is followed unless told otherwise.
-    `to_open`: what the last name stands for is true now, not only within `attr_s`."""
+    `to_open`: what the last name stands for is true now, not only within `attr_s`. The empty path leads nowhere, as in
+    POSIX: a program that lost a name does not mean the root."""
     names = names_of(path)[::-1]
+    if not names and not os.fspath(path):
+        raise NotFound
     above: list[int] = [ROOT_INODE]   # directories from the root to where we are
     links = 0
     while names:

@@ -20,7 +20,7 @@ from nvpool.client.pathfinder import PathFinder
 from nvpool.client.vfs import Caller
 from nvpool.logic.layout import layout_of
 from nvpool.logic.volumenames import VOLUMES, check_holder, check_volume_name, member_named, path_of
-from nvpool.sdk.paths import as_os_error, locate, names_of
+from nvpool.sdk.paths import as_told, locate, names_of
 from nvpool.wire.v1 import meta_pb2 as pb
 from nvpool.wire.v1 import wire_pb2
 
@@ -111,7 +111,7 @@ class AsyncVolumes:
                          differs
         EINVAL           the name can be none, or a size or the mode makes no sense
         """
-        with as_os_error(path_of(name) if _is_name(name) else None):
+        with as_told(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s)
             if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
@@ -137,7 +137,7 @@ class AsyncVolumes:
 
     async def list(self, *, removing: bool = False) -> list[Volume]:
         """All volumes by name; with `removing` those too that have lost theirs and are being emptied."""
-        with as_os_error():
+        with as_told():
             replies = await self._vfs.ask_all(wire_pb2.META_VOLUMES, pb.VolumesReply, pb.VolumesRequest)
             found = {state.inode: volume_of(state) for reply in replies for state in reply.volumes}
             shown = [volume for volume in found.values() if removing or volume.state == READY]
@@ -145,7 +145,7 @@ class AsyncVolumes:
 
     async def show(self, name: str) -> Volume:
         """FileNotFoundError: no volume has that name."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             return await self._found(name)
 
     async def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
@@ -155,7 +155,7 @@ class AsyncVolumes:
     async def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
                   files_max: int | None = None) -> Volume:
         """Change what is not None. `access`: "open" or "listed"."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             if access not in (None, OPEN, LISTED):
                 raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
             for value in (bytes_max, files_max):
@@ -166,14 +166,14 @@ class AsyncVolumes:
 
     async def seal(self, name: str) -> Volume:
         """What is in it stays as it is for ever. EBUSY while files of it are open."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             await self._vfs.meta.release_now((await self._attr(name)).inode)
             return await self._tell(name, _Wish.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
         """The client (NAME, or a member as in `nvpool client ls`) may read ("ro") or write ("rw") from now on; the volume is
         "listed" from then on, so nobody else may."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             if rights not in _RIGHTS:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
             return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member_named(client), write=_RIGHTS[rights]))
@@ -181,18 +181,18 @@ class AsyncVolumes:
     async def revoke(self, name: str, client: str) -> Volume:
         """The client has no right any more: new requests are refused at once, reads and writes by rights that it was given
         before end within their life (two minutes)."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(client)))
 
     async def attach(self, name: str, holder: str) -> Volume:
         """`holder` uses it: it is not removed until he is detached."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             check_holder(holder)
             return await self._tell(name, _Wish.ATTACH, holder=holder)
 
     async def detach(self, name: str, holder: str) -> Volume:
         """`holder` does not use it, or never did."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             check_holder(holder)
             return await self._tell(name, _Wish.DETACH, holder=holder)
 
@@ -202,7 +202,7 @@ class AsyncVolumes:
         FileNotFoundError  there is none of that name
         EBUSY              it is attached (not looked at with `force`), or files of it are open; the text says by whom
         """
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             async with self._named(name) as inode:
                 await self._vfs.meta.release_now(inode)
                 reply = await self._ask(inode, _Wish.REMOVE, force=force)
@@ -212,7 +212,7 @@ class AsyncVolumes:
 
     async def removing(self, inode: int) -> Volume | None:
         """How far the removal of the volume has come; None: it is over."""
-        with as_os_error():
+        with as_told():
             try:
                 return await self._shown(inode)
             except NotFound:
@@ -222,7 +222,7 @@ class AsyncVolumes:
 
     async def trash(self, name: str) -> list[TrashEntry]:
         """What is in the volume's trash, the oldest first."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             after, found = 0, []
             async with self._named(name) as volume:
                 while True:
@@ -240,11 +240,11 @@ class AsyncVolumes:
         FileExistsError    its name stands for something else by now
         FileNotFoundError  it is not in the trash, or its directory is gone for good: say `to`
         """
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             _check_entry(inode, 1)
             place = None
             if to is not None:
-                with as_os_error(to):
+                with as_told(to):
                     if not names_of(to):
                         raise InvalidRequest(f"{to!r} is no name to put it back under; say one in the volume, as "
                                              f"{path_of(name)}/again")
@@ -262,7 +262,7 @@ class AsyncVolumes:
 
     async def purge(self, name: str, inode: int = 0) -> int:
         """Remove an entry of the trash for good, or (0) all of them; how many."""
-        with as_os_error(_place(name)):
+        with as_told(_place(name)):
             _check_entry(inode, 0)
             purged = 0
             async with self._named(name) as volume:

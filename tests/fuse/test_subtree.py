@@ -13,6 +13,7 @@ import pytest
 from conftest import FLOOR, nvpool, wait_until
 from kills import kill_serving, run_model, serving, together
 
+from nvpool import connect
 from nvpool.fuse.engine import RESEND_MIN, kernel_version
 from nvpool.fuse.mount import mount_at
 
@@ -268,3 +269,17 @@ def test_a_read_only_mount_changes_nothing_whoever_mounts_it_again(own, whole, t
         assert part.end() == 0, part.log.read_text()
     after = (whole.place / tree / "in" / "f").stat()
     assert (after.st_mtime_ns, after.st_ctime_ns, after.st_size) == (before.st_mtime_ns, before.st_ctime_ns, before.st_size)
+
+
+def test_sdk_connects_to_a_mount_point(own, whole, tree):
+    (whole.place / tree / "in" / "f").read_bytes()
+    with connect(whole.place) as pool:
+        assert pool.read_bytes(f"/{tree}/in/f") == b"inside"
+    with pytest.raises(OSError, match="lies inside the pool that is mounted at"):
+        connect(whole.place / tree)
+    part = mounted_part(own, tree)
+    try:
+        with pytest.raises(OSError, match=f"shows the directory /{tree}/in of the pool"):
+            connect(part.place)
+    finally:
+        assert part.end() == 0

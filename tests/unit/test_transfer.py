@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.base.errors import AlreadyExists, NotFound, Unreachable, from_os_error
+from nvpool.base.errors import AlreadyExists, ChecksumMismatch, NotFound, Unreachable, from_os_error
 from nvpool.sdk.transfer import Tally, TransferOptions, export_tree, import_tree, inbound
 
 MIB = 1 << 20
@@ -374,3 +374,31 @@ def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
         assert len(read.result(10)) == 50
         closed.result(10)
     assert slow.closed
+
+
+@pytest.mark.parametrize("failing", ["open", "read"])
+def test_export_of_unreadable_file_keeps_what_is_here(source, tmp_path, failing):
+    vfs, out = DirectoryVfs(source), tmp_path / "out"
+    out.mkdir()
+    (out / "1").write_bytes(b"what was here before")
+
+    async def fail(*arguments):
+        raise ChecksumMismatch("block 0 is not as it was written")
+    setattr(vfs, failing, fail)
+    tally = Tally()
+    asyncio.run(export_tree(vfs, b"/", out, tally=tally))
+    assert tally.failed and (out / "1").read_bytes() == b"what was here before"
+
+
+def test_export_replaces_a_link_in_one_step(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "link").symlink_to("new")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "link").symlink_to("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError(1, "no links here")))
+        tally = Tally()
+        asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=tally))
+        assert tally.failed == 1 and os.readlink(tmp_path / "out" / "link") == "old"
+    asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=Tally()))
+    assert os.readlink(tmp_path / "out" / "link") == "new" and os.listdir(tmp_path / "out") == ["link"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+from collections.abc import Callable
 from functools import partial
 
 from nvpool.base.checksum import crc32c
+from nvpool.base.clock import SYSTEM_CLOCK
 from nvpool.base.errors import (
     AlreadyExists,
     ChecksumMismatch,
@@ -174,36 +176,41 @@ class _Export:
             self._tally.symlinks += 1
 
     async def _file(self, place: bytes, attr) -> None:
-        opened = await self._crew.blocking(_open_destination, place, attr)
-        if opened is None:
+        if await self._crew.blocking(_is_there, place, attr):
             self._tally.files += 1
             self._tally.bytes += attr.size
             self._tally.skipped_files += 1
             self._tally.skipped_bytes += attr.size
             return
+        handle = await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
+        opened, writing = -1, None
         try:
-            handle = await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
-            try:
-                now = await self._vfs.getattr(attr.inode)
-                checksums, at, writing = [], 0, None
-                while at < now.size:
+            now = await self._vfs.getattr(attr.inode)
+            xattrs = await self._xattrs(now)
+            # What is in the pool can be read, as far as is known, before what is here is emptied.
+            buffer = await self._vfs.read(handle, 0, min(PIECE_BYTES, now.size)) if now.size else b""
+            opened = await self._crew.blocking(_open_destination, place)
+            checksums, at = [], 0
+            while at < now.size:
+                if at:
                     buffer = await self._vfs.read(handle, at, min(PIECE_BYTES, now.size - at))
-                    if writing is not None:
-                        await writing
-                    if not len(buffer):
-                        raise Refused("was cut while it was read; export it again")
-                    checksums.append((at, len(buffer), crc32c(buffer)))
-                    writing = asyncio.ensure_future(self._crew.blocking(_write_sparse, opened, at, buffer))
-                    at += len(buffer)
-                    self._tally.bytes += len(buffer)
                 if writing is not None:
                     await writing
-                xattrs = await self._xattrs(now)
-            finally:
-                await self._vfs.release(handle)
+                if not len(buffer):
+                    raise Refused("was cut while it was read; export it again")
+                checksums.append((at, len(buffer), crc32c(buffer)))
+                writing = asyncio.ensure_future(self._crew.blocking(_write_sparse, opened, at, buffer))
+                at += len(buffer)
+                self._tally.bytes += len(buffer)
+            if writing is not None:
+                await writing
             await self._crew.blocking(self._finish_file, opened, now, checksums, xattrs)
         finally:
-            os.close(opened)
+            await self._vfs.release(handle)
+            if writing is not None:
+                await asyncio.gather(writing, return_exceptions=True)  # a thread may still be writing by the descriptor
+            if opened >= 0:
+                os.close(opened)
         self._tally.files += 1
 
     def _finish_file(self, descriptor: int, attr, checksums: list[tuple[int, int, int]], xattrs) -> None:
@@ -251,17 +258,19 @@ def _make_folder(place: bytes) -> bool:
     return True
 
 
-def _open_destination(place: bytes, attr) -> int | None:
-    """A descriptor of the emptied file; None when it is there whole."""
+def _is_there(place: bytes, attr) -> bool:
+    """Whether it is there whole. AlreadyExists: something else has the name."""
     try:
         found = os.lstat(place)
     except FileNotFoundError:
-        found = None
-    if found is not None:
-        if not stat.S_ISREG(found.st_mode):
-            raise AlreadyExists("exists here and is not a file")
-        if found.st_size == attr.size and found.st_mtime_ns == attr.mtime_ns:
-            return None
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        raise AlreadyExists("exists here and is not a file")
+    return found.st_size == attr.size and found.st_mtime_ns == attr.mtime_ns
+
+
+def _open_destination(place: bytes) -> int:
+    """A descriptor of the emptied file."""
     try:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, 0)
@@ -294,9 +303,8 @@ def _make_special(place: bytes, attr, target: bytes | None) -> None:
             raise AlreadyExists("exists here and is something else")
         if target is None or os.readlink(place) == target:
             return
-        os.unlink(place)
     if target is not None:
-        os.symlink(target, place)
+        _replace(place, lambda beside: os.symlink(target, beside))
     else:
         os.mknod(place, attr.mode, attr.rdev)
 
@@ -306,8 +314,18 @@ def _link(made: bytes, place: bytes) -> bool:
     try:
         if os.path.samestat(os.lstat(made), os.lstat(place)):
             return True
-        os.unlink(place)
     except FileNotFoundError:
         pass
-    os.link(made, place, follow_symlinks=False)
+    _replace(place, lambda beside: os.link(made, beside, follow_symlinks=False))
     return False
+
+
+def _replace(place: bytes, make: Callable[[bytes], None]) -> None:
+    """What had the name keeps it until the new entry is made: a file system may refuse links."""
+    beside = place[:place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
+    make(beside)
+    try:
+        os.replace(beside, place)
+    except OSError:
+        os.unlink(beside)
+        raise

@@ -1,0 +1,115 @@
+"""The arguments of read_many, checked before anything is read.
+
+One read is a path or an open file (all of it), or (path or open file, offset, length). What is wrong with one raises TypeError
+or ValueError that names its index and what was expected. Called by the SDK's file systems.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nvpool.client.vfs import FileHandle
+from nvpool.sdk.paths import Path, name_bytes
+
+Read = tuple[Path | FileHandle, int, int | None]
+"""(path or handle, offset, length); a length of None reaches to the end of the file."""
+
+ON_ERROR = ("raise", "return")
+OFFSET_MAX = (1 << 63) - 1
+_EXPECTED = "expected a path, an open file, or (path or open file, offset, length)"
+
+
+def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]) -> tuple[list[Read], Sequence[Any]]:
+    """The reads as the client takes them, and the same ones as they were given, for errors.
+
+    `handle_of` gives the handle of an open file, None for what is none, and raises ValueError for one that can not be read.
+    """
+    if isinstance(reads, str | bytes | bytearray | os.PathLike):
+        raise TypeError(f"expected several reads, not one path; write read_many([{reads!r}])")
+    try:
+        given = reads if isinstance(reads, list | tuple) else list(reads)
+    except TypeError:
+        raise TypeError(f"expected an iterable of reads, not {type(reads).__name__}") from None
+    found: list[Read] = []
+    for number, one in enumerate(given):
+        offset: int = 0
+        length: int | None = None
+        what = one
+        if isinstance(one, tuple | list):
+            if len(one) != 3:
+                raise TypeError(f"read {number}: {_EXPECTED}, not {type(one).__name__} of {len(one)}")
+            what, offset, length = one
+            if type(offset) is not int or offset < 0:
+                offset = _whole_number(number, "offset", offset)
+            if length is not None and (type(length) is not int or length < 0):
+                length = _whole_number(number, "length", length)
+            if offset + (length or 0) > OFFSET_MAX:
+                raise ValueError(f"read {number}: {length} bytes at {offset} are beyond the largest file")
+        found.append((what if type(what) is str and "\0" not in what else _source(number, what, handle_of), offset, length))
+    return found, given
+
+
+def _whole_number(number: int, name: str, value: Any) -> int:
+    wanted = "an integer from 0 on" + (", or None for the rest of the file" if name == "length" else "")
+    try:
+        exact = operator.index(value)
+    except TypeError:
+        raise TypeError(f"read {number}: the {name} has to be {wanted}, not {type(value).__name__}") from None
+    if exact < 0:
+        raise ValueError(f"read {number}: the {name} has to be {wanted}, not {exact}")
+    return exact
+
+
+def _source(number: int, what: Any, handle_of: Callable[[Any], FileHandle | None]) -> Path | FileHandle:
+    try:
+        handle = what if isinstance(what, FileHandle) else handle_of(what)
+        if handle is None:
+            if not isinstance(what, str | bytes | os.PathLike):
+                raise TypeError(f"{_EXPECTED}, not {type(what).__name__}")
+            return name_bytes(what)
+        if handle.closed:
+            raise ValueError("the file is closed")
+        if not handle.readable:
+            raise ValueError("the file is not open for reading")
+        return handle
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"read {number}: {error}") from None
+
+
+def name_of(given: Any) -> Path | None:
+    """The path of a read, as it was given; None for a handle."""
+    what = given[0] if isinstance(given, tuple | list) else given
+    if isinstance(what, str | bytes | os.PathLike):
+        return what
+    name = getattr(what, "path", None) or getattr(what, "name", None)
+    return name if isinstance(name, str | bytes | os.PathLike) else None
+
+
+def check_on_error(on_error: str) -> bool:
+    """Whether errors are returned. ValueError."""
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error has to be 'raise' or 'return', not {on_error!r}")
+    return on_error == "return"
+
+
+def contiguous(into: Any) -> memoryview:
+    """`into` as writable bytes. TypeError for a buffer that is read-only or has gaps."""
+    view = memoryview(into)
+    if view.readonly:
+        raise TypeError("the buffer to read into is read-only")
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+
+
+def bytes_of(content: Any) -> bytes | memoryview:
+    """`content` to be written, as bytes. TypeError for what is no buffer, or has gaps: called before a file is changed."""
+    if type(content) is bytes:
+        return content
+    try:
+        view = memoryview(content)
+    except TypeError:
+        hint = "; encode it first, as text.encode()" if isinstance(content, str) else ""
+        raise TypeError(f"expected bytes or another buffer to write, not {type(content).__name__}{hint}") from None
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
