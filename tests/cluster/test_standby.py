@@ -184,7 +184,11 @@ def test_what_a_standby_needs_is_shown_by_status(pool):
     os.kill(standby, signal.SIGSTOP)
     try:
         (pool.mountpoint / "made").touch()
-        found = json.loads(nvpool("status", pool.path, "--json").stdout)
+        done = nvpool("status", pool.path, "--json", check=False)
+        found = json.loads(done.stdout)
+        assert done.returncode == 3 == found["health"]["exit_code"]
+        problem, = found["health"]["problems"]
+        assert (problem["kind"], problem["shard"], problem["member"]) == ("shard-no-standby", 1, 1) and problem["remedy"]
         assert any("meta-1.1" in problem for problem in found["problems"]), found["problems"]
     finally:
         os.kill(standby, signal.SIGCONT)
