@@ -1,21 +1,27 @@
 """What status says of a pool: problems, reasons and remedies, decided from a map and what processes said."""
 
+import asyncio
+
 import pytest
 from msgspec.structs import replace
 
+from nvpool.base.clock import ManualClock
 from nvpool.logic.health import Health, Problem, exit_code, with_since
 from nvpool.logic.poolmap import Chain, ChainTable, Drive, Moving, Node, PoolMap, Settings, Shard, Standby, Target
+from nvpool.run.health import STALLED_S, HealthWatch
 
 
 def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
     """A drive on each node; all hold the two chains of the table."""
     targets = tuple(Target(n, n, n, 1 << 30, (f"stream://n{n}:{n}",)) for n in range(1, nodes + 1))
     holders = tuple(range(1, nodes + 1))[:replicas]
+    standby = Standby(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
     first = PoolMap(
-        6, "pool", "p", 7, Settings(), nodes=tuple(Node(n, f"h{n}", f"name{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)),
-        drives=tuple(Drive(n, n, f"/d{n}/nvpool-pool-target-{n}", 1 << 30) for n in range(1, nodes + 1)), targets=targets,
+        6, "pool", "p", 7, Settings(),
+        nodes=tuple(Node(n, f"name{n}", f"h{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)), targets=targets,
+        drives=tuple(Drive(n, n, f"/d{n}/nvpool-pool-target-{n}", 1 << 30) for n in range(1, nodes + 1)),
         tables=(ChainTable(replicas, (Chain(1, holders), Chain(1, holders))),),
-        shards=(Shard(1, 1, ("stream://n1:1",), standbys=(Standby(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1"),)),))
+        shards=(Shard(1, 1, ("stream://n1:1",), standbys=(standby,)),))
     return replace(first, **fields)
 
 
@@ -167,5 +173,46 @@ def test_exit_codes_put_what_is_missing_before_damage():
 
 def test_a_problem_keeps_the_time_since_when_it_is_known():
     first, = with_since([Problem("x", "one way", target=1)], {}, 1000)
-    again, other = with_since([Problem("x", "another way", target=1), Problem("x", "one way", target=2)], {first.key: 1000}, 5000)
+    later = [Problem("x", "another way", target=1), Problem("x", "one way", target=2)]
+    again, other = with_since(later, {first.key: 1000}, 5000)
     assert (first.since_ms, again.since_ms, other.since_ms) == (1000, 1000, 5000)
+
+
+def test_a_drain_stands_still_when_nothing_is_copied():
+    clock, maps, copied = ManualClock(), [drained()], [0]
+
+    async def copied_bytes():
+        return copied[0]
+
+    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+
+    def looked(after_s):
+        clock.advance(after_s)
+        asyncio.run(watch.run_once())
+        return watch.stalled_s()
+
+    assert looked(0) == {} and looked(STALLED_S - 1) == {}
+    copied[0] = 1 << 20
+    assert looked(1) == {}, "bytes are copied of a chain that has not left yet"
+    assert looked(STALLED_S - 1) == {} and looked(1) == {1: STALLED_S}
+    maps[0] = replace(maps[0], tables=(ChainTable(2, (Chain(4, (2, 3)), maps[0].tables[0].chains[1])),))
+    assert looked(1) == {}
+    maps[0] = replace(maps[0], moving=Moving(paused=True))
+    assert 1 in looked(1), "a pause is told of at once"
+
+
+def test_since_is_when_the_map_changed_not_when_asked():
+    clock, maps = ManualClock(), [a_map()]
+
+    async def copied_bytes():
+        return 0
+
+    watch = HealthWatch(lambda: maps[0], copied_bytes, clock)
+    asyncio.run(watch.run_once())
+    maps[0] = without_copy(with_target(a_map(), 2, state="down"), 2)
+    clock.advance(5)
+    asyncio.run(watch.run_once())
+    went_ms = clock.wall_ns() // 1_000_000
+    clock.advance(100)
+    missing, = (one for one in watch.since(seen(maps[0], stores={2: {"state": "stopped"}})) if one.kind == "copies-missing")
+    assert missing.since_ms == went_ms
